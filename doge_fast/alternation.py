@@ -2,8 +2,7 @@
 
 A machine's speed drifts by tens of percent over minutes, so a single time says little. The calls
 to compare run alternately, once a round. Each round gives one ratio; the median and quartiles of
-the ratios are reported. `doge-fast profile`, the measured bandwidth and all of `benchmarks`
-use this module.
+the ratios are reported.
 """
 
 import gc

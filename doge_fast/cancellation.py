@@ -71,12 +71,11 @@ class CancellationEffect:
     C(w) sums over all steps that count; the paper stops after T_c. A step whose denominator is
     zero, as in a warm-up from a learning rate of zero, adds no term; `terms` counts the terms.
 
-    Args:
-        model: the model that is trained.
-        optimizer: the optimizer that trains it. Only its parameters are scored.
+    Only parameters of the optimizer are scored.
 
     Raises:
-        ValueError: the two share no parameter, or a module couples the examples of a batch.
+        ValueError: model and optimizer share no parameter, or a module couples the examples of a
+            batch.
 
     Source: DoGE, eq. (cancellation).
     """
@@ -111,13 +110,8 @@ class CancellationEffect:
         ]
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The parameters that are scored, as `model.named_parameters()` names them."""
-        return tuple(self._params)
-
-    @property
     def columns(self) -> dict[str, int]:
-        """{name: number of elements}."""
+        """{name: number of elements} of the scored parameters."""
         return {name: param.numel() for name, param in self._params.items()}
 
     @contextmanager

@@ -82,12 +82,7 @@ def text(machine: dict[str, Any]) -> str:
         ]
     if not any(device["device"].startswith("cuda") for device in machine["devices"]):
         lines += ["", f"GPUs: none that torch {machine['versions']['torch']} sees"]
-    cache = machine["cache"]
-    lines += [
-        "",
-        f"cache: {cache['path']}, {cache['files']} files, {cache['bytes'] / 1e6:.1f} MB, "
-        f"{cache['libraries']} compiled libraries among them",
-    ]
+    lines += ["", f"cache: {machine['cache']}"]
     lines += [f"{name}={value}" for name, value in machine["environment"].items()]
     return "\n".join(lines)
 
@@ -122,27 +117,11 @@ def _choice(operator: str, device: torch.device) -> dict[str, str | None]:
     return {"implementation": name, "reason": reason}
 
 
-def _cache() -> dict[str, Any]:
+def _cache() -> str:
     try:
-        path = cache_dir()
+        return str(cache_dir())
     except BuildError as error:
-        return {"path": str(error), "files": 0, "libraries": 0, "bytes": 0}
-    sizes = {file: size for file in path.rglob("*") if (size := _size(file)) is not None}
-    return {
-        "path": str(path),
-        "files": len(sizes),
-        "libraries": sum(file.suffix == ".so" for file in sizes),
-        "bytes": sum(sizes.values()),
-    }
-
-
-def _size(file: Path) -> int | None:
-    """Bytes of a file; None for a folder or a file that is gone."""
-    try:
-        # A process that builds renames its files meanwhile.
-        return file.stat().st_size if file.is_file() else None
-    except OSError:
-        return None
+        return str(error)
 
 
 def _version(name: str) -> str:

@@ -1,9 +1,7 @@
 """DoGEOptimizer: collect every domain's gradient, weigh the domains, step the wrapped optimizer.
 
-One step of Algorithm 1 (or 2) in three verbs. `domain(name)` puts the gradients of a backward pass
-into that domain's row of the flat buffer. `combine()` moves the domain weights by the Gram matrix
-of the rows and writes the weighted gradient into `p.grad`. `step()` steps the wrapped optimizer.
-The work is done in `doge_fast.step.step`.
+`domain(name)` fills rows of the flat buffer, `combine()` moves the domain weights, `step()` steps
+the wrapped optimizer. The work is done in `doge_fast.step.step`.
 """
 
 import os

@@ -3,7 +3,6 @@
 Profiles: "few", which `make test` runs, always the same examples; "many", which `make soak` runs.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -95,13 +94,3 @@ def attempt(call: Callable[[], T]) -> tuple[T | None, str]:
         return call(), ""
     except ValueError as error:
         return None, str(error)
-
-
-def below(low: float) -> st.SearchStrategy[float]:
-    """Numbers below `low`, and NaN."""
-    return st.floats(max_value=low, exclude_max=True) | st.just(math.nan)
-
-
-def outside(low: float, high: float) -> st.SearchStrategy[float]:
-    """Numbers below `low` and above `high`, and NaN."""
-    return below(low) | st.floats(min_value=high, exclude_min=True)

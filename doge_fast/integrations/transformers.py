@@ -164,22 +164,15 @@ class DoGETrainer(Trainer):
 
     def _check_ready(self, optimizer: DoGEOptimizer) -> None:
         """Refuse arguments that have no effect because the optimizer exists already."""
-        if list(optimizer.domains) != self._doge_options["domains"]:
-            raise ValueError(
-                f"domains={self._doge_options['domains']} and the DoGEOptimizer's "
-                f"{list(optimizer.domains)} differ. Leave domains= out, or name the same in the "
-                "same order."
-            )
         parameters = signature(DoGETrainer.__init__).parameters
-        ignored = [
-            name
-            for name, value in self._doge_options.items()
-            if name != "domains" and value != parameters[name].default
-        ]
+        without_effect = {name: parameters[name].default for name in self._doge_options}
+        without_effect["domains"] = list(optimizer.domains)
+        ignored = [n for n, value in self._doge_options.items() if value != without_effect[n]]
         if ignored:
             raise ValueError(
-                f"{', '.join(ignored)} would have no effect: the optimizer is a DoGEOptimizer "
-                "already. Pass these options to it, or pass the wrapped optimizer to DoGETrainer."
+                f"{', '.join(ignored)} would have no effect: the optimizer is a DoGEOptimizer over "
+                f"{list(optimizer.domains)} already. Pass these options to it, or pass the wrapped "
+                "optimizer to DoGETrainer."
             )
 
     @property
@@ -345,7 +338,8 @@ class DoGETrainer(Trainer):
         rows, is_shifted = self.rows, self.shifts_labels()
         counts_R = causal_lm.num_targets(parts, rows, device, is_shifted=is_shifted)
         # A domain whose tokens are all masked has loss zero, not 0/0.
-        counts = zip(rows, self.summed(counts_R).clamp(min=1).unbind(), strict=True)
+        summed_R = cast(Tensor, self.accelerator.reduce(counts_R))
+        counts = zip(rows, summed_R.clamp(min=1).unbind(), strict=True)
         labelled = {name for part in parts for name in part if "labels" in part[name]}
         return parts, {name: count for name, count in counts if name in labelled}
 
@@ -362,12 +356,6 @@ class DoGETrainer(Trainer):
         whole = domain_data.checked_batch(batch)
         taken = {name: domain for name, domain in whole.items() if name not in left_out}
         return domain_data.part_of(taken, *self._place, all_domains=self.is_sharded)
-
-    def summed(self, values: Tensor) -> Tensor:
-        """The sum over all ranks."""
-        if self.args.world_size == 1:
-            return values
-        return cast(Tensor, self.accelerator.reduce(values))
 
     # Gradients by domain.
 
@@ -414,8 +402,8 @@ class DoGETrainer(Trainer):
             if self.args.world_size > 1:
                 # One dtype on all ranks, even on a rank without a domain.
                 parts = torch.stack([loss.double() for loss in self.domain_losses.values()])
-                summed = self.summed(parts).unbind()
-                self.domain_losses = dict(zip(self.domain_losses, summed, strict=True))
+                summed = cast(Tensor, self.accelerator.reduce(parts))
+                self.domain_losses = dict(zip(self.domain_losses, summed.unbind(), strict=True))
         trained = [name for name in self.doge.domains if part.sizes.get(name)] or list(part.sizes)
         mine = torch.stack([losses[name] for name in trained if name in losses] or [nothing])
         # Trainer logs the mean over the ranks.

@@ -4,11 +4,11 @@ Batch t is a pure function of the seed, t, and the weights set for steps up to t
 not depend on the number of workers and ranks, and a stopped run resumes bitwise.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import Dataset
 
 from doge_fast.mixture.counts import MixtureCounts, Phase
 from doge_fast.mixture.rows import DomainRows, Draw
@@ -30,12 +30,10 @@ class DomainMixture(Dataset[Any]):
 
         loader = DataLoader(mixture, batch_sampler=mixture.batches(), num_workers=4)
 
-    `stream()` is an iterable dataset for loops that take no sampler, such as Hugging Face's
-    Trainer; it has no workers. Give Trainer `max_steps`; to resume, load the state and set
-    `ignore_data_skip`. Trainer then does not restore random generators, so dropout draws other
-    masks. Accelerate divides a sampler among processes itself: leave `rank` and `world_size` at
-    their defaults there; `batch_size` is then that of one process, or with `split_batches` that of
-    all.
+    A Trainer of transformers gets this loader from its method `get_train_dataloader`; give it
+    `max_steps`, and `ignore_data_skip` to resume. Accelerate divides a sampler among processes
+    itself: leave `rank` and `world_size` at their defaults there; `batch_size` is then that of one
+    process, or with `split_batches` that of all.
 
     Loaders prefetch: they take num_workers * prefetch_factor batches ahead of the loop (2 per
     worker by default), accelerate one more. New weights apply from the first batch that no loader
@@ -104,8 +102,8 @@ class DomainMixture(Dataset[Any]):
     def __len__(self) -> int:
         raise TypeError(
             "a mixture has no length and is not indexed by row numbers: these would ignore its "
-            "weights. Pass batch_sampler=mixture.batches() to the DataLoader, or use "
-            "mixture.stream() where no sampler can be passed, as to Trainer."
+            "weights. Pass batch_sampler=mixture.batches() to the DataLoader; a Trainer gets that "
+            "loader from its get_train_dataloader()."
         )
 
     def __getitem__(self, draw: Draw) -> Any:
@@ -204,15 +202,8 @@ class DomainMixture(Dataset[Any]):
         """
         return MixtureBatches(self._counts, self._progress, rank, world_size)
 
-    def stream(self, rank: int = 0, world_size: int = 1) -> "MixtureStream":
-        """The rows of `batches(rank, world_size)`, one after another, as an iterable dataset.
-
-        For a `DataLoader` with `batch_size=stream.batch_size` and without workers.
-        """
-        return MixtureStream(self, self.batches(rank, world_size))
-
     def seek(self, step: int) -> None:
-        """Let the next pass over a sampler or stream begin at this step.
+        """Let the next pass over a sampler begin at this step.
 
         Required after an interrupted pass, whose loader may have taken more batches than the loop
         has used.
@@ -261,34 +252,3 @@ class DomainMixture(Dataset[Any]):
         """
         restore(self._counts, self.sizes, state)
         self.seek(state["step"])
-
-
-class MixtureStream(IterableDataset[Any]):
-    """Rows of one rank, batch after batch; made by `DomainMixture.stream`.
-
-    The loader's batch_size must be this `batch_size`.
-    """
-
-    def __init__(self, mixture: DomainMixture, batches: MixtureBatches) -> None:
-        self.mixture = mixture
-        self.batches = batches
-        self.batch_size = batches.batch_size
-
-    def __iter__(self) -> Iterator[Any]:
-        """Rows of the batches from the mixture's start on.
-
-        Raises:
-            RuntimeError: a worker of a loader reads it.
-        """
-        if get_worker_info() is not None:
-            raise RuntimeError(
-                "A mixture's stream is read in the loop's process, since new weights would not "
-                "reach a worker's copy. Use num_workers=0, or DataLoader(mixture, "
-                "batch_sampler=mixture.batches(), num_workers=...)."
-            )
-        for draws in self.batches:
-            yield from self.mixture.__getitems__(draws)
-
-    def __len__(self) -> int:
-        """Rows of the next pass."""
-        return len(self.batches) * self.batch_size

@@ -59,16 +59,6 @@ class Progress:
         self.has_begun = True
         return count(self.start) if self.num_steps is None else range(self.start, self.num_steps)
 
-    def num_batches(self) -> int:
-        """Batches of the next pass.
-
-        Raises:
-            TypeError: the pass is endless.
-        """
-        if self.num_steps is None:
-            raise TypeError("a mixture without steps=... is endless and has no length.")
-        return max(0, self.num_steps - self.start)
-
 
 class MixtureBatches(Sampler[list[Draw]]):
     """Batches of one rank, for `DataLoader(mixture, batch_sampler=...)`.
@@ -107,5 +97,7 @@ class MixtureBatches(Sampler[list[Draw]]):
             yield batch_draws(self.counts, step)[first : first + self.batch_size]
 
     def __len__(self) -> int:
-        """Batches of the next pass."""
-        return self.progress.num_batches()
+        """Batches of the next pass; TypeError if it is endless."""
+        if self.progress.num_steps is None:
+            raise TypeError("a mixture without steps=... is endless and has no length.")
+        return max(0, self.progress.num_steps - self.progress.start)

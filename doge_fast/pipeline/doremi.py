@@ -25,7 +25,7 @@ from doge_fast.pipeline.run import Run
 from doge_fast.pipeline.stage import ExistingRun
 from doge_fast.pipeline.trainer import ByName, MixtureTrainer, from_first
 from doge_fast.weights import group_dro
-from doge_fast.weights.group_dro import ExcessWeights, WeightUpdate
+from doge_fast.weights.group_dro import SMOOTHING, STEP_SIZE, ExcessWeights
 
 _SHA256 = "reference_sha256"
 
@@ -101,12 +101,15 @@ class DoReMiTrainer(MixtureTrainer):
         self.reference = reference.model.train(False).requires_grad_(False)
         nn.Module.to(self.reference, device)
         # Settings, those of the variant where none is given.
-        self.rule = WeightUpdate.of(config.variant, config.step_size, config.smoothing)
+        self.variant = variant = config.variant
+        given = {"step_size": config.step_size, "smoothing": config.smoothing}
+        usual = {"step_size": STEP_SIZE[variant], "smoothing": SMOOTHING[variant]}
+        self.rule = {name: usual[name] if value is None else value for name, value in given.items()}
         alpha_K = torch.tensor(list(reference.weights.values()), dtype=torch.float64)
         self.sampling_K = (alpha_K / alpha_K.sum()).to(device)
         # The excess that no batch has shown: log V, the loss of a model that knows nothing, is what
         # the code of DoReMi's authors begins with; DoGE's begins with none.
-        unseen = math.log(corpus.vocab_size) if self.rule.variant == "doremi" else 0.0
+        unseen = math.log(corpus.vocab_size) if variant == "doremi" else 0.0
         self.weights = ExcessWeights(
             alpha=self.sampling_K,
             alpha_mean=self.sampling_K,
@@ -141,7 +144,7 @@ class DoReMiTrainer(MixtureTrainer):
         all_B = gather(domain_ids_B)
         self._move(gather(losses_BT.detach()), gather(reference_BT), all_B)
         shares_B = group_dro.example_shares(
-            self.weights.alpha, self.sampling_K, all_B, variant=self.rule.variant
+            self.weights.alpha, self.sampling_K, all_B, variant=self.variant
         ).view(self.args.world_size, -1)[self.args.process_index]
         # Of which DistributedDataParallel takes the mean.
         return losses_BT.mean(1) @ shares_B.to(losses_BT.dtype) * self.args.world_size
@@ -153,11 +156,9 @@ class DoReMiTrainer(MixtureTrainer):
         self.domain_losses = group_dro.domain_means(losses_BT, domain_ids_B, num_domains)
         self.reference_losses = group_dro.domain_means(reference_BT, domain_ids_B, num_domains)
         excess_K = group_dro.excess_losses(
-            losses_BT, reference_BT, domain_ids_B, self.weights.excess, variant=self.rule.variant
+            losses_BT, reference_BT, domain_ids_B, self.weights.excess, variant=self.variant
         )
-        self.weights = self.weights.moved(
-            excess_K, step_size=self.rule.step_size, smoothing=self.rule.smoothing
-        )
+        self.weights = self.weights.moved(excess_K, **self.rule)
 
     def own_state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The weights, and which reference they follow from."""
@@ -205,7 +206,8 @@ def _leave(trainer: DoReMiTrainer) -> None:
         weights.alpha,
         columns={"reference_weight": trainer.against.weights},
         method="doremi",
-        **trainer.rule._asdict(),
+        variant=trainer.variant,
+        **trainer.rule,
         parameters=cast(PreTrainedModel, trainer.model).num_parameters(),
         batch_size=config.batch_size,
         tokens=sum(trainer.tokens(config.training.steps).values()),

@@ -69,7 +69,7 @@ def evaluate(config: EvaluateConfig) -> Json:
         losses = ", ".join(f"{name} {loss[name]:g}" for name in lost)
         raise health.Diverged(
             f"The model of {config.run} has diverged: the perplexity of "
-            f"{health.domains_text(lost)} is not finite (losses: {losses}). Nothing has been "
+            f"{health.domains_told(lost)} is not finite (losses: {losses}). Nothing has been "
             "written. Train another with a lower learning_rate (--learning-rate)."
         )
     if config.data is not None:

@@ -5,14 +5,14 @@ numbers looks like one that learned nothing.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from doge_fast.pipeline.reporting.wording import listed
+from doge_fast.pipeline.reporting.wording import domains_told as domains_told
 
 # Steps between looks at the counts, which make a host wait for its device.
 LOOK_EVERY = 16
@@ -114,9 +114,3 @@ def warnings_of(line: Mapping[str, Any], *, mu: float, high: float) -> dict[str,
 def not_finite(values: Mapping[str, float]) -> list[str]:
     """Names of what is infinite or no number."""
     return [name for name, value in values.items() if not math.isfinite(value)]
-
-
-def domains_text(names: Sequence[str], most: int = 5) -> str:
-    """a, b and 3 more."""
-    left = len(names) - most
-    return listed([*names[:most], *([f"{left} more"] if left > 0 else [])])

@@ -3,23 +3,17 @@
 The report's page takes the same tables; its template makes HTML of them.
 """
 
-import io
 import os
-from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+import textwrap
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from rich import box
-from rich.cells import cell_len
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
-from rich.table import Table as RichTable
-from rich.text import Text
 
 # Where nobody says how wide the reader's window is: a pipe, a file.
 PIPE_WIDTH = 100
 _NARROWEST = 40
-_ENDLESS = 10_000
-# A rule below the header and nothing else, in ASCII.
-_RULE = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 
 
 class Cell(NamedTuple):
@@ -39,7 +33,7 @@ class Row(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A table before it is text, markdown or part of a page."""
+    """A table before it is text or part of a page."""
 
     title: str
     note: str
@@ -87,44 +81,51 @@ def text(table: Table, *, width: int | None = None, left: Sequence[int] = ()) ->
     width = terminal_width() if width is None else width
     labels = [table.corner, *(row.label for row in table.rows)]
     first = min(max(map(cell_len, labels)), width // 2)
-    parts: list[dict[int, list[str]]] = [{}]
+    labels = [_padded(shortened(label, first), first) for label in labels]
+    parts: list[list[list[str]]] = [[]]
     room = first
     for i, (head, _) in enumerate(table.columns):
         cells = [row.cells[i] for row in table.rows]
         mark = "  " if any(cell.is_strong for cell in cells) else ""
         texts = [f"{cell.text} *" if cell.is_strong else cell.text + mark for cell in cells]
-        widest = max(map(cell_len, [head + mark, *texts]))
-        own = 2 + (min(widest, _NARROWEST) if i in left else widest)
-        if parts[-1] and room + own > width:
-            parts.append({})
+        texts = [head + mark, *texts]
+        size = max(map(cell_len, texts))
+        if i in left:
+            size = min(size, max(_NARROWEST, width - first - 2))
+        if parts[-1] and room + 2 + size > width:
+            parts.append([])
             room = first
-        parts[-1][i] = [head + mark, *texts]
-        room += own
-    return "\n\n".join(_part(labels, part, first, left, width) for part in parts)
+        room += 2 + size
+        parts[-1].append(
+            [_block(each, size) if i in left else _right(each, size) for each in texts]
+        )
+    return "\n\n".join(_joined(labels, columns) for columns in parts)
 
 
-def _part(
-    labels: Sequence[str],
-    columns: Mapping[int, Sequence[str]],
-    first: int,
-    left: Sequence[int],
-    width: int,
-) -> str:
-    """Some of the columns, by their places, beside the rows' labels."""
-    made = RichTable(
-        box=_RULE, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), collapse_padding=True
-    )
-    made.add_column(Text(labels[0]), width=first, no_wrap=True)
-    for i, (head, *_) in columns.items():
-        side: Literal["left", "right"] = "left" if i in left else "right"
-        made.add_column(Text(head), justify=side, no_wrap=i not in left)
-    for place, label in enumerate(labels[1:], start=1):
-        texts = (Text(column[place]) for column in columns.values())
-        made.add_row(Text(shortened(label, first)), *texts)
-    file = io.StringIO()
-    room = width if columns.keys() & set(left) else _ENDLESS
-    Console(file=file, width=room, color_system=None, force_terminal=False).print(made)
-    return "\n".join(line.rstrip() for line in file.getvalue().rstrip("\n").split("\n"))
+def _padded(text: str, size: int) -> str:
+    return set_cell_size(text, max(size, cell_len(text)))
+
+
+def _right(text: str, size: int) -> str:
+    return " " * (size - cell_len(text)) + text
+
+
+def _block(words: str, size: int) -> str:
+    """Words in lines of one size."""
+    return "\n".join(_padded(line, size) for line in textwrap.wrap(words, size) or [""])
+
+
+def _joined(labels: Sequence[str], columns: Sequence[Sequence[str]]) -> str:
+    """The columns side by side, a rule below their heads."""
+    lines = []
+    for label, *cells in zip(labels, *columns, strict=True):
+        blocks = [label.split("\n"), *(cell.split("\n") for cell in cells)]
+        for i in range(max(map(len, blocks))):
+            parts = [block[i] if i < len(block) else " " * cell_len(block[0]) for block in blocks]
+            lines.append("  ".join(parts).rstrip())
+        if len(lines) == 1:
+            lines.append("-" * sum((cell_len(each) for each in (label, *cells)), 2 * len(cells)))
+    return "\n".join(lines)
 
 
 def shortened(name: str, width: int) -> str:

@@ -299,7 +299,7 @@ class MixtureTrainer(RecordedTrainer):
 
     def _drawn_text(self, step: int) -> str:
         drawn = self.mixture.blocks(step - 1)
-        return health.domains_text([name for name, blocks in drawn.items() if len(blocks)])
+        return health.domains_told([name for name, blocks in drawn.items() if len(blocks)])
 
 
 class StopOnSignal(TrainerCallback):
@@ -449,7 +449,7 @@ class Recorder(TrainerCallback):
             return
         line["warnings"] = found
         for what in found.keys() - self.warned:
-            told = f"{health.domains_text(found[what])} {health.TOLD[what]}"
+            told = f"{health.domains_told(found[what])} {health.TOLD[what]}"
             _log.warning("%s, step %d: %s.", self.run, line["step"], told)
         self.warned |= found.keys()
 
@@ -514,7 +514,7 @@ class Recorder(TrainerCallback):
         self._pending.append({"step": step, "kind": "eval", "loss": losses})
         if names := health.not_finite(losses):
             where = "" if is_last else f"at step {step} "
-            told = health.domains_text(names)
+            told = health.domains_told(names)
             self._end_as_lost(f"{where}the held-out loss of {told} is not finite")
         # Not part of what a step costs.
         self._last_line, self._last_step = time.monotonic(), step
@@ -529,7 +529,7 @@ class Recorder(TrainerCallback):
     def _lost_in_a_row(self, step: int, number: int) -> str:
         """How many steps were lost up to this one, and whose; else, in which batches."""
         names = self.trainer.lost_domains()
-        whose = f" of {health.domains_text(names)}" if names else ""
+        whose = f" of {health.domains_told(names)}" if names else ""
         first = step - self.lost.in_a_row() + 1
         # Of a row that has ended since somebody looked, the first step is not known.
         is_known = first <= step + 1 - number

@@ -51,27 +51,16 @@ def opened(owner: object) -> Iterator[None]:
         _open.owner = None
 
 
-class OwnershipCheck:
-    """Warns once of parameters that receive a gradient and that no wrapped optimizer owns."""
+@contextmanager
+def watching(groups: Sequence[dict[str, list[Tensor]]], model: nn.Module | None) -> Iterator[None]:
+    """Warn if parameters that no wrapped optimizer owns receive a gradient inside.
 
-    def __init__(self) -> None:
-        self._is_done = False
-
-    @contextmanager
-    def watching(
-        self, groups: Sequence[dict[str, list[Tensor]]], model: nn.Module | None
-    ) -> Iterator[None]:
-        """Check the first domain, whose backward pass runs inside.
-
-        It trains `model`; None: every module with a parameter of `groups`, the wrapped optimizer's.
-        """
-        if self._is_done:
-            yield
-            return
-        unowned = _unowned(groups, model)
-        yield
-        self._is_done = True
-        _warn_of(unowned)
+    The backward pass inside trains `model`; None: every module with a parameter of `groups`, the
+    wrapped optimizer's.
+    """
+    unowned = _unowned(groups, model)
+    yield
+    _warn_of(unowned)
 
 
 @outside_graphs

@@ -57,8 +57,10 @@ WAY_TO_ACCUMULATE = (
     "for any number, with which combine() or step() ends the step."
 )
 
-DROPPED = "an exception inside a domain dropped this step's gradients"
-WAY_ON = ". Call optimizer.zero_grad() and run the domains of this step again."
+DROPPED = (
+    "an exception inside a domain dropped this step's gradients. Call optimizer.zero_grad() and "
+    "run the domains of this step again."
+)
 
 
 class StepState(enum.Enum):
@@ -141,7 +143,8 @@ class Step:
         self._made_for: object = None
         self._has_agreed = False
         self._stacked_model: StackedModel | None = None
-        self._ownership = ownership.OwnershipCheck()
+        # Only the first domain is watched.
+        self._has_watched = False
         self._flag = SkipFlag()
         self.state = StepState.EMPTY
         self._open: OpenDomain | None = None
@@ -253,7 +256,7 @@ class Step:
         if self.state is StepState.COMBINED:
             # p.grad was cleared without a step, as a scaler does on overflow. The draw of domains
             # stays: the loop has read `domains_of_step`.
-            self._clear_rows()
+            self.clear()
 
     def _row_of(self, name: str) -> int:
         self._received.counts.setdefault(name, 0.0)
@@ -270,9 +273,12 @@ class Step:
         self.state = StepState.OPEN
         try:
             with self._dropped_on_failure(), self._failure_reaches_all_ranks(), without_reduction():
-                watching = self._ownership.watching(self.parameters.groups, model)
+                watching: AbstractContextManager[None] = nullcontext()
+                if not self._has_watched:
+                    watching = ownership.watching(self.parameters.groups, model)
                 with ownership.opened(self), watching:
                     yield opened
+                    self._has_watched = True
                 if self.parameters.has_noted:
                     self._collect(opened)
                 self.buffer.flush()
@@ -417,7 +423,7 @@ class Step:
             )
         if self._received.is_dropped and self.exchange.num_ranks > 1:
             # Before the ranks agree: _refuse_missing would raise on this rank alone.
-            raise RuntimeError(DROPPED + WAY_ON)
+            raise RuntimeError(DROPPED)
         return params
 
     def _agree(self, params: list[Tensor], scale: float | Tensor) -> Agreement:
@@ -443,10 +449,9 @@ class Step:
             "grad_scale": on_host(scale),
             "the learning rate": [on_host(group.get("lr")) for group in self.parameters.groups],
             "micro_batches or absent": [self.micro_batches, self._absent],
-            "their number of steps, or the draw of domains_per_step": [
-                self.subset.draws,
-                self.subset.rows,
-            ],
+            "their number of steps, or the draw of domains_per_step": (
+                f"{self.subset.draws} {self.subset.rows}"
+            ),
             "the parameters that are trained": [list(param.shape) for param in params],
             "the selection": selected and [id(param) in selected for param in params],
         }
@@ -489,19 +494,15 @@ class Step:
     @outside_graphs
     def clear(self, *, are_zeros_left: bool = False) -> None:
         """Start an empty step; zeros left in `p.grad` may be overwritten by the next domain."""
-        self._clear_rows()
+        self.buffer.clear()
+        self.parameters.forget()
+        self.state = StepState.EMPTY
         self._are_zeros_left = are_zeros_left
+        self._received = Received()
 
     def note_loaded(self) -> None:
         """A state of the wrapped optimizer was not loaded in its place."""
         self._may_be_loaded = False
-
-    def _clear_rows(self) -> None:
-        self.buffer.clear()
-        self.parameters.forget()
-        self.state = StepState.EMPTY
-        self._are_zeros_left = False
-        self._received = Received()
 
     def release(self) -> None:
         """Remove the hooks and free the buffer's memory."""
@@ -618,7 +619,7 @@ class Step:
     def _refuse_missing(self, seen: Collection[str]) -> None:
         missing = [name for name in self.subset.rows if name not in seen]
         if missing and self._received.is_dropped:
-            raise RuntimeError(f"{DROPPED}; missing {missing}{WAY_ON}")
+            raise RuntimeError(f"{DROPPED} Missing are {missing}.")
         if missing and (self._absent == "error" or not seen):
             raise RuntimeError(
                 f"step() needs a gradient from every domain; missing {missing} of "

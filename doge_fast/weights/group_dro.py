@@ -17,7 +17,6 @@ training mode, with dropout and with a graph. And it clips the gradient to `max_
 after adding each domain, so that the step depends on the order of the domains.
 """
 
-import math
 from typing import Literal, NamedTuple
 
 import torch
@@ -63,32 +62,6 @@ class ExcessWeights(NamedTuple):
         count = self.num_steps + 1
         mean_K = simplex.running_mean(self.alpha_mean, alpha_K, count)
         return ExcessWeights(alpha_K, mean_K, excess_K, count)
-
-
-class WeightUpdate(NamedTuple):
-    """How the weights move."""
-
-    variant: Variant
-    step_size: float
-    smoothing: float
-
-    @classmethod
-    def of(
-        cls, variant: Variant, step_size: float | None = None, smoothing: float | None = None
-    ) -> "WeightUpdate":
-        """The given settings, or the variant's own for None.
-
-        Raises:
-            ValueError: one is out of its range.
-        """
-        if variant not in STEP_SIZE:
-            raise ValueError(f"variant must be {' or '.join(STEP_SIZE)}; got {variant!r}.")
-        step_size = STEP_SIZE[variant] if step_size is None else step_size
-        if not 0 < step_size < math.inf:
-            raise ValueError(f"step_size must be positive and finite; got {step_size}.")
-        smoothing = SMOOTHING[variant] if smoothing is None else smoothing
-        simplex.check_smoothing(smoothing)
-        return cls(variant, step_size, smoothing)
 
 
 def token_losses(logits_BLV: Tensor, labels_BL: Tensor) -> Tensor:

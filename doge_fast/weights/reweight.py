@@ -287,31 +287,23 @@ def check_arguments(
     num_rows, num_slots, num_domains = len(tau_R), len(gram_BB), num_domains_of(state_S)
     if score not in NAMED_SCORES:
         raise ValueError(f"reweight() knows the scores {[*NAMED_SCORES]}; got {score!r}.")
-    if not (
-        state_S.shape == (3 * num_domains + 2,)
-        and 1 <= num_domains <= num_rows
-        and num_rows - num_domains < num_slots <= num_rows
-    ):
-        raise ValueError(
-            f"reweight() needs state_S of new_state(alpha_K) for K domains, 1 <= K <= R, and "
-            f"gram_BB with R - K < B <= R; got R {num_rows}, K {num_domains}, B {num_slots} and "
-            f"state_S of shape {list(state_S.shape)}."
-        )
+    are_rows_right = 1 <= num_domains <= num_rows and num_rows - num_domains < num_slots <= num_rows
     expected = {
         "gram_BB": (gram_BB, (num_slots, num_slots), torch.float64),
         "full_BB": (full_BB, (num_slots, num_slots), torch.float64),
-        "state_S": (state_S, state_S.shape, torch.float64),
+        "state_S": (state_S, (3 * num_domains + 2,), torch.float64),
         "tau_R": (tau_R, (num_rows,), torch.float64),
         "slot_R": (slot_R, (num_rows,), torch.int32),
         "settings_C": (settings_C, (len(StepSettings._fields),), torch.float64),
     }
     for name, (tensor, shape, dtype) in expected.items():
         is_right = tensor.shape == shape and tensor.dtype == dtype and tensor.is_contiguous()
-        if not is_right or tensor.device != gram_BB.device:
+        if not are_rows_right or not is_right or tensor.device != gram_BB.device:
             raise ValueError(
                 f"reweight() needs {name} contiguous, of shape {list(shape)} and {dtype} on "
-                f"{gram_BB.device}; it has shape {list(tensor.shape)}, strides {tensor.stride()} "
-                f"and {tensor.dtype} on {tensor.device}."
+                f"{gram_BB.device}, where 1 <= K <= R and R - K < B <= R; it has shape "
+                f"{list(tensor.shape)}, strides {tensor.stride()} and {tensor.dtype} on "
+                f"{tensor.device}."
             )
 
 

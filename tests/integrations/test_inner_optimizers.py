@@ -90,45 +90,31 @@ def test_what_takes_no_single_dense_gradient_says_so() -> None:
         optimizer.step()
 
 
-SCHEDULE_FREE = ["SGDScheduleFree", "AdamWScheduleFree", "RAdamScheduleFree"]
-
-
-@pytest.mark.parametrize("kind", SCHEDULE_FREE)
-@pytest.mark.parametrize("foreach", [False, True])
-def test_schedule_free(kind: str, foreach: bool) -> None:
-    found = getattr(installed("schedulefree"), kind)
-
-    def build(model: nn.Module) -> Optimizer:
-        optimizer = found(model.parameters(), lr=0.05, foreach=foreach)
-        # They step in training mode only.
-        optimizer.train()
-        return optimizer
-
-    assert_wrappable(build, small_model)
-
-
-# Blocks of these are quantised from 4096 elements on.
+# Blocks of quantised ones begin at 4096 elements.
 LARGE = 4096
 
 
-def large_model() -> nn.Module:
-    return small_model(width=LARGE)
+@pytest.mark.parametrize(
+    ("package", "kind"),
+    [
+        *(("schedulefree", f"{kind}ScheduleFree") for kind in ("SGD", "AdamW", "RAdam")),
+        *(("torchao.optim", kind) for kind in ("AdamW8bit", "AdamW4bit", "AdamWFp8")),
+        *(("bitsandbytes.optim", kind) for kind in ("AdamW8bit", "Lion8bit", "AdEMAMix8bit")),
+    ],
+)
+def test_optimizers_of_others(package: str, kind: str) -> None:
+    found = getattr(installed(package), kind)
 
+    def build(model: nn.Module) -> Optimizer:
+        optimizer = found(model.parameters(), lr=0.01)
+        if package == "schedulefree":
+            # They step in training mode only.
+            optimizer.train()
+        return optimizer
 
-@pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
-def test_torchao(kind: str) -> None:
-    """Its step without the compiler, which takes half a minute here."""
-    found = getattr(installed("torchao.optim"), kind)
+    # The compiler takes half a minute for a step of torchao's.
     with torch.compiler.set_stance("force_eager"):
-        assert_wrappable(lambda model: found(model.parameters(), lr=0.01), large_model)
-
-
-@pytest.mark.parametrize("kind", ["AdamW8bit", "Lion8bit", "AdamW32bit", "AdEMAMix8bit"])
-def test_bitsandbytes(kind: str) -> None:
-    found = getattr(installed("bitsandbytes").optim, kind)
-    model, optimizer = wrapped(lambda model: found(model.parameters(), lr=0.01), large_model())
-    try:
-        train(model, optimizer, [0])
-    except NotImplementedError as error:
-        pytest.skip(f"bitsandbytes has no {kind} for a CPU: {error}")
-    assert_wrappable(lambda model: found(model.parameters(), lr=0.01), large_model)
+        try:
+            assert_wrappable(build, lambda: small_model(width=LARGE))
+        except NotImplementedError as error:
+            pytest.skip(f"{package} has no {kind} for a CPU: {error}")

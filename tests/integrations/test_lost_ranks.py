@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from doge_fast import DoGEOptimizer
 from tests.integrations.test_ranks_that_differ import enter
 from tests.integrations.test_several_processes import small_model
-from tests.ranks import Ranks, group
+from tests.ranks import group
 
 TIMEOUT_SECONDS = 8.0
 LOST = 1
@@ -79,14 +79,3 @@ def test_a_lost_rank_is_named(tmp_path: Path, kind: str, num_ranks: int, how: st
     for _, seconds, said in found:
         assert seconds < num_timeouts * TIMEOUT_SECONDS + 5
         assert said.startswith(f"rank {LOST} did not answer")
-
-
-def die() -> None:
-    os._exit(3)
-
-
-def test_a_test_whose_rank_dies_fails_alone(ranks: Ranks) -> None:
-    """And at once: the harness of these tests."""
-    with pytest.raises(AssertionError, match=r"A rank has died; exit codes: \[3, 3"):
-        ranks.run(2, die)
-    assert ranks.run(2, os.getpgrp) == [os.getpgrp()] * 2

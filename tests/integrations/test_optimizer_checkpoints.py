@@ -7,6 +7,7 @@ the number of the draw of those that take part.
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
+from torch import distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
-    set_model_state_dict,
     set_optimizer_state_dict,
     set_state_dict,
 )
@@ -33,7 +33,6 @@ from tests.integrations.small import (
     adamw,
     assert_same,
     collect,
-    divided,
     everything,
     sgd,
     small_model,
@@ -41,6 +40,7 @@ from tests.integrations.small import (
     train_plainly,
     wrapped,
 )
+from tests.integrations.test_several_processes import muon_and_adamw
 
 Pair = tuple[nn.Module, DoGEOptimizer]
 Build = Callable[[], Pair]
@@ -68,12 +68,6 @@ def stateless(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05)
 
 
-def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Matrices, and the rest."""
-    matrices, others = divided(model)
-    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.05)]
-
-
 def added() -> Pair:
     """A group that came later: loaders take a flattened state apart by the keys of the groups."""
     model = small_model()
@@ -97,14 +91,6 @@ RUNS: dict[str, Build] = {
 # Routes: from a model and its optimizer to new ones that stand where they stood.
 
 
-def through_torch(old: Pair, build: Build, path: Path) -> Pair:
-    torch.save([each.state_dict() for each in old], path / "all.pt")
-    new = build()
-    for each, state in zip(new, torch.load(path / "all.pt", weights_only=True), strict=True):
-        each.load_state_dict(state)
-    return new
-
-
 def through_pickle(old: Pair, build: Build, path: Path) -> Pair:
     return pickle.loads(pickle.dumps(old))
 
@@ -114,35 +100,61 @@ def through_deepcopy(old: Pair, build: Build, path: Path) -> Pair:
 
 
 def in_memory(options: StateDictOptions) -> Callable[[Pair, Build, Path], Pair]:
-    """What a loop hands from one to the other; pickled between, as files do."""
+    """What a loop hands from one to the other."""
 
     def route(old: Pair, build: Build, path: Path) -> Pair:
-        states = copy.deepcopy(get_state_dict(*old, options=options))
+        states = copy.deepcopy(states_of(old, options))
         new = build()
-        set_state_dict(
-            *new, model_state_dict=states[0], optim_state_dict=states[1], options=options
-        )
+        set_state_dict(*new, **states, options=options)
         return new
 
     return route
 
 
-def in_files(options: StateDictOptions) -> Callable[[Pair, Build, Path], Pair]:
-    """Files are read into the states of the new ones."""
+def save_with_torch(path: Path, *pair: Any) -> None:
+    """By the first rank, where there are several."""
+    has_ranks = dist.is_initialized()
+    if not has_ranks or dist.get_rank() == 0:
+        torch.save([each.state_dict() for each in pair], path / "all.pt")
+    if has_ranks:
+        dist.barrier()
 
-    def states_of(pair: Pair) -> dict[str, Any]:
-        return {
-            "model": get_model_state_dict(pair[0]),
-            "optimizer": get_optimizer_state_dict(*pair, options=options),
-        }
+
+def load_with_torch(path: Path, *pair: Any) -> None:
+    for each, state in zip(pair, torch.load(path / "all.pt", weights_only=True), strict=True):
+        each.load_state_dict(state)
+
+
+def save_with_dcp(options: StateDictOptions, path: Path, *pair: Any) -> None:
+    dcp.save(states_of(pair, options), checkpoint_id=path)
+
+
+def load_with_dcp(options: StateDictOptions, path: Path, *pair: Any) -> None:
+    """Files are read into the states of the new ones."""
+    states = states_of(pair, options)
+    dcp.load(states, checkpoint_id=path)
+    set_state_dict(*pair, **states, options=options)
+
+
+def states_of(pair: Any, options: StateDictOptions) -> dict[str, Any]:
+    names = ("model_state_dict", "optim_state_dict")
+    return dict(zip(names, get_state_dict(*pair, options=options), strict=True))
+
+
+FILES = {
+    "torch": (save_with_torch, load_with_torch),
+    "nested": (partial(save_with_dcp, NESTED), partial(load_with_dcp, NESTED)),
+    "flattened": (partial(save_with_dcp, FLAT), partial(load_with_dcp, FLAT)),
+}
+
+
+def in_files(name: str) -> Callable[[Pair, Build, Path], Pair]:
+    save, load = FILES[name]
 
     def route(old: Pair, build: Build, path: Path) -> Pair:
-        dcp.save(states_of(old), checkpoint_id=path)
+        save(path, *old)
         new = build()
-        states = states_of(new)
-        dcp.load(states, checkpoint_id=path)
-        set_model_state_dict(new[0], states["model"])
-        set_optimizer_state_dict(*new, states["optimizer"], options=options)
+        load(path, *new)
         return new
 
     return route
@@ -159,14 +171,12 @@ def by_itself(old: Pair, build: Build, path: Path) -> Pair:
 
 
 ROUTES = {
-    "torch": through_torch,
     "pickle": through_pickle,
     "deepcopy": through_deepcopy,
     "nested": in_memory(NESTED),
     "flattened": in_memory(FLAT),
     "full": in_memory(StateDictOptions(full_state_dict=True, cpu_offload=True)),
-    "nested files": in_files(NESTED),
-    "flattened files": in_files(FLAT),
+    **{f"{name} files": in_files(name) for name in FILES},
     "by itself": by_itself,
 }
 

@@ -11,79 +11,40 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer, lr_scheduler
 
 from doge_fast import DoGEOptimizer, reference
 from tests.integrations import small
 from tests.integrations.test_several_processes import (
     bare,
-    ddp,
     examples,
     losses,
-    run,
-    shares,
+    muon_and_adamw,
+    sgd_and_adamw,
     small_model,
+    trained,
     values,
-    whole_pieces,
 )
-from tests.integrations.test_sharded import sharded
-from tests.ranks import Ranks
 
 STEPS = 100
 TOLERANCE = 1e-12
 SIZES = {"a": 4, "b": 8, "c": 4, "d": 4}
 MU = 20.0
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
-]
-
-Kind = Callable[[nn.Module], list[Optimizer]]
-Wrap = Callable[[nn.Module], nn.Module]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def muon_and_adamw(model: nn.Module) -> list[Optimizer]:
-    matrices, others = small.divided(model)
-    return [torch.optim.Muon(matrices, lr=0.005), torch.optim.AdamW(others, lr=0.002)]
-
-
-def sgd_and_adamw(model: nn.Module) -> list[Optimizer]:
-    matrices, others = small.divided(model)
-    groups = [{"params": others[:2]}, {"params": others[2:], "lr": 0.001}]
-    return [torch.optim.SGD(matrices, lr=0.01, momentum=0.9), torch.optim.AdamW(groups, lr=0.002)]
-
-
-KINDS: dict[str, Kind] = {"Muon, AdamW": muon_and_adamw, "SGD, AdamW": sgd_and_adamw}
-
-
-def halved(step: int) -> float:
-    return 0.5 ** (step / STEPS)
-
-
-def plainly(kind: str, wrap: Wrap = bare) -> tuple[Tensor, ...]:
-    """Parameters, alpha and its mean of a loop with autograd.grad and the bare optimizers.
-
-    Args:
-        kind: of the optimizers.
-        wrap: of the model that they step; gradients are taken of one that is whole.
-    """
-    model, whole = wrap(small_model()), small_model()
-    optimizers = KINDS[kind](model)
-    schedulers = [lr_scheduler.LambdaLR(each, halved) for each in optimizers]
-    params = list(whole.parameters())
+def plainly(kind: Callable[[nn.Module], list[Optimizer]]) -> tuple[Tensor, ...]:
+    """Parameters, mean alpha and the last norm of a loop with autograd.grad and the optimizers."""
+    model = small_model()
+    optimizers = kind(model)
+    params = list(model.parameters())
     alpha_K = torch.full((len(SIZES),), 1 / len(SIZES), dtype=torch.float64)
     total_K = torch.zeros_like(alpha_K)
     for step in range(STEPS):
-        nn.utils.vector_to_parameters(values(model), params)
         rows = []
         for name, size in SIZES.items():
-            loss = losses(whole(examples(name, step, size)), name).mean()
+            loss = losses(model(examples(name, step, size)), name).mean()
             rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, params)]))
         lr = optimizers[0].param_groups[0]["lr"]
         alpha_K, gradient_N, _ = reference.step(
@@ -91,71 +52,24 @@ def plainly(kind: str, wrap: Wrap = bare) -> tuple[Tensor, ...]:
         )
         total_K += alpha_K
         pieces = gradient_N.split([param.numel() for param in params])
-        for param, piece in zip(model.parameters(), pieces, strict=True):
+        for param, piece in zip(params, pieces, strict=True):
             param.grad = piece.view(param.shape)
-            if isinstance(param, DTensor):
-                param.grad = distribute_tensor(param.grad, param.device_mesh, param.placements)
-        for each in (*optimizers, *schedulers):
+        for each in optimizers:
             each.step()
-    return values(model), alpha_K, total_K / STEPS
+    return values(model), total_K / STEPS, gradient_N.norm()
 
 
-def wrapped(kind: str, model: nn.Module) -> DoGEOptimizer:
-    return DoGEOptimizer(KINDS[kind](model), domains=list(SIZES), mu=MU, domain_max_grad_norm=None)
-
-
-def trained(kind: str, wrap: Wrap, mode: str) -> tuple[Tensor, ...]:
-    """The same of a DoGEOptimizer, alone or on ranks, resumed from a checkpoint half way."""
-    rank, num_ranks = 0, 1
-    if torch.distributed.is_initialized():
-        rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    model = wrap(small_model())
-    optimizer = wrapped(kind, model)
-    scheduler = lr_scheduler.LambdaLR(optimizer, halved)
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    deal = shares if wrap is sharded else whole_pieces
-    for step in range(STEPS):
-        if step == STEPS // 2:
-            # A state dict shares its tensors with the optimizer.
-            state = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
-            optimizer, before = wrapped(kind, model), scheduler.state_dict()
-            scheduler = lr_scheduler.LambdaLR(optimizer, halved)
-            scheduler.load_state_dict(before)
-            # After the scheduler, whose making sets the first rate.
-            set_optimizer_state_dict(model, optimizer, state)
-        batch = {
-            name: examples(name, step, SIZES[name])[first:last]
-            for name, first, last in deal(SIZES, rank, num_ranks)
-        }
-        run(model, optimizer, batch, mode == "stacked", scaler, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-    return values(model), optimizer.alpha, optimizer.alpha_mean
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("num_ranks", "wrap", "mode"),
-    [
-        (1, bare, "sequential"),
-        (1, bare, "stacked"),
-        (2, ddp, "stacked"),
-        (2, sharded, "sequential"),
-    ],
-)
-def test_several_optimizers_equal_plain_autograd(
-    ranks: Ranks, kind: str, num_ranks: int, wrap: Wrap, mode: str
-) -> None:
-    # Muon's products are in bfloat16, and those of shards have rounding of their own.
-    truths = ranks.run(num_ranks, plainly, kind, sharded if wrap is sharded else bare)
-    for found, expected in zip(
-        ranks.run(num_ranks, trained, kind, wrap, mode), truths, strict=True
-    ):
-        # The weights have left uniform.
-        assert (expected[1] - 1 / len(SIZES)).abs().max() > 1e-2
-        for value, truth in zip(found, expected, strict=True):
-            torch.testing.assert_close(value, truth, rtol=0, atol=TOLERANCE)
+@pytest.mark.parametrize("kind", [muon_and_adamw, sgd_and_adamw])
+@pytest.mark.parametrize("is_stacked", [False, True], ids=["sequential", "stacked"])
+def test_several_optimizers_equal_plain_autograd(kind: Any, is_stacked: bool) -> None:
+    """Over ranks: test_several_processes and test_sharded; resumed: the two of checkpoints."""
+    options = {"inner": kind, "mu": MU, "domain_max_grad_norm": None}
+    found = trained(bare, SIZES, is_stacked, options, steps=range(STEPS))
+    expected = plainly(kind)
+    # The weights have left uniform.
+    assert (expected[1] - 1 / len(SIZES)).abs().max() > 1e-2
+    for value, truth in zip(found, expected, strict=True):
+        torch.testing.assert_close(value, truth, rtol=0, atol=TOLERANCE)
 
 
 # What stands around a step; `small.pair` takes other ways through test_optimizer_contract too.
@@ -237,21 +151,6 @@ def test_schedulers_take_the_wrapper_the_joined_one_or_each() -> None:
     with pytest.raises(ValueError, match="momentum"):
         lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=5)
     lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=5, cycle_momentum=False)
-
-
-# torch's own, when the compiler is imported first here.
-@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
-def test_steps_that_are_compiled_one_by_one() -> None:
-    # Of SGD: torch compiles Adam's arithmetic in another order.
-    found = []
-    for is_compiled in (False, True):
-        model, optimizer = small.wrapped(sgd_twice)
-        for each in optimizer.inner.optimizers if is_compiled else ():
-            each.step = torch.compile(each.step, backend="eager")
-        small.train(model, optimizer, range(4))
-        found.append(small.everything(model, optimizer))
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other)
 
 
 def test_hooks_of_all_of_them_run() -> None:
@@ -351,32 +250,6 @@ def test_which_lists_are_wrapped() -> None:
     for wrong in (3, DoGEOptimizer(sgd, **one)):
         with pytest.raises(TypeError, match="DoGEOptimizer"):
             DoGEOptimizer([sgd, wrong], **one)
-
-
-def test_one_optimizer_that_steps_all_kinds_is_wrapped_as_it_is() -> None:
-    """As recipes have it that step Muon's and AdamW's groups in one class."""
-
-    class SignsAndGradients(Optimizer):
-        def step(self, closure: Any = None) -> None:
-            for group in self.param_groups:
-                for param in group["params"]:
-                    change = param.grad.sign() if group["is_matrix"] else param.grad
-                    param.data.sub_(group["lr"] * change)
-
-    def one(model: nn.Module) -> Optimizer:
-        matrices, others = small.divided(model)
-        groups = [{"params": matrices, "is_matrix": True}, {"params": others, "is_matrix": False}]
-        return SignsAndGradients(groups, {"lr": 0.05})
-
-    def two(model: nn.Module) -> list[Optimizer]:
-        return [SignsAndGradients([group], {"lr": 0.05}) for group in one(model).param_groups]
-
-    found = []
-    for build in (one, two):
-        model, optimizer = small.wrapped(build)
-        small.train(model, optimizer, range(5))
-        found.append(small.everything(model, optimizer))
-    small.assert_same(*found)
 
 
 class AsksForTheLoss(torch.optim.SGD):

@@ -1,16 +1,19 @@
 """Ranks train what one process trains, in every form."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from doge_fast import DoGEOptimizer, DomainMixture
+from doge_fast import DoGEOptimizer
 from doge_fast.sampling import pieces
+from tests.integrations.small import divided
 from tests.ranks import Ranks
 
 DOMAINS = ("a", "b", "c", "d")
@@ -38,16 +41,9 @@ def bare(model: nn.Module) -> nn.Module:
     return model
 
 
-def ddp(model: nn.Module) -> nn.Module:
-    return DistributedDataParallel(model)
-
-
-def ddp_views(model: nn.Module) -> nn.Module:
-    return DistributedDataParallel(model, gradient_as_bucket_view=True)
-
-
-def ddp_unused(model: nn.Module) -> nn.Module:
-    return DistributedDataParallel(model, find_unused_parameters=True)
+ddp = DistributedDataParallel
+ddp_views = partial(DistributedDataParallel, gradient_as_bucket_view=True)
+ddp_unused = partial(DistributedDataParallel, find_unused_parameters=True)
 
 
 def compiled_ddp(model: nn.Module) -> nn.Module:
@@ -92,6 +88,21 @@ def losses(outputs: Tensor, domain: str) -> Tensor:
     return (outputs - (ord(domain) - ord("a"))).square().mean(1)
 
 
+def adamw(model: nn.Module) -> list[Optimizer]:
+    return [torch.optim.AdamW(model.named_parameters(), lr=0.01)]
+
+
+def muon_and_adamw(model: nn.Module) -> list[Optimizer]:
+    matrices, others = divided(model)
+    return [torch.optim.Muon(matrices, lr=0.005), torch.optim.AdamW(others, lr=0.002)]
+
+
+def sgd_and_adamw(model: nn.Module) -> list[Optimizer]:
+    matrices, others = divided(model)
+    groups = [{"params": others[:2]}, {"params": others[2:], "lr": 0.001}]
+    return [torch.optim.SGD(matrices, lr=0.01, momentum=0.9), torch.optim.AdamW(groups, lr=0.002)]
+
+
 def trained(
     wrap: Wrap,
     sizes: Sizes,
@@ -109,7 +120,7 @@ def trained(
         wrap: of the model.
         sizes: of a step's batch.
         is_stacked: one backward pass for all domains of a rank.
-        options: of the optimizer.
+        options: of the optimizer; "inner": a function that makes those that are wrapped.
         how: "halves": in two micro-batches; "scaled": with a GradScaler; "overflow": and the last
             rank's examples of the second step are not numbers; "absent": the second step has no c.
         deal: the examples among the ranks.
@@ -126,7 +137,7 @@ def trained(
     arguments: dict[str, Any] = {"domains": list(sizes), "mu": 5.0} | dict(options)
     if is_scaled:
         arguments["scaler"] = scaler
-    inner = torch.optim.AdamW(model.named_parameters(), lr=0.01)
+    inner = arguments.pop("inner", adamw)(model)
     optimizer = DoGEOptimizer(inner, **arguments)
     num_parts = 2 if how == "halves" else 1
     if load is not None:
@@ -188,6 +199,17 @@ def run(
             scaler.scale(share * losses(model(rows), name).mean()).backward()
 
 
+def assert_ranks_are(
+    one: tuple[Tensor, Tensor, Tensor], answers: list[Any], *, atol: float = 1e-12
+) -> None:
+    """What `trained` gives on ranks, against that of one process, whose weights have moved."""
+    assert one[1].max() - one[1].min() > 1e-5
+    for found in answers:
+        for value, expected, first in zip(found, one, answers[0], strict=True):
+            torch.testing.assert_close(value, expected, rtol=0, atol=atol)
+            assert torch.equal(value, first)
+
+
 EQUAL = {"a": 4, "b": 4}
 UNEQUAL = {"a": 5, "b": 1, "c": 2, "d": 4}
 
@@ -203,13 +225,7 @@ def check(
     _, sizes, _, *rest = given
     # Options and loop; one process has all examples.
     one = trained(bare, sizes, False, *rest[:2])
-    # The weights have moved.
-    assert one[1].max() - one[1].min() > 1e-5
-    answers = ranks.run(num_ranks, work, *given)
-    for found in answers:
-        for value, expected, first in zip(found, one, answers[0], strict=True):
-            torch.testing.assert_close(value, expected, rtol=0, atol=atol)
-            assert torch.equal(value, first)
+    assert_ranks_are(one, ranks.run(num_ranks, work, *given), atol=atol)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -252,6 +268,7 @@ FORMS = [
         for form in (bare, ddp, ddp_views, ddp_unused)
     ),
     *((3, ddp, UNEQUAL, options, "") for options in OPTIONS.values()),
+    pytest.param(2, ddp, UNEQUAL, UNCUT | {"inner": muon_and_adamw}, "", id="several optimizers"),
     *((2, ddp, sizes, options, how) for how, (sizes, options) in LOOPS.items()),
 ]
 
@@ -268,40 +285,3 @@ def test_ranks_train_what_one_process_trains(
     is_stacked: bool,
 ) -> None:
     check(ranks, num_ranks, wrap, sizes, is_stacked, options, how)
-
-
-def steered() -> tuple[Tensor, Tensor]:
-    """Parameters and weights of a model whose batches are drawn at the weights it learns."""
-    rank, num_ranks = 0, 1
-    if torch.distributed.is_initialized():
-        rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    names = ("a", "b", "c")
-    mixture = DomainMixture(
-        {name: [(name, row) for row in examples(name, 0, 20)] for name in names},
-        batch_size=12,
-        seed=0,
-        steps=STEPS,
-    )
-    model = ddp(small_model()) if num_ranks > 1 else small_model()
-    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
-    optimizer = DoGEOptimizer(inner, domains=names, mu=0.05, absent="keep")
-    for indices in mixture.batches(rank, num_ranks):
-        rows = [mixture[index] for index in indices]
-        for name in names:
-            if mine := [row for of, row in rows if of == name]:
-                with optimizer.domain(name, count=len(mine)):
-                    losses(model(torch.stack(mine)), name).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        # The same bits on every rank, so that all go on drawing one batch.
-        mixture.set_weights(dict(zip(names, optimizer.alpha.tolist(), strict=True)))
-    theta_N = torch.cat([param.detach().flatten() for param in model.parameters()])
-    return theta_N, optimizer.alpha
-
-
-def test_a_mixture_that_follows_the_weights_draws_one_batch_for_all_ranks(ranks: Ranks) -> None:
-    one = steered()
-    assert (one[1] - 1 / 3).abs().max() > 0.02
-    for found in ranks.run(2, steered):
-        for value, expected in zip(found, one, strict=True):
-            torch.testing.assert_close(value, expected, rtol=0, atol=1e-12)

@@ -1,5 +1,6 @@
 """FSDP2: rows and weighted gradient in shards, and what one process trains."""
 
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -28,6 +29,7 @@ from tests.integrations.test_several_processes import (
     ddp_views,
     examples,
     losses,
+    sgd_and_adamw,
     shares,
     small_model,
     trained,
@@ -50,16 +52,7 @@ def sharded(model: nn.Module, mesh_shape: tuple[int, ...] = (), **options: Any) 
     return fully_shard(model, **options)
 
 
-def copies_of_shards(model: nn.Module) -> nn.Module:
-    return sharded(model, (2, 2))
-
-
-def kept(model: nn.Module) -> nn.Module:
-    return sharded(model, reshard_after_forward=False)
-
-
-def offloaded(model: nn.Module) -> nn.Module:
-    return sharded(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+copies_of_shards = partial(sharded, mesh_shape=(2, 2))
 
 
 def compiled(model: nn.Module) -> nn.Module:
@@ -91,14 +84,16 @@ def second_dimension(model: nn.Module) -> nn.Module:
     return sharded(model, shard_placement_fn=placement)
 
 
-def lower(model: nn.Module) -> nn.Module:
-    """Forward and backward in float32, gradients added up in float64."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
-    return sharded(model, mp_policy=policy)
-
-
 CLIPS, TWO, MORE = OPTIONS["clips"], {"micro_batches": 2}, pytest.mark.exhaustive
-FORMS = [kept, second_dimension, offloaded, compiled, compiled_layers, checkpointed, replicated]
+FORMS = {
+    "kept": partial(sharded, reshard_after_forward=False),
+    "second dimension": second_dimension,
+    "offloaded": partial(sharded, offload_policy=CPUOffloadPolicy(pin_memory=False)),
+    "compiled": compiled,
+    "compiled layers": compiled_layers,
+    "checkpointed": checkpointed,
+    "replicated": replicated,
+}
 SOME = ("targets", "selection, uncut")
 
 
@@ -122,8 +117,9 @@ SOME = ("targets", "selection, uncut")
             )
         ),
         *(pytest.param(2, sharded, TWICE, LOOPS[how][1], how, id=how) for how in LOOPS),
-        *(pytest.param(2, form, SIZES, CLIPS, "", id=form.__name__) for form in FORMS),
+        *(pytest.param(2, form, SIZES, CLIPS, "", id=name) for name, form in FORMS.items()),
         pytest.param(2, sharded, SIZES, {"buffer_dtype": torch.bfloat16}, "", id="bfloat16"),
+        pytest.param(2, sharded, SIZES, {"inner": sgd_and_adamw}, "", id="several optimizers"),
     ],
 )
 def test_shards_train_what_one_process_trains(
@@ -136,6 +132,9 @@ def test_shards_train_what_one_process_trains(
 
 
 def test_mixed_precision_is_as_close_as_its_type(ranks: Ranks) -> None:
+    """Forward and backward in float32, gradients added up in float64."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
+    lower = partial(sharded, mp_policy=policy)
     one = trained(bare, SIZES, False, {})
     first, second = ranks.run(2, trained, lower, SIZES, False, {}, "", shares)
     for value, same, expected in zip(first, second, one, strict=True):

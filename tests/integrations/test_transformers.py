@@ -1,6 +1,7 @@
 """DoGETrainer is Trainer with a gradient per domain: twins of hand-written loops, and refusals."""
 
 import copy
+import importlib.util
 import pickle
 from collections.abc import Callable, Iterator
 from inspect import signature
@@ -14,7 +15,6 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, IterableDataset
 from transformers import (
-    EarlyStoppingCallback,
     GPT2Config,
     GPT2LMHeadModel,
     Trainer,
@@ -66,13 +66,9 @@ def batch_of(step: int, names: list[str], rows: int = 4) -> dict[str, dict[str, 
 
 
 class Batches(IterableDataset[Any]):
-    """Batch t is a function of t.
+    """Batch t is a function of t, cut into `micro` micro-batches.
 
-    Args:
-        names: of the rows.
-        start: the first t.
-        micro: micro-batches that a batch is cut into.
-        is_masked: some of the first row's tokens are no targets, more in the first micro-batch.
+    With `is_masked` some of the first row's tokens are no targets, more in the first micro-batch.
     """
 
     def __init__(
@@ -122,15 +118,7 @@ def trainer_for(
     doge: dict[str, Any] = AS_IN_THE_PAPER,
     **changes: Any,
 ) -> DoGETrainer:
-    """A trainer of a small model.
-
-    Args:
-        out: of the run.
-        data: `Batches` of the domains unless given.
-        kind: of the trainer.
-        doge: options of the weights; none where a DoGEOptimizer is ready.
-        changes: what DoGETrainer or TrainingArguments take.
-    """
+    """A trainer of a small model on `Batches`; `changes`: of DoGETrainer or TrainingArguments."""
     given = {name: changes.pop(name) for name in OF_TRAINERS & changes.keys()}
     options: dict[str, Any] = {"domains": DOMAINS, "mode": "sequential"} | doge | given
     if "model_init" not in options:
@@ -168,11 +156,9 @@ SELECTED = "transformer.h.0.mlp.c_fc.weight"
     ("target", "rows", "selection"),
     [
         ("universal", DOMAINS, None),
-        ({"far": 1.0}, [*DOMAINS, "far"], None),
-        ("universal", DOMAINS, SELECTED),
-        pytest.param({"ef": 0.5, "far": 2.0}, [*DOMAINS, "far"], None, marks=EXHAUSTIVE),
+        ({"ef": 0.5, "far": 2.0}, [*DOMAINS, "far"], SELECTED),
     ],
-    ids=["universal", "held-out", "selected", "several"],
+    ids=["universal", "held-out and selected"],
 )
 def test_is_the_loop_written_by_hand(
     tmp_path: Path, target: Any, rows: list[str], selection: str | None
@@ -284,14 +270,14 @@ def test_auto_stacks_small_batches_of_known_architectures(
     trainer = trainer_for(tmp_path, mode="auto")
     batch = batch_of(0, DOMAINS)
     assert stackable(trainer, batch)
-    monkeypatch.setattr(causal_lm, "MOST_TOKENS", {"cpu": 4 * LENGTH - 1})
-    assert not stackable(trainer, batch)
-    monkeypatch.undo()
-    monkeypatch.setattr(causal_lm, "MOST_TOKENS_TOGETHER", 3 * 4 * LENGTH - 1)
-    assert not stackable(trainer, batch)
-    monkeypatch.undo()
-    monkeypatch.setattr(trainer.model.config, "model_type", "abacus")
-    assert not stackable(trainer, batch)
+    for place, name, value in (
+        (causal_lm, "MOST_TOKENS", {"cpu": 4 * LENGTH - 1}),
+        (causal_lm, "MOST_TOKENS_TOGETHER", 3 * 4 * LENGTH - 1),
+        (trainer.model.config, "model_type", "abacus"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, value)
+            assert not stackable(trainer, batch)
 
 
 def shorter(batch: Any) -> Any:
@@ -386,34 +372,6 @@ def test_a_loss_scale_changes_no_weight(tmp_path: Path, mode: str) -> None:
     torch.testing.assert_close(scaled.doge.alpha, plain.doge.alpha, rtol=rtol, atol=0)
     if mode == "sequential":
         assert torch.equal(parameters(scaled.model), parameters(plain.model))
-
-
-def test_datasets_by_domain_are_collated_by_domain(tmp_path: Path) -> None:
-    def rows(domain: int, count: int) -> datasets.Dataset:
-        ids = tokens(0, domain, count).tolist()
-        return datasets.Dataset.from_dict(
-            {"input_ids": ids, "labels": ids, "note": ["not for the model"] * count}
-        )
-
-    trainer = trainer_for(
-        tmp_path,
-        {"ab": rows(0, 8), "cd": rows(1, 3)},
-        domains=["ab", "cd"],
-        per_device_train_batch_size=2,
-        max_steps=-1,
-        num_train_epochs=1,
-    )
-    batch = next(iter(trainer.get_train_dataloader()))
-    assert {name: set(domain) for name, domain in batch.items()} == {
-        "ab": {"input_ids", "labels"},
-        "cd": {"input_ids", "labels"},
-    }
-    assert all(domain["input_ids"].shape == (2, LENGTH) for domain in batch.values())
-    trainer.train()
-    # An epoch is the longest domain's; the others repeat.
-    assert trainer.state.global_step == 4
-    zipped = DomainZip({"ab": [0, 1, 2, 3, 4], "cd": [10, 11]})
-    assert [zipped[i]["cd"] for i in range(len(zipped))] == [10, 11, 10, 11, 10]
 
 
 def test_a_rank_reads_its_own_examples_alone() -> None:
@@ -539,19 +497,6 @@ def mixed(counts: dict[str, int], **columns: Any) -> datasets.Dataset:
     return dataset
 
 
-class Examples(Dataset[Any]):
-    """A torch dataset of the user's own."""
-
-    def __init__(self, rows: Any) -> None:
-        self.rows = list(rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.rows[index]
-
-
 IN_TURN: dict[str, Any] = {
     "per_device_train_batch_size": 2,
     "max_steps": 4,
@@ -560,18 +505,27 @@ IN_TURN: dict[str, Any] = {
 COUNTS = {"ab": 8, "cd": 5, "ef": 6}
 
 
+def by_domain(dataset: datasets.Dataset) -> dict[str, datasets.Dataset]:
+    return {name: dataset.filter(lambda row, n=name: row["domain"] == n) for name in COUNTS}
+
+
 def test_a_mixed_dataset_is_split_by_its_column(tmp_path: Path) -> None:
+    """As where the domains are apart already; an epoch is that of the longest, others repeat."""
     dataset = mixed(COUNTS, note="not for the model")
-    by_domain = {name: dataset.filter(lambda row, n=name: row["domain"] == n) for name in COUNTS}
-    apart = trainer_for(tmp_path, by_domain, **IN_TURN)
+    one_epoch = IN_TURN | {"max_steps": -1, "num_train_epochs": 1}
+    apart = trainer_for(tmp_path, by_domain(dataset), **one_epoch)
+    for rows in next(iter(apart.get_train_dataloader())).values():
+        assert set(rows) == {"input_ids", "labels"}
+        assert rows["input_ids"].shape == (2, LENGTH)
     apart.train()
+    assert apart.state.global_step == 4
     labelled = dataset.cast_column("domain", datasets.ClassLabel(names=DOMAINS))
-    for given in (dataset, labelled, Examples(dataset), dataset.with_format("torch")):
+    for given in (dataset, labelled, list(dataset), dataset.with_format("torch")):
         trainer = trainer_for(tmp_path, given, **IN_TURN)
         trainer.train()
         assert torch.equal(trainer.doge.alpha_mean, apart.doge.alpha_mean)
         assert torch.equal(parameters(trainer.model), parameters(apart.model))
-    assert apart.state.num_train_epochs == 1
+    assert [DomainZip({"a": [0, 1, 2], "b": [3, 4]})[i]["b"] for i in range(3)] == [3, 4, 3]
 
 
 def test_the_column_may_have_another_name_and_a_target(tmp_path: Path) -> None:
@@ -593,34 +547,28 @@ def test_the_column_may_have_another_name_and_a_target(tmp_path: Path) -> None:
         trainer_for(tmp_path, dataset, domain_column="source", target="dutch").train()
 
 
-def test_a_mixed_stream_is_grouped_as_it_comes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_mixed", [True, False])
+def test_a_stream_is_grouped_as_it_comes(tmp_path: Path, is_mixed: bool) -> None:
     dataset = mixed(COUNTS)
-    stream = dataset.to_iterable_dataset(num_shards=1)
-    trainer = trainer_for(tmp_path, stream, **(IN_TURN | {"max_steps": 2}))
-    seen = list(trainer.get_train_dataloader())
-    assert len(seen) == min(COUNTS.values()) // 2
-    for name in COUNTS:
-        expected = [row["input_ids"] for row in dataset if row["domain"] == name]
-        rows_seen = [row for batch in seen for row in batch[name]["input_ids"].tolist()]
-        assert rows_seen == expected[: len(rows_seen)]
-    trainer.train()
-    assert trainer.doge.num_steps == 2
-
-
-def test_streams_by_domain_are_interleaved_first(tmp_path: Path) -> None:
-    dataset = mixed(COUNTS)
-    apart = {name: dataset.filter(lambda row, n=name: row["domain"] == n) for name in COUNTS}
+    apart = by_domain(dataset)
     streams = {name: rows.to_iterable_dataset() for name, rows in apart.items()}
     with pytest.raises(ValueError, match="interleave_datasets"):
         trainer_for(tmp_path, streams).train()
-    joined = datasets.interleave_datasets([*streams.values()], stopping_strategy="all_exhausted")
-    trainer = trainer_for(tmp_path, joined, **(IN_TURN | {"max_steps": 2}))
+    stream = dataset.to_iterable_dataset()
+    if not is_mixed:
+        stream = datasets.interleave_datasets(
+            [*streams.values()], stopping_strategy="all_exhausted"
+        )
+    trainer = trainer_for(tmp_path, stream, **(IN_TURN | {"max_steps": 2}))
     seen = list(trainer.get_train_dataloader())
-    # The longest has eight, the last of which ends the stream; the others start again.
-    assert len(seen) == 3
+    # The rarest has five. The longest has eight, the last of which ends the stream; the others
+    # start again.
+    assert len(seen) == (2 if is_mixed else 3)
     for name, rows in apart.items():
         rows_seen = [row for batch in seen for row in batch[name]["input_ids"].tolist()]
-        assert rows_seen == (rows["input_ids"][:] * 2)[:6]
+        assert rows_seen == (rows["input_ids"][:] * 2)[: len(rows_seen)]
+    trainer.train()
+    assert trainer.doge.num_steps == 2
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=EXHAUSTIVE)])
@@ -701,14 +649,23 @@ def test_a_collator_that_pads_and_makes_the_labels(tmp_path: Path) -> None:
 # What else Trainer's arguments ask for.
 
 
-def test_an_optimizer_with_modes_trains_again_after_an_evaluation(tmp_path: Path) -> None:
-    pytest.importorskip("schedulefree", reason="an optional dependency")
-    trainer = trainer_for(tmp_path, optim="schedule_free_adamw", lr_scheduler_type="constant")
-    for times in (1, 2):
-        trainer.train()
-        assert trainer.doge.num_steps == 6 * times
-        trainer.evaluate(mixed({"ab": 4}))
-        assert not trainer.doge.inner.param_groups[0]["train_mode"]
+def test_trains_again_after_an_evaluation_whose_loss_is_the_models(tmp_path: Path) -> None:
+    """A mean over predicted tokens; of an optimizer that evaluates other parameters, as well."""
+    dataset = mixed({"ab": 4})
+    ids = torch.tensor(dataset["input_ids"][:])
+    kinds = ["adamw_torch"]
+    if importlib.util.find_spec("schedulefree") is not None:
+        kinds.append("schedule_free_adamw")
+    for kind in kinds:
+        trainer = trainer_for(tmp_path, optim=kind, lr_scheduler_type="constant")
+        for times in (1, 2):
+            trainer.train()
+            assert trainer.doge.num_steps == 6 * times
+            found = trainer.evaluate(dataset)["eval_loss"]
+            with torch.no_grad():
+                expected = float(trainer.model(ids, labels=ids).loss)
+            assert found == pytest.approx(expected, rel=1e-5)
+        assert not trainer.doge.inner.param_groups[0].get("train_mode")
 
 
 def test_the_cache_is_emptied_as_often_as_asked(
@@ -764,9 +721,7 @@ def test_a_ready_optimizer_and_the_arguments_must_agree(tmp_path: Path) -> None:
 
     options: dict[str, Any] = {"model": model, "args": arguments(tmp_path)}
     assert DoGETrainer(**options, optimizers=(ready(), None)).rows == ("x", "y")
-    with pytest.raises(
-        ValueError, match=r"\['y', 'x'\] and the DoGEOptimizer's \['x', 'y'\] differ"
-    ):
+    with pytest.raises(ValueError, match=r"domains would .* over \['x', 'y'\]"):
         DoGETrainer(**options, optimizers=(ready(), None), domains=["y", "x"])
     with pytest.raises(ValueError, match="mu, absent would have no effect"):
         DoGETrainer(**options, optimizers=(ready(), None), mu=1.0, absent="keep")
@@ -856,40 +811,3 @@ def test_other_forms_of_the_model_learn_the_same(
             parameters(other.model), parameters(plain.model), rtol=1e-4, atol=1e-5
         )
     torch.compiler.reset()
-
-
-@pytest.mark.parametrize("by_name", [False, True], ids=["dataset", "mapping"])
-def test_evaluates_keeps_the_best_and_stops_early(tmp_path: Path, by_name: bool) -> None:
-    """Evaluation is Trainer's, on plain datasets; a loss is a mean over predicted tokens."""
-    held_out = mixed({"ab": 4, "cd": 4})
-    evaluated: Any = {
-        name: held_out.filter(lambda row, n=name: row["domain"] == n) for name in ("ab", "cd")
-    }
-    key = "eval_cd_loss" if by_name else "eval_loss"
-    trainer = trainer_for(
-        tmp_path,
-        # So large that every step makes it worse.
-        learning_rate=1.0,
-        max_steps=5,
-        lr_scheduler_type="constant",
-        eval_strategy="steps",
-        eval_steps=1,
-        save_strategy="steps",
-        save_steps=1,
-        load_best_model_at_end=True,
-        metric_for_best_model=key,
-        eval_dataset=evaluated if by_name else held_out,
-        callbacks=[EarlyStoppingCallback(early_stopping_patience=2)],
-    )
-    trainer.train()
-    losses = [line[key] for line in trainer.state.log_history if key in line]
-    best = losses.index(min(losses))
-    assert best < len(losses) - 1
-    assert len(losses) == best + 3
-    # The model is the best one again, and the loss is what the model itself says.
-    rows = evaluated["cd"] if by_name else held_out
-    ids = torch.tensor(rows["input_ids"][:])
-    with torch.no_grad():
-        expected = float(trainer.model.eval()(ids, labels=ids).loss)
-    assert losses[best] == pytest.approx(expected, rel=1e-5)
-    assert trainer.doge.num_steps == len(losses)

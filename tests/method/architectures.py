@@ -41,11 +41,11 @@ class Tiny(nn.Module):
 
 
 class Twice(Tiny):
-    """One module called twice."""
+    """Modules called twice, and with arguments by name."""
 
     def forward(self, ids_BL: Tensor) -> Tensor:
-        x = self.down(F.gelu(self.up(self.words(ids_BL))))
-        logits: Tensor = self.head(self.down(F.gelu(self.up(self.norm(x)))))
+        x = self.down(F.gelu(self.up(self.words(input=ids_BL))))
+        logits: Tensor = self.head(input=self.down(F.gelu(self.up(self.norm(input=x)))))
         return logits
 
 
@@ -63,14 +63,6 @@ class Shapes(Tiny):
         x = self.words(ids_BL) + self.places(torch.arange(length)[None]) + self.angles(angles_1L2)
         x = torch.tanh(self.wide(x.unflatten(-1, (2, 8))).flatten(-2))
         logits: Tensor = self.head(x.flatten(0, 1)).view(*ids_BL.shape, -1)
-        return logits
-
-
-class Named(Tiny):
-    """Arguments by the names that torch's modules have for them."""
-
-    def forward(self, ids_BL: Tensor) -> Tensor:
-        logits: Tensor = self.head(input=self.norm(input=self.words(input=ids_BL)))
         return logits
 
 
@@ -250,7 +242,6 @@ WITH_RULES: dict[str, Callable[[], nn.Module]] = {
     "no bias": lambda: Tiny(tied=True, bias=False),
     "twice": Twice,
     "shapes": Shapes,
-    "named": Named,
     "own rules": Own,
 }
 ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {

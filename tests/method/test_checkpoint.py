@@ -85,7 +85,7 @@ def test_states_of_removed_methods_are_refused() -> None:
 def test_weights_are_not_negative_and_sum_to_one_within_a_billionth(name: str) -> None:
     """Rounding of a long run is far below, an edited file's far above."""
     for right in ([0.0, 1.0], [0.5, 0.5 + 9e-10], [0.5, 0.5 - 9e-10]):
-        checkpoint.check(state(**{name: torch.tensor(right).double()}), OBJECTIVE)
+        checkpoint.check(state(**{name: torch.tensor(right, dtype=torch.float64)}), OBJECTIVE)
     for wrong in ([0.5, 0.5 + 1.1e-9], [-1e-12, 1 + 1e-12], [math.nan, 1.0], [math.inf, -math.inf]):
         with pytest.raises(ValueError, match=f"{name} must be "):
             checkpoint.check(state(**{name: torch.tensor(wrong, dtype=torch.float64)}), OBJECTIVE)

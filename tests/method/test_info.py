@@ -55,20 +55,11 @@ def test_a_forced_name_that_does_not_exist_is_shown(monkeypatch: pytest.MonkeyPa
     assert "nothing  An operator's implementation is one of" in text(found)
 
 
-def test_a_cache_that_is_not_there_is_empty(
+def test_the_cache_is_where_the_variable_says(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("DOGE_FAST_CACHE", f"{tmp_path}/none")
-    empty = {"path": f"{tmp_path}/none", "files": 0, "libraries": 0, "bytes": 0}
-    assert info()["cache"] == empty
-
-
-def test_all_that_is_in_the_cache_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "doge_fast_cpp-0.so").write_bytes(b"1234")
-    (tmp_path / "corpus").mkdir()
-    (tmp_path / "corpus" / "blocks.arrow").write_bytes(b"123456")
-    monkeypatch.setenv("DOGE_FAST_CACHE", str(tmp_path))
-    assert info()["cache"] == {"path": str(tmp_path), "files": 2, "libraries": 1, "bytes": 10}
+    assert info()["cache"] == f"{tmp_path}/none"
 
 
 @pytest.mark.exhaustive

@@ -1,9 +1,7 @@
 """Batches from named domains at weights that move: the same for any number of workers and ranks."""
 
 import json
-import pickle
 from collections import Counter
-from itertools import chain
 
 import numpy as np
 import pytest
@@ -35,11 +33,6 @@ def by_sampler(mixture: DomainMixture, rank: int, world: int, workers: int) -> D
     return DataLoader(mixture, batch_sampler=mixture.batches(rank, world), num_workers=workers)
 
 
-def by_stream(mixture: DomainMixture, rank: int, world: int) -> DataLoader:
-    stream = mixture.stream(rank, world)
-    return DataLoader(stream, batch_size=stream.batch_size)
-
-
 def united(loaders: list[DataLoader]) -> list[list[int]]:
     """Global batches: the ranks' shares, one after another."""
     return [torch.cat(parts).tolist() for parts in zip(*loaders, strict=True)]
@@ -54,11 +47,6 @@ def test_ranks_and_workers_together_see_the_batches_of_one_process(world, worker
     expected = sized()
     expected.set_weights(THEN, from_step=4)
     assert united(loaders) == plain(expected, 7)
-    for mixture in mixtures:
-        mixture.seek(0)
-    assert united([by_stream(mixtures[rank], rank, world) for rank in range(world)]) == plain(
-        expected, 7
-    )
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -84,27 +72,6 @@ def test_new_weights_hold_from_the_first_batch_that_no_loader_has_taken():
             if step == 3:
                 assert mixture.set_weights(THEN) == 4 + ahead == mixture.step
         assert [step for step, _ in mixture.history] == [0, 4 + ahead]
-
-
-def test_new_weights_reach_a_stream_at_its_next_batch():
-    mixture = sized(steps=16)
-    seen = []
-    for step, batch in enumerate(by_stream(mixture, 0, 1)):
-        seen.append(batch.tolist())
-        if step in (2, 5, 6):
-            weights = {"web": 0.0, "code": 1 - step / 10, "books": step / 10}
-            assert mixture.set_weights(weights) == step + 1
-    assert [step for step, _ in mixture.history] == [0, 3, 6, 7]
-    again = sized()
-    for step, weights in mixture.history:
-        again.set_weights(weights, from_step=step)
-    assert seen == plain(again, 16)
-
-
-def test_a_stream_has_no_workers():
-    loader = DataLoader(sized(steps=2).stream(), batch_size=12, num_workers=1)
-    with pytest.raises(RuntimeError, match=r"mixture\.batches\(\)"):
-        list(loader)
 
 
 @pytest.mark.parametrize("step", [1, 5, 11])
@@ -291,8 +258,7 @@ def test_a_loader_with_a_state_of_its_own_needs_only_ours():
     assert [batch.tolist() for batch in loader] == plain(mixture, 6, first=3)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_the_trainer_takes_a_stream_or_the_loader_of_a_subclass(tmp_path, workers):
+def test_a_trainer_takes_the_loader_of_a_subclass(tmp_path):
     transformers = pytest.importorskip("transformers", reason="an optional dependency")
     seen: list[list[int]] = []
 
@@ -305,9 +271,9 @@ def test_the_trainer_takes_a_stream_or_the_loader_of_a_subclass(tmp_path, worker
             seen.append(x.tolist())
             return {"loss": (self.weight * x).mean()}
 
-    class WithWorkers(transformers.Trainer):
+    class Mixed(transformers.Trainer):
         def get_train_dataloader(self):
-            return by_sampler(self.train_dataset.mixture, 0, 1, workers)
+            return by_sampler(self.train_dataset, 0, 1, 1)
 
     def trained(mixture: DomainMixture, steps: int) -> None:
         arguments = transformers.TrainingArguments(
@@ -319,8 +285,7 @@ def test_the_trainer_takes_a_stream_or_the_loader_of_a_subclass(tmp_path, worker
             disable_tqdm=True,
             use_cpu=True,
         )
-        kind = WithWorkers if workers else transformers.Trainer
-        kind(Model(), arguments, train_dataset=mixture.stream()).train()
+        Mixed(Model(), arguments, train_dataset=mixture).train()
 
     def mixture() -> DomainMixture:
         domains = {"a": [{"x": float(i)} for i in range(9)], "b": [{"x": -1.0}] * 9}
@@ -352,15 +317,6 @@ def test_spawned_workers_get_the_mixture():
     assert seen == plain(mixture, 8)
 
 
-def test_a_mixture_can_be_copied_while_its_stream_is_open():
-    mixture = sized(steps=3)
-    rows = iter(mixture.stream())
-    first = [next(rows) for _ in range(5)]
-    copied = pickle.loads(pickle.dumps(mixture))
-    assert plain(copied, 3) == plain(sized(), 3)
-    assert first + [next(rows) for _ in range(31)] == list(chain(*plain(sized(), 3)))
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_pass_that_was_broken_off_goes_on_where_the_loop_says(workers):
     mixture = sized(steps=9)
@@ -385,9 +341,6 @@ def test_only_the_loop_knows_what_it_has_finished_where_workers_run_ahead():
                 mixture.state_dict()
             assert mixture.state_dict(3)["step"] == 3
     alone = sized(steps=9)
-    for step, _ in enumerate(by_stream(alone, 0, 1)):
-        assert alone.state_dict()["step"] == step + 1
-    alone.seek(0)
     for step, _ in enumerate(by_sampler(alone, 0, 1, 0)):
         assert alone.state_dict()["step"] == step + 1
 
@@ -418,7 +371,7 @@ def resumed_at(step: int) -> DomainMixture:
         (lambda: DomainMixture({"a": {"x": 1}}, batch_size=1), "a is a dict"),
         (lambda: DomainMixture({"a": 3}, batch_size=1), "a is a int"),
         (lambda: sized().batches(2, 2), r"rank must be in \[0, world_size\); got 2 of 2"),
-        (lambda: sized().stream(0, 5), "multiple of world_size; got 12 and 5"),
+        (lambda: sized().batches(0, 5), "multiple of world_size; got 12 and 5"),
         (lambda: sized().counts(-1), "step >= 0; got -1"),
         (lambda: sized().seek(-3), "step >= 0; got -3"),
         (
@@ -446,9 +399,8 @@ def test_mixtures_refuse(call, message):
 
 
 def test_an_endless_mixture_has_no_length():
-    for share in (sized().batches(), sized().stream()):
-        with pytest.raises(TypeError, match="endless"):
-            len(share)
+    with pytest.raises(TypeError, match="endless"):
+        len(sized().batches())
     mixture = sized(steps=9)
     mixture.seek(4)
-    assert (len(mixture.batches()), len(mixture.stream(1, 2))) == (5, 30)
+    assert len(mixture.batches()) == 5

@@ -74,7 +74,7 @@ def assert_unmoved(before: list[Tensor], after: list[Tensor]) -> None:
         ({"smoothing": 1.0}, r"\[0, 1\)"),
         ({"score": "best"}, "a Score; got 'best'"),
         ({"max_grad_norm": 0.0}, "max_grad_norm must be positive, or None"),
-        ({"domain_max_grad_norm": -1.0}, "domain_max_grad_norm must be positive, or None"),
+        ({"domain_max_grad_norm": True}, "domain_max_grad_norm must be positive, or None"),
         ({"initial": {"a": True, "b": 0, "c": 0}}, "weights >= 0 .*'a': True"),
         ({"selection": "embedding"}, "non-empty collection"),
         ({"selection": []}, "non-empty collection"),

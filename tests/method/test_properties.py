@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,23 +17,14 @@ from torch import Tensor
 
 from doge_fast import reference
 from doge_fast.optimizer import DoGEOptimizer
-from doge_fast.weights import (
-    checkpoint,
-    defaults,
-    scores,
-    simplex,
-    weights_file,
-)
+from doge_fast.weights import scores, simplex, weights_file
 from doge_fast.weights.objective import UNIVERSAL, Objective
-from doge_fast.weights.state import UpdateRule
 from tests.laws import assert_simplex
 from tests.properties import (
     attempt,
-    distinct_names,
     gradients,
     json_values,
     not_numbers,
-    outside,
     points,
     reals,
     vectors,
@@ -77,12 +67,6 @@ def test_smoothing_keeps_a_floor(alpha_K: Tensor, smoothing: float) -> None:
     torch.testing.assert_close(smooth_K, reference.smooth(alpha_K, smoothing))
 
 
-@given(points(SIZES))
-def test_effective_domains_are_between_one_and_all(alpha_K: Tensor) -> None:
-    number = simplex.effective_domains(alpha_K).item()
-    assert 1 - 1e-12 <= number <= len(alpha_K) * (1 + 1e-12)
-
-
 # The K x K algebra.
 
 
@@ -118,35 +102,6 @@ def test_no_row_is_longer_than_the_clip(norms_R: Tensor, most: float) -> None:
 # Names and targets.
 
 
-@given(distinct_names(), st.data())
-def test_an_objective_keeps_names_and_weights(domains: list[str], data: st.DataObject) -> None:
-    target = data.draw(
-        st.just(UNIVERSAL)
-        | st.sampled_from(domains)
-        | distinct_names()
-        | st.dictionaries(
-            st.sampled_from(domains) | st.text("xyz", min_size=1), reals(0.1, 9), min_size=1
-        )
-    )
-    objective = Objective.of(domains, target)
-    assert objective.domains == tuple(domains)
-    assert objective.rows[: len(domains)] == tuple(domains)
-    assert len(set(objective.rows)) == len(objective.rows) == len(objective.tau)
-    assert objective.is_universal == (target == UNIVERSAL)
-    assert set(objective.needed) <= set(objective.rows)
-    assert objective.measured == objective.rows[len(domains) :]
-    if isinstance(target, Mapping):
-        assert objective.target == target
-    # As a user would write it, it is the same again.
-    again = Objective.of(domains, objective.target)
-    assert dict(zip(again.rows, again.tau, strict=True)) == dict(
-        zip(objective.rows, objective.tau, strict=True)
-    )
-    assert checkpoint.fingerprint(objective) == checkpoint.fingerprint(
-        Objective.of(domains, target)
-    )
-
-
 @given(json_values, json_values)
 def test_other_names_and_targets_are_refused_in_a_sentence(domains: Any, target: Any) -> None:
     for arguments in ((domains, UNIVERSAL), (["a", "b"], target)):
@@ -156,26 +111,6 @@ def test_other_names_and_targets_are_refused_in_a_sentence(domains: Any, target:
         else:
             assert any(tau > 0 for tau in objective.tau)
             assert all(isinstance(name, str) and name for name in objective.rows)
-
-
-# Weights that move.
-
-
-@given(st.sampled_from(["max_grad_norm", "domain_max_grad_norm"]), outside(0, 1e308) | not_numbers)
-def test_a_rule_refuses_what_is_no_norm(name: str, value: Any) -> None:
-    assume(value is not None)
-    if isinstance(value, float) and value > 0:
-        return
-    parts: dict[str, Any] = {"max_grad_norm": None, "domain_max_grad_norm": None}
-    with pytest.raises(ValueError, match=f"{name} must be positive"):
-        UpdateRule(mu=1.0, **parts | {name: value})
-
-
-@given(reals(1e-9, 1e3), reals(1e-3, 1e3))
-def test_the_default_mu_follows_rate_and_targets(lr: float, total: float) -> None:
-    assert defaults.default_mu(lr, total) == pytest.approx(10 * lr * (total + 1))
-    with pytest.raises(ValueError, match="must be positive"):
-        defaults.default_mu(-lr, total)
 
 
 # The optimizer.
@@ -219,14 +154,6 @@ def test_what_is_no_state_is_refused_by_name(value: Any) -> None:
 
 
 # Files.
-
-
-@given(json_values)
-def test_json_is_written_whole_and_read_back(value: Any) -> None:
-    plain = weights_file.plain(value)
-    text = json.dumps(plain, allow_nan=False)
-    assert json.loads(text) == plain
-    assert weights_file.plain(plain) == plain
 
 
 @given(st.dictionaries(st.text(max_size=4), json_values, max_size=4))

@@ -100,9 +100,13 @@ def test_an_objective_orders_rows_and_names_the_target() -> None:
     assert objective.rows == ("a", "b", "x", "y")
     assert objective.tau == (0.0, 2.0, 0.7, 0.0)
     assert objective.measured == ("x", "y")
+    assert objective.needed == ("x",)
     assert objective.target == {"b": 2.0, "x": 0.7}
-    assert Objective.of(["a", "b"]).target == "universal"
-    assert Objective.of(["a", "b"]).tau == (1.0, 1.0)
+    assert not objective.is_universal
+    everything = Objective.of(["a", "b"])
+    assert (everything.target, everything.tau) == ("universal", (1.0, 1.0))
+    assert everything.is_universal
+    assert everything.needed == ("a", "b")
     assert Objective.of(["a", "worst"], "worst").tau == (0.0, 1.0)
     assert Objective.of(["a", "b"], ("x", "a")).tau == (1.0, 0.0, 1.0)
     assert Objective.of(["a", "b"], "x").tau == (0.0, 0.0, 1.0)

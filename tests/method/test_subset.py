@@ -181,6 +181,8 @@ def test_a_domain_that_was_not_drawn_is_refused() -> None:
     for entered in (optimizer.domain(left_out), optimizer.stacked(model, sizes)):
         with pytest.raises(ValueError, match=f"{left_out}.* none of this step's"), entered:
             pass
+    with optimizer.domain(optimizer.domains_of_step[0]):
+        loss_of(model, optimizer.domains_of_step[0]).backward()
     with pytest.raises(RuntimeError, match="missing"):
         optimizer.step()
 

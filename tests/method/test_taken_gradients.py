@@ -101,6 +101,8 @@ def test_a_stacked_pass_leaves_no_gradient_and_refuses_that_of_the_whole_batch()
     with pytest.raises(RuntimeError, match=r"other\.weight received a gradient of the whole batch"):
         run(is_outside=True)
     assert all(param.grad is None for param in model.parameters())
+    with pytest.raises(RuntimeError, match="dropped"):
+        optimizer.step()
     run(is_outside=False)
     optimizer.step()
 

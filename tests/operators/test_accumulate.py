@@ -51,6 +51,19 @@ def rounding(grad: Tensor, row: Tensor, add: bool, implementation: str) -> float
     return eps if is_rounded_twice else 0
 
 
+def test_half_precision_rounds_as_torch_does(implementation: str, device: torch.device) -> None:
+    """All its numbers, those between them and those beyond: not all CPUs can convert them."""
+    if implementation == "triton" and is_interpreted():
+        pytest.skip("the interpreter cuts bits off where it narrows")
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.float16)
+    beyond = torch.randn(4096) * torch.logspace(-12, 8, 4096)
+    grads = [part.to(device) for part in (every, every.float() * (1 + 2.0**-11), beyond)]
+    rows = [torch.zeros_like(grad, dtype=torch.float16) for grad in grads]
+    accumulate(grads, rows, add=True, implementation=implementation)
+    for row, grad in zip(rows, grads, strict=True):
+        torch.testing.assert_close(row, grad.half(), rtol=0, atol=0, equal_nan=True)
+
+
 def test_gradients_of_any_shape_and_strides(implementation: str, device: torch.device) -> None:
     channels_last = torch.randn(2, 3, 4, 5, device=device).to(memory_format=torch.channels_last)
     expanded = torch.randn(1, device=device).expand(7)
@@ -84,53 +97,6 @@ def test_torch_knows_it(add: bool, implementation: str, device: torch.device) ->
     grads = [torch.randn(4, 5, device=device), torch.randn(7, device=device).bfloat16()]
     rows = [torch.randn(20, device=device), torch.randn(7, device=device)]
     assert_torch_knows("accumulate", (grads, rows, add), implementation, changed=rows[1])
-
-
-def test_accumulate_traces_into_one_graph(implementation: str, device: torch.device) -> None:
-    def fill(grad: Tensor, rows_KN: Tensor) -> Tensor:
-        accumulate([grad * 2, grad], list(rows_KN), add=True, implementation=implementation)
-        return rows_KN.sum(0)
-
-    grad, rows_KN = torch.randn(20, device=device), torch.randn(2, 20, device=device)
-    expected_KN = rows_KN.clone()
-    expected_N = fill(grad, expected_KN)
-    compiled = torch.compile(fill, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(grad, rows_KN), expected_N)
-    assert torch.equal(rows_KN, expected_KN)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs memory on two devices")
-def test_gradients_of_two_devices() -> None:
-    grads = [torch.randn(5), torch.randn(9, device="cuda")]
-    rows = [torch.zeros_like(grad) for grad in grads]
-    accumulate(grads, rows, add=True)
-    assert all(torch.equal(grad, row) for grad, row in zip(grads, rows, strict=True))
-
-
-GRAD = torch.ones(5)
-
-
-@pytest.mark.parametrize(
-    ("grads", "rows", "message"),
-    [
-        ([GRAD], [], "1 grads and 0 rows"),
-        ([], [GRAD], "0 grads and 1 rows"),
-        ([GRAD], [torch.ones(4)], "5 elements.* 4"),
-        ([GRAD.int()], [torch.ones(5)], r"grads\[0\] is torch.int32"),
-        ([GRAD.to_sparse()], [torch.ones(5)], "sparse_coo"),
-        ([GRAD], [torch.ones(5).int()], r"rows\[0\] is torch.int32"),
-        ([GRAD], [torch.ones(10)[::2]], "strides"),
-    ],
-)
-def test_accumulate_says_what_is_wrong(
-    grads: list[Tensor], rows: list[Tensor], message: str, implementation: str
-) -> None:
-    if implementation == "triton" and not is_interpreted():
-        pytest.skip("the arguments are on the CPU")
-    untouched = [row.clone() for row in rows]
-    with pytest.raises(ValueError, match=message):
-        accumulate(grads, rows, add=True, implementation=implementation)
-    assert all(torch.equal(row, before) for row, before in zip(rows, untouched, strict=True))
 
 
 @pytest.mark.parametrize("add", [False, True], ids=["write", "add"])

@@ -34,7 +34,6 @@ case " $* " in
 *" -c "*) echo compile >> "$here/log" ;;
 *) echo link >> "$here/log" ;;
 esac
-[ -e "$here/slow" ] && sleep 0.5
 while [ -e "$here/hang" ]; do sleep 0.1; [ -e "$here/hang" ] || touch "$here/went-on"; done
 exec c++ "$@"
 """
@@ -87,14 +86,22 @@ class Workshop:
     def left_behind(self) -> list[str]:
         return [file.name for file in self.cache.glob(".*")] if self.cache.exists() else []
 
-    def start_elsewhere(self) -> subprocess.Popen[str]:
+    def start_elsewhere(self, program: str) -> subprocess.Popen[str]:
+        """Python in a session of its own, whose compilers a signal to it reaches."""
         return subprocess.Popen(
-            [sys.executable, "-c", LOAD_ELSEWHERE, str(self.sources)],
+            [sys.executable, "-c", program, str(self.sources)],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,
         )
+
+    def wait_for_compiler(self) -> None:
+        deadline = time.monotonic() + 300
+        while not self.calls():
+            assert time.monotonic() < deadline, "the build never started"
+            time.sleep(0.02)
 
 
 @pytest.fixture
@@ -183,12 +190,9 @@ class TestCache:
 
     def test_a_killed_build_leaves_nothing_that_hangs(self, workshop):
         workshop.switch("hang")
-        with workshop.start_elsewhere() as victim:
+        with workshop.start_elsewhere(LOAD_ELSEWHERE) as victim:
             go(victim)
-            deadline = time.monotonic() + 300
-            while not workshop.calls():
-                assert time.monotonic() < deadline, "the build never started"
-                time.sleep(0.02)
+            workshop.wait_for_compiler()
             victim.send_signal(signal.SIGKILL)
             victim.wait()
         assert workshop.left_behind() != []
@@ -241,23 +245,12 @@ assert torch.equal(torch.ops.doge_fast_cpp.gram([rows_RN]), exact_RR)
 @pytest.mark.parametrize("killed", [0, 1], ids=["all live", "the first is killed"])
 def test_eight_builders_with_a_real_compiler(workshop, killed):
     """They end with one library, linked once, which all of them load."""
-    racers = [
-        subprocess.Popen(
-            [sys.executable, "-c", LOAD_OPERATORS],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        for _ in range(8)
-    ]
+    racers = [workshop.start_elsewhere(LOAD_OPERATORS) for _ in range(8)]
     for racer in racers:
         assert racer.stdout.readline() == "ready\n"
     for racer in racers[:killed]:
         go(racer)
-        while not workshop.calls():
-            time.sleep(0.05)
+        workshop.wait_for_compiler()
         os.killpg(racer.pid, signal.SIGKILL)
         racer.communicate()
     for racer in racers[killed:]:

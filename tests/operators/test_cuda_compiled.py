@@ -102,25 +102,9 @@ def kernels(library: Path) -> dict[tuple[str, str], Kernel]:
 
 def named(kernels: dict[tuple[str, str], Kernel], name: str) -> dict[tuple[str, str], Kernel]:
     """Those of a kernel template: its length precedes a name in C++'s mangling."""
-    return {key: kernel for key, kernel in kernels.items() if f"{len(name)}{name}" in key[1]}
-
-
-def test_there_is_every_kernel_for_every_gpu(kernels: dict[tuple[str, str], Kernel]) -> None:
-    numbers = {
-        # Dtypes of gradients and rows, stored or added.
-        "accumulate": 4 * 4 * 2,
-        "weighted_sum": 4 * 4,
-        "gram_pairs": len(PAIRS),
-        # Groups of 8 rows, up to 64; of float32 from 9 rows on.
-        "gram_tiles": 3 * 8 + 7,
-        # Of pairs, of tiles of 16 rows and of 8.
-        "gram_reduce": 3,
-    }
-    for name, number in numbers.items():
-        for architecture in ARCHITECTURES:
-            of_gpu = [key for key in named(kernels, name) if key[0] == architecture]
-            assert len(of_gpu) == number, (name, architecture)
-    assert len(kernels) == len(ARCHITECTURES) * sum(numbers.values())
+    found = {key: kernel for key, kernel in kernels.items() if f"{len(name)}{name}" in key[1]}
+    assert {architecture for architecture, _ in found} == set(ARCHITECTURES), name
+    return found
 
 
 def test_nothing_spills(kernels: dict[tuple[str, str], Kernel]) -> None:

@@ -55,22 +55,12 @@ def test_gram_is_the_reference(
     assert normalised_error(gram_KK, reference.gram(grads_KN.double())) <= rounding(grads_KN)
 
 
-# Of many rows or columns: seconds each under Triton's interpreter and the emulator of CUDA.
-LONG = (
-    "odd number of columns",
-    "eleven domains",
-    "more domains than a tile",
-    "more columns than a chunk",
-    "bfloat16, many domains",
-    "float64",
-    "float64, two domains",
-    "one sign",
-)
+def is_short(problem: GradientProblem) -> bool:
+    """Others take seconds under Triton's interpreter and the emulator of CUDA."""
+    return problem.num_rows * problem.num_columns < 8_000
 
 
-@pytest.mark.parametrize(
-    "problem", grid(GRADIENT_PROBLEMS, some=lambda problem: problem.name not in LONG), ids=str
-)
+@pytest.mark.parametrize("problem", grid(GRADIENT_PROBLEMS, some=is_short), ids=str)
 def test_gram_obeys_its_laws(
     problem: GradientProblem, implementation: str, device: torch.device
 ) -> None:
@@ -109,9 +99,7 @@ def test_every_kind_of_launch(
     ("num_rows", "dtype", "num_blocks"),
     [
         (3, torch.float32, 700),
-        (9, torch.float32, 500),
         (22, torch.bfloat16, 500),
-        (50, torch.float32, 60),
         (66, torch.float32, 40),
     ],
     ids=str,
@@ -166,7 +154,9 @@ def test_compiled_gram_over_several_tiles_and_a_rest(
 
 
 @pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
-def test_every_pair_of_any_number_of_rows_has_its_place(dtype: torch.dtype, compiled: str) -> None:
+def test_compiled_gram_has_a_place_for_every_pair_of_rows(
+    dtype: torch.dtype, compiled: str
+) -> None:
     """Sums stand in the order in which they are added to, which is not that of the pairs."""
     for num_rows in range(1, 142):
         grads_KN = torch.randn(num_rows, 70).to(dtype)
@@ -210,12 +200,6 @@ def test_columns_beyond_the_block_are_not_read(implementation: str, device: torc
     assert torch.equal(gram_KK, torch.full_like(gram_KK, 143))
 
 
-def test_gram_repeats_to_the_bit(implementation: str, device: torch.device) -> None:
-    blocks = [torch.randn(6, n, device=device) for n in (9_000, 5, 700)]
-    first_KK = gram(blocks, implementation=implementation)
-    assert all(torch.equal(gram(blocks, implementation=implementation), first_KK) for _ in range(3))
-
-
 @pytest.mark.parametrize("num_rows", [6, 22, 97])
 def test_compiled_gram_does_not_depend_on_threads(num_rows: int, compiled: str) -> None:
     blocks = [
@@ -248,40 +232,3 @@ def test_plain_torch_ignores_the_users_precision_switch() -> None:
 def test_torch_knows_it(implementation: str, device: torch.device) -> None:
     blocks = [torch.randn(3, 20, device=device), torch.randn(3, 7, device=device).bfloat16()]
     assert_torch_knows("gram", (blocks,), implementation)
-
-
-def test_gram_traces_into_one_graph(implementation: str, device: torch.device) -> None:
-    def score(first_KN: Tensor, second_KN: Tensor) -> Tensor:
-        both = [first_KN * 2, second_KN.mT]
-        return gram(both, implementation=implementation).sum(0) + gram(first_KN).diagonal()
-
-    blocks = torch.randn(3, 20, device=device), torch.randn(9, 3, device=device).mT.contiguous().mT
-    compiled = torch.compile(score, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(blocks[0], blocks[1]), score(blocks[0], blocks[1]))
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs memory on two devices")
-def test_blocks_of_two_devices_add_up_on_the_first() -> None:
-    blocks = [torch.randn(3, 20), torch.randn(3, 9, device="cuda"), torch.randn(3, 5)]
-    gram_KK = gram(blocks)
-    assert gram_KK.device == torch.device("cpu")
-    exact_KK = reference.gram(torch.cat([block.cpu().double() for block in blocks], dim=1))
-    assert normalised_error(gram_KK, exact_KK) <= rounding(blocks[0])
-
-
-@pytest.mark.parametrize(
-    ("blocks", "message"),
-    [
-        ([], "at least one block"),
-        ([torch.ones(5)], r"blocks\[0\] has shape \[5\]"),
-        ([torch.ones(0, 5)], r"shape \[0, 5\]"),
-        ([torch.ones(2, 5, dtype=torch.int64)], "torch.int64"),
-        ([torch.ones(2, 5), torch.ones(3, 5)], r"blocks\[0\] has 2, blocks\[1\] has 3"),
-        ([torch.ones(5, 2).T], r"strides \[1, 2\]"),
-    ],
-)
-def test_gram_says_what_is_wrong(
-    blocks: list[Tensor], message: str, implementation: str, device: torch.device
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        gram([block.to(device) for block in blocks], implementation=implementation)

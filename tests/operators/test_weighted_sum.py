@@ -113,17 +113,6 @@ def test_the_neighbours_of_an_output_stay(implementation: str, device: torch.dev
     assert (memory[126:] == 7).all()
 
 
-def test_weighted_sum_repeats_to_the_bit(implementation: str, device: torch.device) -> None:
-    blocks = [torch.randn(6, n, device=device) for n in (9_000, 5, 700)]
-    coefficients_R = coefficients_for(blocks[0])
-    runs = [
-        torch.cat(list(weighted_sum(blocks, coefficients_R, implementation=implementation)))
-        for _ in range(3)
-    ]
-    assert torch.equal(runs[0], runs[1])
-    assert torch.equal(runs[0], runs[2])
-
-
 def test_torch_knows_it(implementation: str, device: torch.device) -> None:
     blocks = [torch.randn(3, 20, device=device), torch.randn(3, 7, device=device).bfloat16()]
     outs = [torch.zeros(20, device=device), torch.zeros(7, device=device)]
@@ -133,52 +122,6 @@ def test_torch_knows_it(implementation: str, device: torch.device) -> None:
     assert_torch_knows("weighted_sum", arguments, implementation, changed=outs[0])
     weighted_sum(blocks, torch.ones(3, device=device), out=outs, implementation=implementation)
     assert not outs[0].requires_grad
-
-
-def test_weighted_sum_traces_into_one_graph(implementation: str, device: torch.device) -> None:
-    def combined(grads_RN: Tensor, alpha_R: Tensor) -> Tensor:
-        out = torch.zeros(grads_RN.shape[1], device=grads_RN.device)
-        weighted_sum([grads_RN + 1], alpha_R.softmax(0), out=[out], implementation=implementation)
-        return out * 2
-
-    grads_RN, alpha_R = torch.randn(3, 20, device=device), torch.randn(3, device=device)
-    compiled = torch.compile(combined, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(grads_RN, alpha_R), combined(grads_RN, alpha_R))
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs memory on two devices")
-def test_blocks_of_two_devices() -> None:
-    blocks = [torch.randn(3, 20), torch.randn(3, 9, device="cuda")]
-    outs = weighted_sum(blocks, torch.ones(3))
-    for block, out in zip(blocks, outs, strict=True):
-        assert_close(out, block, torch.ones(3).double().to(block.device), "any")
-
-
-ROWS = torch.ones(2, 5)
-
-
-@pytest.mark.parametrize(
-    ("blocks", "coefficients_R", "outs", "message"),
-    [
-        ([], torch.ones(2), [], "at least one block"),
-        ([ROWS], torch.ones(3), None, r"shape \[2\]; .* \[3\]"),
-        ([ROWS], torch.ones(2), [], "1 blocks and 0 outs"),
-        ([ROWS], torch.ones(2), [torch.ones(4)], "5 elements.* 4"),
-        ([ROWS], torch.ones(2), [torch.ones(5).int()], r"outs\[0\] is torch.int32"),
-        ([ROWS], torch.ones(2), [torch.ones(10)[::2]], "strides"),
-    ],
-)
-def test_weighted_sum_says_what_is_wrong(
-    blocks: list[Tensor],
-    coefficients_R: Tensor,
-    outs: list[Tensor] | None,
-    message: str,
-    implementation: str,
-) -> None:
-    if implementation == "triton" and not is_interpreted():
-        pytest.skip("the arguments are on the CPU")
-    with pytest.raises(ValueError, match=message):
-        weighted_sum(blocks, coefficients_R, out=outs, implementation=implementation)
 
 
 def test_coefficients_may_be_a_view(implementation: str, device: torch.device) -> None:

@@ -64,7 +64,8 @@ def test_natural_weights_are_by_tokens(base: Make) -> None:
 
 def test_tokens_follow_the_weights(base: Make, tmp_path: Path) -> None:
     wanted = {"code": 0.5, "prose": 0.3, "table": 0.2, "verse": 0.0}
-    config = base(weights=str(write_weights(tmp_path / "w.json", wanted)), steps=20)
+    typed = ",".join(f"{name}={weight}" for name, weight in wanted.items())
+    config = base(weights=typed, steps=20)
     train_base(config)
     tokens = records.read_metrics(config.out, kind="train")[-1]["tokens"]
     assert sum(tokens.values()) == 20 * 8 * 16
@@ -286,7 +287,7 @@ def test_pretraining_continues_from_a_run(base: Make, small_corpus: Path) -> Non
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"weights": "learned"}, "weights must be uniform or natural, a weights.json, or the run"),
+        ({"weights": "learned"}, "learned"),
         ({"targets": ("nowhere",)}, "nowhere"),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",

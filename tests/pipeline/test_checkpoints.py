@@ -288,7 +288,7 @@ def test_lines_that_are_lost_lead_to_the_generation_before(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     before = lines_of(run)
-    (run / "metrics.jsonl").write_bytes(b"".join(damage(before)))
+    (run / "metrics.jsonl").write_bytes(b"".join([*before[:8], before[8][:30]]))
     with caplog.at_level("WARNING", logger="doge_fast"):
         assert records.resume_checkpoint(run) == run / "checkpoints" / BEFORE
     (said,) = caplog.messages
@@ -470,7 +470,6 @@ def test_an_emptied_model_is_not_complete_and_is_made_again(base_run: BaseConfig
     assert {file.name: file.read_bytes() for file in model.iterdir()} == before
 
 
-@pytest.mark.parametrize("has_manifest", [True, False])
 @pytest.mark.parametrize(
     ("file", "damage"),
     [
@@ -480,17 +479,14 @@ def test_an_emptied_model_is_not_complete_and_is_made_again(base_run: BaseConfig
         ("config.json", "deleted"),
         ("config.json", "empty"),
         ("tokenizer.json", "deleted"),
+        ("manifest.json", "deleted"),
     ],
 )
 def test_a_damaged_model_is_not_complete_and_not_trained_over(
-    base_run: BaseConfig, file: str, damage: str, has_manifest: bool
+    base_run: BaseConfig, file: str, damage: str
 ) -> None:
     model = base_run.out / "model"
     DAMAGES[damage][0](model / file)
-    if not has_manifest:
-        if file == "tokenizer.json":
-            pytest.skip("without a manifest nobody knows of it")
-        (model / "manifest.json").unlink()
     assert not records.is_finished(base_run.out)
     before = (base_run.out / "metrics.jsonl").read_bytes()
     for call in (lambda: train_base(base_run), lambda: records.check_finished(base_run.out)):
@@ -507,12 +503,6 @@ def test_a_bit_of_a_model_is_noticed_where_it_is_read(base_run: BaseConfig) -> N
     assert records.is_finished(base_run.out)
     with pytest.raises(ValueError, match=r"model\.safetensors is not what was written"):
         records.check_finished(base_run.out)
-
-
-def test_a_model_of_an_earlier_version_has_no_manifest(base_run: BaseConfig) -> None:
-    (base_run.out / "model" / "manifest.json").unlink()
-    records.check_finished(base_run.out)
-    assert train_base(base_run).path == base_run.out
 
 
 @pytest.mark.parametrize("damage", ["deleted", "half", "empty"])

@@ -103,23 +103,15 @@ def test_another_configuration_is_refused_and_named(tmp_path):
     assert (tmp_path / "config.json").read_bytes() == before
 
 
-def test_a_path_is_the_same_however_it_is_said(tmp_path, monkeypatch):
+def test_a_path_is_the_same_however_it_is_said_and_no_word(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = BaseConfig(out=Path("run"), weights="runs/proxy")
     records.open_run(config.out, stage="base", config=config, corpus=CORPUS)
     same = replace(config, weights=str(tmp_path / "runs" / "proxy"))
     assert records.check_run(config.out, stage="base", config=same)
-    with pytest.raises(ValueError, match="holds another run"):
-        records.check_run(config.out, stage="base", config=replace(config, weights="runs/other"))
-
-
-def test_a_directory_is_not_a_word_of_its_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config = BaseConfig(out=Path("run"), weights="uniform")
-    records.open_run(config.out, stage="base", config=config, corpus=CORPUS)
-    for weights in ("./uniform", str(tmp_path / "uniform")):
-        with pytest.raises(ValueError, match="holds another run"):
-            records.check_run(config.out, stage="base", config=replace(config, weights=weights))
+    for other in ("runs/other", "proxy"):
+        with pytest.raises(ValueError, match="weights"):
+            records.check_run(config.out, stage="base", config=replace(config, weights=other))
 
 
 def test_a_setting_that_came_later_counts_as_its_default(tmp_path):
@@ -129,12 +121,8 @@ def test_a_setting_that_came_later_counts_as_its_default(tmp_path):
     del record["config"]["mu"], record["config"]["training"]["dtype"]
     records.write_json(tmp_path / "config.json", record)
     assert records.check_run(config.out, stage="proxy", config=config)
-    for other in (
-        replace(config, mu=0.5),
-        replace(config, training=replace(config.training, dtype="bfloat16")),
-    ):
-        with pytest.raises(ValueError, match="holds another run"):
-            records.check_run(config.out, stage="proxy", config=other)
+    with pytest.raises(ValueError, match="mu"):
+        records.check_run(config.out, stage="proxy", config=replace(config, mu=0.5))
 
 
 def test_a_dry_run_is_no_setting_of_a_run(tmp_path):
@@ -147,59 +135,37 @@ def test_a_dry_run_is_no_setting_of_a_run(tmp_path):
         records.check_run(config.out, stage="proxy", config=replace(config, training=more))
 
 
-def test_what_a_run_begins_with_and_was_told_is_recorded(tmp_path):
-    config = proxy_config(tmp_path / "run")
+def test_what_a_run_begins_with_and_was_told_is_recorded_where_there_is_something(tmp_path):
     told = {
         "initial": {"source": "x", "weights": {"a": 0.25, "b": 0.75}},
         "resolved": {"mu": 0.25},
         "warnings": ["a: 96%."],
     }
+    config = proxy_config(tmp_path / "run")
     records.open_run(config.out, stage="proxy", config=config, corpus=CORPUS, **told)
     record = records.check_run(config.out, stage="proxy", config=config)
     assert record | told == record
-
-
-def test_nothing_is_recorded_where_there_is_nothing_to_say(tmp_path):
     nothing = {"initial": None, "resolved": {}, "warnings": ()}
-    config = proxy_config(tmp_path / "run")
+    config = proxy_config(tmp_path / "other")
     records.open_run(config.out, stage="proxy", config=config, corpus=CORPUS, **nothing)
-    assert not records.read_config(tmp_path / "run").keys() & nothing.keys()
-
-
-def test_weights_that_lack_a_schema_say_what_a_file_needs(tmp_path):
-    path = tmp_path / "w.json"
-    path.write_text('{"a": 0.5, "b": 0.5}')
-    with pytest.raises(
-        ValueError, match=r"it says None\. A file needs (\{.*\}) at least"
-    ) as refusal:
-        records.read_weights(path)
-    least = re.search(r"A file needs (\{.*\}) at least", str(refusal.value))
-    assert least is not None
-    path.write_text(least[1])
-    assert records.weights_by_name(records.read_weights(path)) == {"web": 1.0}
+    assert not records.read_config(config.out).keys() & nothing.keys()
 
 
 def test_another_corpus_is_refused_and_named(tmp_path):
     config = proxy_config(tmp_path)
     records.open_run(config.out, stage="proxy", config=config, corpus=CORPUS)
-    other = CORPUS | {"tokenizer_sha256": "1" * 64}
     recorded = records.read_config(config.out)
     records.check_corpus(config.out, recorded, CORPUS)
-    with pytest.raises(ValueError, match="holds another run: the corpus's tokenizer_sha256 is"):
-        records.check_corpus(config.out, recorded, other)
+    with pytest.raises(ValueError, match="tokenizer_sha256"):
+        records.check_corpus(config.out, recorded, CORPUS | {"tokenizer_sha256": "1" * 64})
 
 
-def test_a_directory_of_something_else_is_refused(tmp_path):
+def test_what_is_no_directory_for_a_run_is_refused(tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
-    with pytest.raises(ValueError, match=r"needs an empty directory; .* holds thesis.tex and no"):
-        records.check_run(tmp_path, stage="base", config={})
+    for path, word in ((tmp_path, "thesis.tex"), (tmp_path / "thesis.tex", "is a file")):
+        with pytest.raises(ValueError, match=word):
+            records.check_run(path, stage="base", config={})
     assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.tex"]
-
-
-def test_a_file_is_no_run_directory(tmp_path):
-    (tmp_path / "run").write_text("x")
-    with pytest.raises(ValueError, match=r"A run needs a directory; .* is a file"):
-        records.check_run(tmp_path / "run", stage="base", config={})
 
 
 def test_a_run_killed_while_it_began_can_begin_again(tmp_path):
@@ -208,40 +174,23 @@ def test_a_run_killed_while_it_began_can_begin_again(tmp_path):
     records.open_run(tmp_path, stage="base", config={"a": 1}, corpus=CORPUS)
 
 
-def test_read_config_wants_a_run(tmp_path):
-    with pytest.raises(ValueError, match=r"is not a run directory: it holds no config.json"):
-        records.read_config(tmp_path)
-
-
 @pytest.mark.parametrize(
-    ("record", "message"),
+    ("text", "word"),
     [
-        ({"schema_version": 2, "stage": "proxy"}, "follows schema 2; this version .* up to 1"),
-        ({"stage": "proxy"}, "schema_version; it says None"),
-        ({"schema_version": True}, "schema_version; it says True"),
-        ({"schema_version": 1, "stage": "proxy"}, "config: field required"),
-        (
-            {"schema_version": 1, "stage": "tune", "config": {}, "corpus": CORPUS},
-            "stage: .*'proxy'.* got .tune",
-        ),
+        (None, "config.json"),
+        ("{", "JSON"),
+        ("[1]", "a list"),
+        ('{"schema_version": 2, "stage": "proxy"}', "schema 2"),
+        ('{"stage": "proxy"}', "schema_version"),
+        ('{"schema_version": true}', "schema_version"),
+        ('{"schema_version": 1, "stage": "proxy"}', "config"),
+        (json.dumps({"schema_version": 1, "stage": "tune", "config": {}}), "stage"),
     ],
 )
-def test_a_config_that_cannot_be_believed(tmp_path, record, message):
-    (tmp_path / "config.json").write_text(json.dumps(record))
-    with pytest.raises(ValueError, match=message):
-        records.read_config(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["{", "\xff", ""])
-def test_what_is_not_json_is_refused(tmp_path, text):
-    (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(ValueError, match="must hold JSON and does not"):
-        records.read_config(tmp_path)
-
-
-def test_what_is_no_object_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(ValueError, match="must hold a JSON object; it holds a list"):
+def test_a_config_that_cannot_be_believed(tmp_path, text, word):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=word):
         records.read_config(tmp_path)
 
 
@@ -354,8 +303,6 @@ def test_a_line_that_finds_no_room_is_an_error(tmp_path):
 
 
 def test_resuming_from_before_the_beginning_empties_the_record(tmp_path):
-    records.resume_metrics(tmp_path, None)
-    assert list(tmp_path.iterdir()) == []
     records.append_metrics(tmp_path, train_line(0))
     records.resume_metrics(tmp_path, None)
     assert records.read_metrics(tmp_path) == []
@@ -396,198 +343,54 @@ def test_float32_weights_and_printed_ones_sum_to_one(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "word"),
     [
-        ({"schema_version": 7}, "follows schema 7; this version of doge_fast reads up to 1"),
-        ({"domains": []}, r'must hold "domains", a list'),
-        ({"domains": {"a": 1.0}}, r'must hold "domains", a list'),
-        ({"domains": [{"weight": 1.0}]}, "needs a name"),
-        ({"domains": ["a"]}, "needs a name"),
-        (
-            {"domains": [{"name": "a", "weight": 0.5}, {"name": "a", "weight": 0.5}]},
-            "a domain has one weight; a occurs twice",
+        ({"schema_version": 7}, "schema 7"),
+        ({"schema_version": None}, "at least"),
+        ({"domains": []}, "domains"),
+        ({"domains": {"a": 1.0}}, "domains"),
+        ({"domains": ["a"]}, "domains"),
+        ({"domains": [{"weight": 1.0}]}, "name"),
+        ({"domains": [{"name": "a", "weight": 0.5}] * 2}, "a occurs twice"),
+        ({"domains": [{"name": "a", "weight": 0.9}]}, r"sum to 1; .* 0\.9"),
+        *(
+            ({"domains": [{"name": "a", "weight": weight}]}, "weight")
+            for weight in (math.nan, -0.5, "1", 10**400, True, None)
         ),
-        (
-            {"domains": [{"name": "a", "weight": 0.5}, {"name": "b", "weight": 0.4}]},
-            "must sum to 1; these sum to 0.9. Divide each by the sum",
-        ),
-        (
-            {"domains": [{"name": "a", "weight": math.nan}, {"name": "b", "weight": 0.4}]},
-            "finite number >= 0; that of a is nan",
-        ),
-        (
-            {"domains": [{"name": "a", "weight": 1.5}, {"name": "b", "weight": -0.5}]},
-            "finite number >= 0; that of b is -0.5",
-        ),
-        ({"domains": [{"name": "a", "weight": "1"}]}, "finite number >= 0; that of a is '1'"),
-        ({"domains": [{"name": "a", "weight": 10**400}]}, "finite number >= 0; that of a is 10"),
-        ({"domains": [{"name": "a", "weight": True}]}, "finite number >= 0; that of a is True"),
-        ({"domains": [{"name": "a"}]}, "finite number >= 0; that of a is None"),
+        ({"domains": [{"name": "a", "weight": 1, "weight_last": 1.5}]}, "weight_last"),
+        ({"domains": [{"name": "a", "weight": 1, "prior": "0.5"}]}, "prior"),
+        ({"domains": [{"name": "a", "weight": 1, "tokens": 1.5}]}, "tokens"),
+        ({"domains": [{"name": "a", "weight": 1, "mean_doc_tokens": 0}]}, "mean_doc_tokens"),
+        ({"method": ""}, "method"),
+        ({"target": "everything"}, "target"),
+        ({"steps": -3}, "steps"),
+        ({"seed": 0.5}, "seed"),
+        ({"reference": "runs/base"}, "reference"),
+        ({"average": {"count": "many"}}, "average"),
+        ({"stages": "later"}, "stages"),
     ],
 )
-def test_weights_off_the_simplex_are_neither_read_nor_written(tmp_path, changes, message):
+def test_weights_that_cannot_be_believed_are_neither_read_nor_written(tmp_path, changes, word):
     record = weights(**changes)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=word):
         records.write_weights(tmp_path, record)
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=word):
         records.read_weights(write_weights_unchecked(tmp_path / "w.json", record))
 
 
-DOMAIN_FIELDS: dict[str, object] = {
-    "weight_last": 0.3,
-    "weight_std": 0.01,
-    "prior": 0.6,
-    "tokens": 3000,
-    "documents": 12,
-    "mean_doc_tokens": 250.0,
-    "reference_weight": 0.5,
-}
-RECORD_FIELDS: dict[str, object] = {
-    "method": "doge",
-    "score": "paper",
-    "target": {"ca": 1.0, "nl": 0.5},
-    "source": "runs/proxy",
-    "model": "tiny",
-    "parameters": 1000,
-    "tokenizer_sha256": "ab" * 32,
-    "block_size": 128,
-    "batch_size": 28,
-    "steps": 300,
-    "tokens": 1e9,
-    "seed": -1,
-    "mu": 0.02,
-    "average_from": 0.5,
-    "drift": 0.0,
-    "variant": "doremi",
-    "step_size": 1.0,
-    "smoothing": 0.0,
-    "reference": {},
-    "initial": {"source": "x"},
-    "average": {"count": 2},
-    "constraints": {},
-    "versions": {"torch": "2"},
-}
-BAD: dict[str, object] = {
-    "weight_last": 1.5,
-    "weight_std": -0.1,
-    "prior": "0.5",
-    "tokens": 1.5,
-    "documents": -1,
-    "mean_doc_tokens": 0,
-    "reference_weight": math.nan,
-    "method": "",
-    "score": 1,
-    "target": "everything",
-    "source": [],
-    "model": {},
-    "parameters": "many",
-    "tokenizer_sha256": 7,
-    "block_size": 0,
-    "batch_size": 0.5,
-    "steps": -3,
-    "seed": 0.5,
-    "mu": 0,
-    "average_from": 2,
-    "drift": -1,
-    "variant": 0,
-    "step_size": 0,
-    "smoothing": math.inf,
-    "reference": "runs/base",
-    "initial": 1,
-    "average": [],
-    "constraints": "none",
-    "versions": [],
-}
-
-
-def weights_with(entry: dict[str, object], **changes: object) -> dict[str, object]:
-    entries = [{"name": "a", "weight": 0.25} | entry, {"name": "b", "weight": 0.75}]
-    return weights(domains=entries, **changes)
-
-
-def test_every_field_is_read_back_and_unknown_ones_are_kept(tmp_path):
-    known = [{field.name for field in fields(kind)} for kind in (DomainEntry, WeightsRecord)]
-    assert set(DOMAIN_FIELDS) == known[0] - {"name", "weight"}
-    assert set(RECORD_FIELDS) == known[1] - {"domains", "stages"}
-    record = weights_with(DOMAIN_FIELDS | {"colour": "blue"}, **RECORD_FIELDS, mood=[1, None])
+def test_what_is_unknown_or_not_known_is_kept(tmp_path):
+    known = {field.name for kind in (DomainEntry, WeightsRecord) for field in fields(kind)}
+    nothing = dict.fromkeys(known - {"domains", "name", "weight"})
+    entry = {"name": "a", "weight": 1.0, "tokens": 1e9, "colour": "blue"}
+    record = weights(**nothing) | {"domains": [entry | nothing], "mood": [1, None]}
     records.write_weights(tmp_path, record)
     assert records.read_weights(tmp_path) == record
-    # Null is not known.
-    unknown = weights_with(dict.fromkeys(DOMAIN_FIELDS), **dict.fromkeys(RECORD_FIELDS))
-    records.write_weights(tmp_path, unknown)
-    assert records.read_weights(tmp_path) == unknown
-
-
-@pytest.mark.parametrize("field", [*DOMAIN_FIELDS, *RECORD_FIELDS])
-@pytest.mark.parametrize("value", ["bad", True], ids=["wrong", "true"])
-def test_a_field_that_is_not_what_it_should_be_is_named(tmp_path, field, value):
-    bad = BAD[field] if value == "bad" else value
-    is_of_domain = field in DOMAIN_FIELDS
-    record = weights_with({field: bad}) if is_of_domain else weights_with({}, **{field: bad})
-    message = rf"w.json: (domains\.0\.)?{field}\b.* got .*leave the field out"
-    with pytest.raises(ValueError, match=message):
-        records.write_weights(tmp_path / "w.json", record)
-    assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ValueError, match=message):
-        records.read_weights(write_weights_unchecked(tmp_path / "w.json", record))
-
-
-@pytest.mark.parametrize(
-    "average", [{}, {"count": "many", "of": []}, {"count": 2, "of": 3}, {"count": 1, "of": ["a"]}]
-)
-def test_an_average_says_of_how_many(tmp_path, average):
-    with pytest.raises(ValueError, match="average"):
-        records.write_weights(tmp_path, weights(average=average))
-
-
-@pytest.mark.parametrize("constraints", [{"floor": 0.1}, {"cap": {"a": "x"}}])
-def test_bounds_that_held_are_numbers_by_domain(tmp_path, constraints):
-    with pytest.raises(ValueError, match="constraints"):
-        records.write_weights(tmp_path, weights(constraints=constraints))
-    kept = {"floor": {"a": 0.1}, "cap": None, "source": "w.json"}
-    records.write_weights(tmp_path, weights(constraints=kept, average={"count": 2, "of": None}))
-    assert records.read_weights(tmp_path)["constraints"] == kept
-
-
-def schedule(*phases: tuple[object, object]) -> list[dict[str, object]]:
-    return [{"first_step": first, "weights": each} for first, each in phases]
-
-
-HALVES = {"a": 0.5, "b": 0.5}
-
-
-def test_a_schedule_of_weights_is_read_back(tmp_path):
-    record = weights(stages=schedule((0, HALVES), (10, {"b": 1.0, "a": 0.0})))
-    records.write_weights(tmp_path, record)
-    assert records.read_weights(tmp_path)["stages"] == record["stages"]
-
-
-@pytest.mark.parametrize(
-    ("stages", "message"),
-    [
-        ([], "stages"),
-        ("later", "stages"),
-        ([1], "stages"),
-        (schedule((5, HALVES)), "step 0"),
-        (schedule((0, HALVES), (0, HALVES)), "later steps"),
-        (schedule((0, {"a": 1.0})), "exactly a, b"),
-        (schedule((0, HALVES), (7, None)), "stages.1.weights"),
-        (schedule((0, {"a": 0.5, "b": 0.4})), "sum to 1"),
-        (schedule((0, {"a": 1.5, "b": -0.5})), "stages.0.weights.b"),
-    ],
-)
-def test_a_schedule_that_cannot_be_followed_is_refused(tmp_path, stages, message):
-    with pytest.raises(ValueError, match=message):
-        records.write_weights(tmp_path, weights(stages=stages))
 
 
 def test_the_page_on_weights_names_every_field():
     page = (Path(__file__).parents[2] / "docs" / "weights.md").read_text(encoding="utf-8")
-    known = (
-        *("schema_version", "domains", "name", "weight"),
-        *(field.name for kind in (DomainEntry, WeightsRecord) for field in fields(kind)),
-    )
+    known = (field.name for kind in (DomainEntry, WeightsRecord) for field in fields(kind))
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*)$", page, re.M))
     assert [field for field in known if field not in rows] == []
 

@@ -18,7 +18,6 @@ import pytest
 from doge_fast.pipeline import records, report
 from doge_fast.pipeline.config import ProxyConfig, ReportConfig
 from doge_fast.pipeline.records.movement import Movement, movement_of
-from doge_fast.pipeline.reporting import plotting
 from doge_fast.pipeline.reporting.proxies import remarks_on
 from doge_fast.pipeline.reporting.wording import Stat, perplexity_stat, weight_text
 from tests.pipeline.written_runs import (
@@ -585,15 +584,3 @@ def test_a_line_of_weights_that_lacks_the_average_is_named(tmp_path: Path) -> No
     with pytest.raises(ValueError, match="line 3 is not of the run"):
         report.write_report(ReportConfig(runs=(proxy,)))
     assert not (proxy / "report.html").exists()
-
-
-def test_labels_are_moved_apart_no_more_than_needed() -> None:
-    wanted = np.array([0.1, 0.5, 0.51, 0.52, 0.9])
-    places = plotting.spread_apart(wanted, gap=0.1)
-    assert np.diff(places).min() >= 0.1 - 1e-12
-    # Those with room stay; a crowd keeps its centre.
-    assert places[[0, 4]] == pytest.approx([0.1, 0.9])
-    assert places[1:4].mean() == pytest.approx(wanted[1:4].mean())
-    crowded = plotting.spread_apart(np.full(10, 0.99), gap=0.1)
-    assert crowded == pytest.approx(np.linspace(0.1, 1, 10))
-    assert plotting.spread_apart(np.array([]), gap=0.1).size == 0

@@ -101,7 +101,7 @@ def write_proxy(
         total += alpha
         average = total / step
         records.append_metrics(
-            out, proxy_line(step, steps, names, rows, alpha, average, step in skipped, draw)
+            out, proxy_line(step, steps, names, rows, alpha, average, step in skipped)
         )
     if not is_finished:
         return out
@@ -139,36 +139,18 @@ def proxy_line(
     alpha: np.ndarray,
     average: np.ndarray,
     is_skipped: bool,
-    draw: np.random.Generator,
 ) -> dict[str, Any]:
-    # Neighbours are alike, and noise makes every step another.
-    angles = 0.35 * np.arange(len(rows))[:, None] + np.arange(24)
-    directions = np.cos(angles) + 0.4 * draw.standard_normal((len(rows), 24))
-    directions /= np.linalg.norm(directions, axis=1, keepdims=True)
-    norms = 1 + 2 * np.exp(-4 * step / steps) + 0.1 * draw.random(len(rows))
-    gram = (directions @ directions.T) * np.outer(norms, norms)
-    is_universal = len(rows) == len(names)
-    difficulty = np.diag(gram)[: len(names)] if is_universal else np.zeros(len(names))
-    gain = gram[: len(names)].sum(1) if is_universal else gram[: len(names), len(names) :].sum(1)
-    loss = 2.4 + 6 * np.exp(-5 * step / steps) + 0.25 * np.arange(len(rows))
-    if is_skipped:
-        gain = np.full_like(gain, math.nan)
+    gain = dict.fromkeys(names, math.nan if is_skipped else 1.5)
     return {
         "step": step,
         "kind": "train",
         "lr": 2e-3 * min(1.0, step / 10),
-        "loss": by_name(rows, loss + 0.1 * draw.standard_normal(len(rows))),
+        "loss": dict.fromkeys(rows, 2.4 + 6 * math.exp(-5 * step / steps)),
         "alpha": by_name(names, alpha),
         "alpha_mean": by_name(names, average),
-        "gain": by_name(names, gain),
-        "influence": by_name(names, gain - difficulty),
-        "difficulty": by_name(names, difficulty),
-        "grad_norm": by_name(rows, norms),
-        "rows": list(rows),
-        "cosine": directions @ directions.T,
-        "combined_norm": 1.2,
+        "gain": gain,
+        "grad_norm": dict.fromkeys(rows, 1.2),
         "skipped": is_skipped,
-        "tokens": dict.fromkeys(rows, step * 4 * BLOCK_SIZE),
         "seconds": 0.21,
     }
 

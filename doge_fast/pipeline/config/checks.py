@@ -122,16 +122,19 @@ def _check_proxy(config: configs.ProxyConfig) -> None:
         raise ValueError(f"selection must be a JSON file; {config.selection} is not there.")
     # A run that has begun keeps its start, whatever becomes of the file.
     is_new = not (config.out / "config.json").exists()
-    if is_new and config.init_weights is not None and not config.init_weights.exists():
-        raise ValueError(f"init_weights: {config.init_weights} does not exist.")
+    start = config.init_weights
+    if is_new and start is not None and "=" not in str(start) and not start.exists():
+        raise ValueError(f"init_weights: {start} does not exist.")
 
 
 def _check_base(config: configs.BaseConfig) -> None:
     weights = Path(config.weights)
-    if config.weights not in BASELINES and not (config.weights and weights.exists()):
+    is_given = "=" in config.weights or (config.weights and weights.exists())
+    if config.weights not in BASELINES and not is_given:
         raise ValueError(
-            f"weights must be {' or '.join(BASELINES)}, a weights.json, or the run "
-            f"directory of a proxy; {config.weights!r} is none of them and no such path exists."
+            f"weights must be {' or '.join(BASELINES)}, a weights.json, the run directory of a "
+            f"proxy, or NAME=NUMBER,...; {config.weights!r} is none of them, and no such path "
+            "exists."
         )
     has_steps = config.weights not in BASELINES and (weights / "metrics.jsonl").exists()
     if config.stages > 1 and not has_steps:

@@ -166,8 +166,8 @@ class ProxyConfig(_Stage):
     smoothing: Share = 0.0
     """Share of uniform weights that is mixed in at every step."""
     init_weights: Path | None = None
-    """A weights.json, or a run directory that holds one: domains of the same name begin with these
-    weights, relative to each other. None: begin with uniform weights."""
+    """A weights.json, a run directory that holds one, or books=0.6,code=0.4: domains of the same
+    name begin with these weights, relative to each other. None: begin with uniform weights."""
     average_from: Share = 0.0
     """Share of the steps, from the first on, that the average of the weights leaves out. The
     average then lies farther from uniform, where the weights begin. 0: the paper's mean over all
@@ -201,8 +201,8 @@ class BaseConfig(_Stage):
     stage: ClassVar[Literal["base"]] = "base"
 
     weights: str = "uniform"
-    """uniform; natural (each domain's share of the tokens); a weights.json; or the run directory of
-    a proxy or DoReMi."""
+    """uniform; natural (each domain's share of the tokens); a weights.json; the run directory of a
+    proxy or DoReMi; or the weights themselves, books=0.6,code=0.4."""
     stages: Count = 1
     """Stages of a curriculum, with a proxy's run directory: the proxy's run and this one are
     divided into this many equal parts, and each part here uses the proxy's mean weights in its own.

@@ -92,16 +92,12 @@ class WeightsShowConfig:
     examples: ClassVar = ("runs/proxy --budget-tokens 10B",)
 
     files: tuple[Path, ...]
-    """weights.json files or run directories; several are shown side by side."""
+    """weights.json files, run directories, or weights as NAME=NUMBER,..."""
     budget_tokens: Positive | None = None
     """Tokens of the training that the weights are for, such as 1e11: shows each domain's epochs in
     it."""
     tokens: tuple[str, ...] = ()
     """NAME=NUMBER: the number of tokens of a domain, where it differs from the file's."""
-    sort: bool = False
-    """Largest weight first, instead of the file's order."""
-    json: bool = False
-    """Print JSON instead of a table."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +108,6 @@ class WeightsDiffConfig:
     """A weights.json or a run directory."""
     after: Path
     """The weights.json or run directory to compare it with."""
-    json: bool = False
-    """Print JSON instead of a table."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +118,6 @@ class WeightsAverageConfig:
     """weights.json files or run directories, with the same domains."""
     out: Path | None = None
     """The file to write; None: only print its content."""
-    different: tuple[Literal["target", "tokenizer_sha256"], ...] = ()
-    """Fields that may differ between the files; otherwise a difference is refused."""
 
 
 @dataclass(frozen=True)
@@ -192,8 +184,6 @@ class ExportConfig:
     """Tokens of the whole training, such as 1e11, if the target needs it."""
     seed: Seed = 0
     """Seed of the framework's data loader."""
-    local_dir: str | None = None
-    """Where remote streams are cached, in a folder per domain."""
 
 
 @dataclass(frozen=True)

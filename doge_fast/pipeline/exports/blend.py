@@ -19,7 +19,6 @@ from typing import Any, Literal, TypeVar
 from doge_fast.pipeline.config.ranges import Count
 from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.named import visible
-from doge_fast.pipeline.records.weights import is_weight
 
 Key = TypeVar("Key")
 Rows = Literal["blocks", "documents"]
@@ -105,8 +104,6 @@ class ExportSettings:
     """Tokens of the whole training."""
     seed: int = 0
     """Of the framework's own draws."""
-    local_dir: str | None = None
-    """Where remote streams are kept, one folder per domain."""
 
     def __post_init__(self) -> None:
         """Refuse numbers that no training has."""
@@ -251,7 +248,8 @@ def _parts_of(name: str, given: Any) -> dict[str, Fraction | None]:
                 f"A path must be of characters that are written; {name} has {path!a}. Rename it."
             )
     if isinstance(paths, Mapping):
-        if not all(is_weight(part) and part for part in paths.values()):
+        parts = paths.values()
+        if not all(isinstance(part, int | float) and 0 < part < math.inf for part in parts):
             raise ValueError(f"The parts of {name}'s paths must be above 0; they are {paths}.")
         return dict(normalised(paths))
     if len(set(paths)) < len(paths):

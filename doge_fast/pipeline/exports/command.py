@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from doge_fast import atomic_file
 from doge_fast.pipeline import failures, named, records
 from doge_fast.pipeline.config import ExportConfig
 from doge_fast.pipeline.exports.registry import export, listing
-from doge_fast.pipeline.exports.text import from_yaml
 
 _LOG = logging.getLogger(__name__)
 _FILES = (".json", ".yaml", ".yml")
@@ -45,7 +46,13 @@ def run(config: ExportConfig) -> list[str]:
         paths=_paths(config.paths, "paths"),
         valid_paths=_paths(config.valid_paths, "valid-paths"),
         test_paths=_paths(config.test_paths, "test-paths"),
-        **_settings(config),
+        decimals=config.decimals,
+        rows=config.rows,
+        mean_doc_tokens=named.numbers(config.mean_doc_tokens, "mean_doc_tokens"),
+        seq_length=config.seq_length,
+        batch_size=config.batch_size,
+        budget_tokens=None if config.budget_tokens is None else int(config.budget_tokens),
+        seed=config.seed,
     )
     # What was left out is said always, the rest where the text does not say it.
     for line in made.warnings:
@@ -79,26 +86,10 @@ def _paths(words: Sequence[str], flag: str) -> dict[str, Any]:
 
 
 def _parsed(file: Path) -> Any:
-    text = _text(file)
-    if file.suffix != ".json":
-        return from_yaml(text, str(file))
+    """What a JSON or YAML file holds."""
+    parse = json.loads if file.suffix == ".json" else yaml.safe_load
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} must hold JSON and does not: {error}.") from None
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} cannot be read as text: {error}.") from None
-
-
-def _settings(config: ExportConfig) -> dict[str, Any]:
-    """Fields of `ExportSettings`."""
-    same = ("decimals", "rows", "seq_length", "batch_size", "seed", "local_dir")
-    return {name: getattr(config, name) for name in same} | {
-        "mean_doc_tokens": named.numbers(config.mean_doc_tokens, "mean_doc_tokens"),
-        "budget_tokens": None if config.budget_tokens is None else int(config.budget_tokens),
-    }
+        return parse(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{file} must hold JSON or YAML and does not: {reason}.") from None

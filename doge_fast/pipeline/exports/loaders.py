@@ -135,21 +135,14 @@ dataloader = InterleavedHuggingFaceTextDataLoader.Config(
 """
 
 
-def _place(blend: Blend, name: str) -> dict[str, str]:
-    """Where MosaicML Streaming finds a domain: a remote copied to a folder, or a folder."""
-    path, local = blend.one_path(name), blend.settings.local_dir
-    if REMOTE not in path:
-        return {"local": path}
-    return {"remote": path} | ({"local": f"{local.rstrip('/')}/{name}"} if local else {})
-
-
 def _mosaic(blend: Blend) -> str:
     settings, rows = blend.settings, blend.rows_in_budget()
     blend.require("batch_size", why="StreamingDataset does not start without one (--batch-size)")
     streams = []
     for name, share in blend.shares().items():
-        where = ", ".join(f"{key}={string(value)}" for key, value in _place(blend, name).items())
-        streams.append(f"Stream({where}, proportion={plain(share)})")
+        path = blend.one_path(name)
+        place = "remote" if REMOTE in path else "local"
+        streams.append(f"Stream({place}={string(path)}, proportion={plain(share)})")
     epoch = f"    epoch_size={rows},\n" if rows else ""
     return f"""from streaming import Stream, StreamingDataset
 

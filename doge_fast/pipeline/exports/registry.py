@@ -27,7 +27,7 @@ from doge_fast.pipeline.exports.blend import (
     normalised,
     path_parts,
 )
-from doge_fast.pipeline.records.weights import check_fields, is_weight
+from doge_fast.pipeline.records.weights import check_fields
 
 # Domains named in a sentence; more are counted.
 _NAMED = 8
@@ -147,17 +147,6 @@ def _record(weights: Mapping[str, Any]) -> Mapping[str, Any]:
     record = weights
     if not isinstance(weights.get("domains"), Sequence):
         record = {"domains": [{"name": name, "weight": value} for name, value in weights.items()]}
-    if not record["domains"]:
-        raise ValueError("A mixture needs at least one domain; the weights have none.")
-    for entry in record["domains"]:
-        if not is_weight(entry["weight"]):
-            raise ValueError(
-                f"A domain weight must be a finite number >= 0; that of {entry['name']} is "
-                f"{entry['weight']!r}."
-            )
-    names = [entry["name"] for entry in record["domains"]]
-    if len(set(names)) < len(names):
-        raise ValueError(f"A domain has one weight; the names are {', '.join(names)}.")
     check_fields(record, "The weights")
     return record
 

@@ -20,15 +20,6 @@ def to_yaml(value: Any) -> str:
     return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100_000))
 
 
-def from_yaml(text: str, where: str = "The text") -> Any:
-    """What a YAML or JSON text holds; ValueError where it is neither, or several documents."""
-    try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{where} must be YAML or JSON and is not: {reason}.") from None
-
-
 def to_json(value: Any) -> str:
     """Indented JSON; a decimal is written as a float."""
     return json.dumps(value, indent=2, ensure_ascii=False, default=float) + "\n"

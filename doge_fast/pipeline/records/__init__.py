@@ -25,19 +25,24 @@ from doge_fast.pipeline.records.checkpoints import (
     resume_checkpoint,
     step_of,
 )
-from doge_fast.pipeline.records.finished import (
+from doge_fast.pipeline.records.manifest import (
+    MANIFEST,
     MODEL,
     check_finished,
     check_model,
     is_finished,
+    read_manifest,
+    write_manifest,
 )
-from doge_fast.pipeline.records.manifest import MANIFEST, read_manifest, write_manifest
 from doge_fast.pipeline.records.measures import (
     check_experiment,
     evaluation,
     few_shot,
     is_measured,
     is_scored,
+    load_evaluation,
+    load_experiment,
+    load_few_shot,
     read_evaluation,
     read_experiment,
     read_few_shot,
@@ -76,6 +81,7 @@ from doge_fast.pipeline.records.shapes import (
 )
 from doge_fast.pipeline.records.weights import (
     check_out,
+    is_typed,
     read_weights,
     weights_by_name,
     write_weights,

@@ -2,7 +2,7 @@
 
 A folder that is written file by file looks finished to whoever finds it after a kill, a full disk
 or a loss of power, and a bit that flipped on a disk looks like any other bit. With a manifest a
-reader knows.
+reader knows; and `model/`, the last thing that a run leaves, says with it that the run is complete.
 """
 
 import hashlib
@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from doge_fast import atomic_file
+from doge_fast.pipeline.failures import FileFailure
 from doge_fast.pipeline.records.runs import Json, read_record
 from doge_fast.pipeline.records.shapes import ManifestRecord
 from doge_fast.weights.weights_file import SCHEMA_VERSION, write_json
 
 MANIFEST = "manifest.json"
+MODEL = "model"
 # A folder has one large file or two; each is hashed by one and kept by another.
 _THREADS = 4
 
@@ -56,14 +58,54 @@ def read_manifest(folder: Path, *, is_hashed: bool = True) -> Json:
     Raises:
         ValueError: what is wrong with which file.
     """
-    absent = f"{MANIFEST} is missing: it was not written to its end, or by an earlier version"
+    absent = f"{MANIFEST} is missing: it was not written to its end"
     try:
-        record = read_record(folder / MANIFEST, ManifestRecord, absent=absent)
+        record, _ = read_record(folder / MANIFEST, ManifestRecord, absent=absent)
         for name, entry in record["files"].items():
             _check(folder / name, name, entry, is_hashed=is_hashed)
     except OSError as error:
         raise ValueError(f"{error.filename} cannot be read: {error.strerror}") from None
     return record
+
+
+def check_model(run: Path, *, is_hashed: bool = True) -> bool:
+    """Whether a run has left a model; an empty folder is none.
+
+    Args:
+        run: the run directory.
+        is_hashed: read all of it; False: what takes no time.
+
+    Raises:
+        FileFailure: it has left one that is damaged.
+    """
+    folder = run / MODEL
+    if not any(folder.glob("*")):
+        return False
+    try:
+        read_manifest(folder, is_hashed=is_hashed)
+    except ValueError as error:
+        raise FileFailure(
+            f"{folder} is damaged: {str(error).rstrip('.')}. Restore it, or remove the folder and "
+            "repeat the command that began the run."
+        ) from None
+    return True
+
+
+def is_finished(run: Path) -> bool:
+    """Whether the run came to its end, and what it left is whole as far as its sizes tell."""
+    try:
+        return check_model(run, is_hashed=False)
+    except ValueError:
+        return False
+
+
+def check_finished(run: Path) -> None:
+    """Raise ValueError where a run has no model yet, or a damaged one; reads all of it."""
+    if not check_model(run):
+        raise ValueError(
+            f"{run} has no {MODEL}/: its run is not complete. Repeat the command that began it; it "
+            "resumes."
+        )
 
 
 def _check(file: Path, name: str, entry: Json, *, is_hashed: bool) -> None:

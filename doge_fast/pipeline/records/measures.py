@@ -74,14 +74,19 @@ def exp_or_inf(value: float) -> float:
 
 def read_evaluation(run: Path) -> Json:
     """evaluation.json of a run directory; ValueError where it is absent or damaged."""
+    return load_evaluation(run)[0]
+
+
+def load_evaluation(run: Path) -> tuple[Json, EvaluationRecord]:
+    """As `read_evaluation`, and the same of its class."""
     absent = f"{run} holds no {EVALUATION}: run doge-fast evaluate on it."
     file = run / EVALUATION
-    record = read_record(file, EvaluationRecord, absent=absent, has_schema=False)
-    if not record["loss"].keys() == record["blocks"].keys() == record["perplexity"].keys():
+    record, found = read_record(file, EvaluationRecord, absent=absent, has_schema=False)
+    if not found.loss.keys() == found.blocks.keys() == found.perplexity.keys():
         raise FileFailure(
             f"{file} is damaged: loss, blocks and perplexity are not of the same domains. {WAY_OUT}"
         )
-    return record
+    return record, found
 
 
 def is_measured(run: Path, blocks: int | None) -> bool:
@@ -130,6 +135,11 @@ def few_shot(
 
 def read_few_shot(run: Path) -> Json:
     """fewshot.json of a run directory; ValueError where it is absent or damaged."""
+    return load_few_shot(run)[0]
+
+
+def load_few_shot(run: Path) -> tuple[Json, FewShotRecord]:
+    """As `read_few_shot`, and the same of its class."""
     absent = f"{run} holds no {FEWSHOT}: run doge-fast evaluate --tasks on it."
     return read_record(run / FEWSHOT, FewShotRecord, absent=absent)
 
@@ -138,10 +148,10 @@ def is_scored(run: Path, group: TasksGroup) -> bool:
     """Whether fewshot.json holds just the group's tasks, scored as it says."""
     if not (run / FEWSHOT).exists():
         return False
-    record = read_few_shot(run)
+    _, found = load_few_shot(run)
     asked = ("shots", "task_limit", "task_data_sha256") if group.shots is not None else ()
-    is_alike = all(record.get(key) == getattr(group, key) for key in asked)
-    return is_alike and tuple(record["tasks"]) == group.tasks
+    is_alike = all(getattr(found, key) == getattr(group, key) for key in asked)
+    return is_alike and tuple(found.tasks) == group.tasks
 
 
 def write_experiment(out: Path, record: Mapping[str, Any]) -> None:
@@ -187,5 +197,10 @@ def check_experiment(out: Path, record: Mapping[str, Any]) -> None:
 
 def read_experiment(path: Path) -> Json:
     """experiment.json of its directory; ValueError where it is absent or damaged."""
+    return load_experiment(path)[0]
+
+
+def load_experiment(path: Path) -> tuple[Json, ExperimentRecord]:
+    """As `read_experiment`, and the same of its class."""
     absent = f"{path} holds no {EXPERIMENT}: doge-fast experiment has not run there."
     return read_record(path / EXPERIMENT, ExperimentRecord, absent=absent)

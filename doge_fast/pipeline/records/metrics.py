@@ -45,7 +45,7 @@ def keep_metrics(run: Path) -> Json:
     return {"lines": content.count(b"\n"), "bytes": len(content), "sha256": _sha256(content)}
 
 
-def resume_metrics(run: Path, written: Json | None) -> None:
+def resume_metrics(run: Path, written: Any) -> None:
     """Cut metrics.jsonl back to a checkpoint, so the record equals the uninterrupted run's.
 
     Whatever came after the checkpoint goes, a torn last line with it.

@@ -157,7 +157,7 @@ def load_config(run: Path) -> tuple[ConfigRecord, Asked]:
 def _read_config(run: Path) -> tuple[Json, ConfigRecord]:
     file = run / CONFIG
     absent = f"{run} is not a run directory: it holds no {CONFIG}."
-    return load_record(file, ConfigRecord, absent=absent)
+    return read_record(file, ConfigRecord, absent=absent)
 
 
 def _over(defaults: Json, recorded: Json) -> Json:
@@ -237,7 +237,9 @@ def read_json(path: Path) -> Json:
 _JSON_NAMES = {type(None): "null", bool: "true or false", list: "a list", str: "a string"}
 
 
-def read_record(path: Path, kind: type, *, absent: str, has_schema: bool = True) -> Json:
+def read_record(
+    path: Path, kind: type[Record], *, absent: str, has_schema: bool = True
+) -> tuple[Json, Record]:
     """A record of a directory, of a schema that is known and with all that a reader asks for.
 
     Args:
@@ -245,15 +247,10 @@ def read_record(path: Path, kind: type, *, absent: str, has_schema: bool = True)
         kind: its class in `shapes`.
         absent: what is said where there is none.
         has_schema: whether it says which schema it follows.
+
+    Returns:
+        What the file holds, and the same of its class.
     """
-    record, _ = load_record(path, kind, absent=absent, has_schema=has_schema)
-    return record
-
-
-def load_record(
-    path: Path, kind: type[Record], *, absent: str, has_schema: bool = True
-) -> tuple[Json, Record]:
-    """As `read_record`, and the same of its class."""
     if not path.exists():
         raise ValueError(absent)
     record = read_json(path)
@@ -262,7 +259,7 @@ def load_record(
     return record, check_shape(record, kind, path)
 
 
-def check_schema(record: Json, path: Path, *, way_out: str = "") -> None:
+def check_schema(record: Json, path: str | Path, *, way_out: str = "") -> None:
     """A record of another schema is refused before any of it is believed."""
     version = record.get("schema_version")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:

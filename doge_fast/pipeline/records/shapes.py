@@ -1,8 +1,8 @@
 """What the files of a run must look like to be believed: names and types of all that is read.
 
-A reader may take for granted what stands here. Fields that are not named are kept and not looked
-at, so that later releases may write more. Pydantic checks the classes; it is imported when the
-first file is read.
+A reader may take for granted what stands here; what nobody reads does not stand here. Fields that
+are not named are kept and not looked at, so that later releases may write more. Pydantic checks the
+classes; it is imported when the first file is read.
 """
 
 import functools
@@ -66,19 +66,12 @@ class CorpusRecord:
 
 
 @dataclass(frozen=True)
-class GivenWeights:
-    """What a base run began with, in config.json."""
+class InitialRecord:
+    """The weights that a run began with, in config.json: of a base run their digest."""
 
     source: str
-    sha256: str
-
-
-@dataclass(frozen=True)
-class LearnedFrom:
-    """What a proxy began with, in config.json."""
-
-    source: str
-    weights: dict[str, float]
+    sha256: str | None = None
+    weights: dict[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -101,7 +94,7 @@ class TrainingAsked:
 class Asked:
     """Of the configuration in config.json, what a report reads of any stage.
 
-    Not the stages' own classes: a report also reads runs of releases that had other options.
+    Not the stages' own classes: a report also reads kept records of options that have gone.
     """
 
     model: ModelAsked
@@ -129,13 +122,13 @@ class ConfigRecord:
     created: str = ""
     warnings: tuple[str, ...] = ()
     resolved: dict[str, float] = field(default_factory=dict)
-    initial: GivenWeights | LearnedFrom | None = None
+    initial: InitialRecord | None = None
     parameters: CountOrZero | None = None
 
 
 @dataclass(frozen=True)
 class MetricsLine:
-    """A line of metrics.jsonl."""
+    """A line of metrics.jsonl, as far as it is read."""
 
     step: CountOrZero
     kind: Literal["train", "eval"]
@@ -143,20 +136,10 @@ class MetricsLine:
     alpha: ByName = field(default_factory=dict)
     alpha_mean: ByName = field(default_factory=dict)
     gain: ByName = field(default_factory=dict)
-    influence: ByName = field(default_factory=dict)
-    difficulty: ByName = field(default_factory=dict)
-    grad_norm: ByName = field(default_factory=dict)
     excess: ByName = field(default_factory=dict)
-    reference_loss: ByName = field(default_factory=dict)
-    tokens: ByName = field(default_factory=dict)
-    tau: ByName = field(default_factory=dict)
-    rows: tuple[str, ...] = ()
-    cosine: tuple[tuple[Number, ...], ...] = ()
     lr: Number = None
     seconds: Number = None
-    combined_norm: Number = None
     skipped: bool = False
-    warnings: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -168,15 +151,11 @@ class ManifestRecord:
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """evaluation.json."""
+    """evaluation.json, as far as it is read."""
 
-    step: CountOrZero
     blocks: dict[str, int]
     loss: ByName
     perplexity: ByName
-    average_perplexity: Number
-    worst: Number
-    tokens: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -197,12 +176,9 @@ class TaskScores(Average):
 
 @dataclass(frozen=True)
 class FewShotRecord:
-    """fewshot.json."""
+    """fewshot.json, as far as it is read."""
 
-    step: CountOrZero
     shots: CountOrZero
-    fewshot_seed: int
-    positions: Count
     tasks: dict[str, TaskScores]
     average: Average
     task_limit: Count | None = None
@@ -357,7 +333,6 @@ class DomainEntry:
     tokens: CountOrZero | None = None
     documents: CountOrZero | None = None
     mean_doc_tokens: Positive | None = None
-    reference_weight: PrintedShare | None = None
 
 
 @dataclass(frozen=True)
@@ -365,55 +340,23 @@ class AverageRecord:
     """Of how many files weights are the mean."""
 
     count: CountOrZero
-    of: tuple[dict[str, Any], ...] | None = None
-
-
-@dataclass(frozen=True)
-class Constraints:
-    """Bounds that weights were brought within, by domain."""
-
-    floor: dict[str, PositiveOrZero] | None = None
-    cap: dict[str, PositiveOrZero] | None = None
-    max_epochs: dict[str, PositiveOrZero] | None = None
-
-
-@dataclass(frozen=True)
-class PhaseRecord:
-    """Weights from a step on."""
-
-    first_step: CountOrZero
-    weights: dict[str, PositiveOrZero]
 
 
 @dataclass(frozen=True)
 class WeightsRecord:
-    """weights.json. A field that is null is not known."""
+    """weights.json, as far as it is read. A field that is null is not known."""
 
     domains: Annotated[tuple[DomainEntry, ...], MinLen(1)]
     method: Text | None = None
     score: Text | None = None
     target: Literal["universal"] | Taus | None = None
-    source: Text | None = None
-    model: Text | None = None
-    parameters: CountOrZero | None = None
     tokenizer_sha256: Text | None = None
-    block_size: Count | None = None
-    batch_size: Count | None = None
     steps: CountOrZero | None = None
-    tokens: CountOrZero | None = None
     seed: int | None = None
-    mu: Positive | None = None
-    average_from: PrintedShare | None = None
-    drift: PositiveOrZero | None = None
-    variant: Text | None = None
-    step_size: Positive | None = None
-    smoothing: PrintedShare | None = None
     reference: dict[str, Any] | None = None
-    initial: dict[str, Any] | None = None
     average: AverageRecord | None = None
-    constraints: Constraints | None = None
-    versions: dict[str, Any] | None = None
-    stages: Annotated[tuple[PhaseRecord, ...], MinLen(1)] | None = None
+    constraints: dict[str, Any] | None = None
+    stages: tuple[dict[str, Any], ...] | None = None
 
 
 def check_shape(

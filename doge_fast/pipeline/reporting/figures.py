@@ -76,7 +76,7 @@ def course(proxy: Proxy) -> Figure:
     weights.axhline(1 / len(styles), zorder=1, **_DOTTED)
     most = float(np.nanmax([mean_TK, each_TK]))
     plot.finish_steps(weights, "domain weight", last, 1.06 * most)
-    plot.label_ends(weights, tall - 0.3, mean_TK[-1], styles)
+    plot.name_lines(figure, mean_TK[-1], styles)
 
     counts_T = np.array([effective_domains(row) for row in mean])
     count.plot(steps, counts_T, color=INK)

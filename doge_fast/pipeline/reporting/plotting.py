@@ -1,4 +1,4 @@
-"""How every figure of the report looks: colours, lines, labels that do not overlap.
+"""How every figure of the report looks: colours, lines, labels.
 
 Colours are written as hex and, within the page, become the page's own variables.
 """
@@ -15,8 +15,8 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
-from scipy.optimize import isotonic_regression
 
 from doge_fast.pipeline.records.movement import Floats
 from doge_fast.pipeline.tables import shortened
@@ -110,47 +110,16 @@ def finish_steps(axes: Axes, title: str, last_step: float, most: float) -> None:
     axes.yaxis.set_major_locator(ticks())
 
 
-def label_ends(axes: Axes, height: float, ends: Iterable[float], styles: Styles) -> None:
-    """Names at the right end of their lines, moved apart just enough to be read.
-
-    Args:
-        axes: their limits are final.
-        height: of the axes in inches, about.
-        ends: the value at the last step of each line.
-        styles: the lines by name.
-    """
-    low, high = axes.get_ylim()
+def name_lines(figure: Figure, ends: Iterable[float], styles: Styles) -> None:
+    """Names of lines beside their axes, in the order of the values at their ends."""
     named = zip(styles, ends, strict=True)
-    finite = {name: float(value) for name, value in named if math.isfinite(value)}
-    names = sorted(finite, key=lambda name: finite[name])
-    wanted = np.array([(finite[name] - low) / (high - low) for name in names])
-    places = spread_apart(wanted, gap=0.175 / height)
-    outside: Any = {"linewidth": 1.2, "transform": axes.transAxes, "clip_on": False}
-    for name, end, place in zip(names, wanted, places, strict=True):
-        color, dash = styles[name]
-        x, y = [1.0, 1.025, 1.05], [end, place, place]
-        axes.plot(x, y, color=color, linestyle=dash, **outside)
-        axes.text(
-            1.065,
-            place,
-            shortened(name, _LONGEST_NAME),
-            va="center",
-            transform=axes.transAxes,
-            fontsize=9,
-        )
-
-
-def spread_apart(wanted: Floats, *, gap: float) -> Floats:
-    """The places nearest to `wanted`, in the least squares sense, that are `gap` apart.
-
-    p_i = q_i + i * gap turns "gap apart" into "q does not fall": isotonic regression.
-    """
-    offsets = gap * np.arange(len(wanted))
-    levels = isotonic_regression(wanted - offsets).x if len(wanted) else wanted
-    # Within the axes where they fit: the bounded problem's answer is the free one, clipped.
-    room = max(0.0, 1.0 - gap * (len(wanted) - 1))
-    places: Floats = np.clip(levels, 0.0, room) + offsets
-    return places
+    finite = [(value, name) for name, value in named if math.isfinite(value)]
+    handles = [
+        Line2D([], [], color=styles[name][0], linestyle=styles[name][1], linewidth=1.8)
+        for _, name in sorted(finite, reverse=True)
+    ]
+    names = [shortened(name, _LONGEST_NAME) for _, name in sorted(finite, reverse=True)]
+    figure.legend(handles, names, loc="outside right upper", handlelength=1.4, fontsize=9)
 
 
 def domain_styles(names: Iterable[str]) -> Styles:

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from doge_fast.pipeline import health
+from doge_fast.pipeline import health, records
 from doge_fast.pipeline.records.movement import Floats, Movement, movement_of
 from doge_fast.pipeline.reporting.mixtures import effective_domains
 from doge_fast.pipeline.reporting.runs import RecordedRun, open_runs
@@ -29,11 +29,9 @@ UNIVERSAL, MIX = "universal", "mix"
 _COLLAPSED = 0.8
 # Hardly moved: no domain is further than this from uniform, as a share of uniform.
 _UNMOVED = 0.02
-# Of uniform. A rule of thumb: in docs/evidence.md a domain at a half of uniform lost a quarter
-# already, and one at a twentieth nothing, for others stood in for it.
+# Of uniform: in docs/evidence.md a domain at a half of uniform lost a quarter already, and one at a
+# twentieth nothing, for others stood in for it.
 _STARVED = 1 / 3
-# Share of the logged steps from which on what they were warned of is told.
-_OFTEN = 0.05
 
 
 @dataclass(frozen=True)
@@ -117,32 +115,26 @@ class Proxy:
         """What it learned, and whether its average has settled."""
         if not self.has_steps:
             return f"{self.label}: has not logged a step yet."
-        first, *others = sorted(self.weights.items(), key=lambda item: -item[1].mean)
-        favoured = [item for item in others if item[1].mean * len(self.domains) > 1]
+        uniform = 1 / len(self.domains)
+        ranked = sorted(self.weights.items(), key=lambda item: -item[1].mean)
+        most = [ranked[0], *(item for item in ranked[1:2] if item[1].mean > uniform)]
         top = listed(
-            f"{name} {weight_text(stat)} ({stat.mean * len(self.domains):.1f}\N{NO-BREAK SPACE}× "
-            "uniform)"
-            for name, stat in [first, *favoured][:2]
+            f"{name} {weight_text(stat)} ({stat.mean / uniform:.1f}\N{NO-BREAK SPACE}× uniform)"
+            for name, stat in most
         )
-        least = f", least to {others[-1][0]} {weight_text(others[-1][1])}" if others else ""
+        least = f", least to {ranked[-1][0]} {weight_text(ranked[-1][1])}" if ranked[1:] else ""
         count = effective_domains(stat.mean for stat in self.weights.values())
-        return (
-            f"{self.label}, for {self.target}: most goes to {top}{least}; effectively "
-            f"{count:.1f} of {plural(len(self.domains), 'domain')}. {self.drift_sentence()}"
-        )
-
-    def drift_sentence(self) -> str:
-        """Whether its running average has settled, and the numbers that say so."""
         moved = self.movement
         drift, distance = _share(moved.drift[-1]), _share(moved.distance[-1])
-        told = (
-            f"the last fifth of the {int(moved.steps[-1])} steps moved {drift} of the tokens "
-            f"between domains; the average lies {distance} from uniform weights"
-        )
-        if moved.spread is not None:
-            told += f", and seeds differ by {_share(moved.spread[-1])}"
+        seeds = "" if moved.spread is None else f", and seeds differ by {_share(moved.spread[-1])}"
         state = "has settled" if moved.is_settled else "is still moving"
-        return f"The running average {state if self.has_moved else 'has hardly moved'}: {told}."
+        return (
+            f"{self.label}, for {self.target}: most goes to {top}{least}; effectively "
+            f"{count:.1f} of {plural(len(self.domains), 'domain')}. The running average "
+            f"{state if self.has_moved else 'has hardly moved'}: the last fifth of the "
+            f"{int(moved.steps[-1])} steps moved {drift} of the tokens between domains; the "
+            f"average lies {distance} from uniform weights{seeds}."
+        )
 
     def warnings(self) -> Iterator[str]:
         """What a reader should know of its weights, and what to do about it."""
@@ -156,11 +148,9 @@ class Proxy:
                 "was not finite, so these weights mean nothing. Lower learning_rate."
             )
             return
-        uniform = 1 / len(self.domains)
         largest = max(self.weights, key=lambda name: self.weights[name].mean)
-        weight = self.weights[largest].mean
-        starved = [n for n, stat in self.weights.items() if stat.mean < _STARVED * uniform]
-        is_for_all = self.is_doremi or set(self.first.asked.target) <= {UNIVERSAL, MIX}
+        weight, least = self.weights[largest].mean, _STARVED / len(self.domains)
+        starved = [name for name, stat in self.weights.items() if stat.mean < least]
         if weight > _COLLAPSED and len(self.domains) > 1:
             remedy = "A larger mu, smoothing or domain_max_grad_norm"
             remedy = "A smaller step_size or more smoothing" if self.is_doremi else remedy
@@ -173,7 +163,7 @@ class Proxy:
         elif not self.has_moved:
             remedy = "larger step_size" if self.is_doremi else "smaller mu"
             yield f"the weights hardly left uniform. A {remedy} or more steps would move them."
-        elif is_for_all and starved:
+        elif starved and (self.is_doremi or set(self.first.asked.target) <= {UNIVERSAL, MIX}):
             milder = "a smaller step_size" if self.is_doremi else "a larger mu or --target mix"
             yield (
                 f"{listed(starved)} would be read less than a third as often as at uniform "
@@ -184,20 +174,6 @@ class Proxy:
             yield (
                 "the running average of the weights is still drifting; more steps would change "
                 "the result."
-            )
-        # What steps were warned of, where that is many of them or the last one.
-        for what, told in health.TOLD.items():
-            found = [line for line in lines if what in line.warnings]
-            is_last = any(line is run.train[-1] for run in self.runs for line in found)
-            is_known = weight > _COLLAPSED and what != "saturated"
-            if is_known or not (is_last or len(found) > _OFTEN * len(lines)):
-                continue
-            names = sorted({name for line in found for name in line.warnings[what]})
-            remedy = "smaller step_size" if self.is_doremi else "larger mu"
-            yield (
-                f"in {len(found)} of {plural(len(lines), 'logged step')} "
-                f"{health.domains_text(names)} {told}. A {remedy} or more smoothing keeps weights "
-                "apart from their limits."
             )
 
 
@@ -215,8 +191,7 @@ def _target_word(item: str, *, alone: bool) -> str:
 
 def known_weights(runs: Sequence[RecordedRun]) -> list[dict[str, float]]:
     """The weights that each run found or used; where none is finished, their averages so far."""
-    files = [run.weights for run in runs if run.weights is not None]
-    found = [{entry.name: float(entry.weight) for entry in each.domains} for each in files]
+    found = [records.weights_by_name(run.weights) for run in runs if run.weights is not None]
     averages = ([line.alpha_mean for line in run.train if line.alpha_mean] for run in runs)
     return found or [to_floats(each[-1]) for each in averages if each]
 

@@ -3,24 +3,22 @@
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from safetensors import safe_open
 
 from doge_fast.pipeline import records
 from doge_fast.pipeline.failures import FileFailure, reading
+from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.records.shapes import (
     Asked,
     ConfigRecord,
     EvaluationRecord,
     FewShotRecord,
     MetricsLine,
-    WeightsRecord,
-    check_shape,
 )
 from doge_fast.pipeline.reporting.wording import listed, to_floats
 
@@ -41,7 +39,7 @@ class RecordedRun:
     record: ConfigRecord
     asked: Asked
     lines: Sequence[MetricsLine]
-    weights: WeightsRecord | None
+    weights: Json | None
     evaluation: EvaluationRecord | None
     few_shot: FewShotRecord | None
 
@@ -139,10 +137,10 @@ class RecordedRun:
         """Everything that two runs of one arm share, as a key."""
         config = self.record.config | self.record.resolved
         free = {key: value for key, value in config.items() if key not in _FREE}
-        if self.weights is not None and self.weights.reference is not None:
+        if self.weights is not None and (reference := self.weights.get("reference")):
             # Each seed may have a reference of its own, if all were trained alike.
             keys = ("model", "parameters", "steps", "tokens")
-            free["reference"] = [self.weights.reference.get(key) for key in keys]
+            free["reference"] = [reference.get(key) for key in keys]
         settings = config["training"].items()
         training = {key: value for key, value in settings if key not in _FREE_TRAINING}
         corpus = records.plain(self.record.corpus)
@@ -196,21 +194,19 @@ def _is_run(folder: Path) -> bool:
 def _read_run(path: Path) -> RecordedRun:
     record, asked = records.load_config(path)
 
-    def optional(file: str, read: Callable[[Path], Any], kind: type) -> Any:
+    def is_there(file: str) -> bool:
         # A link to nothing is something that is lost.
-        is_there = os.path.lexists(path / file)
-        return check_shape(read(path), kind, path / file) if is_there else None
+        return os.path.lexists(path / file)
 
-    has_lines = os.path.lexists(path / records.METRICS)
     run = RecordedRun(
         # A run named `.` has its name all the same.
         path=path.resolve(),
         record=record,
         asked=asked,
-        lines=records.read_lines(path) if has_lines else [],
-        weights=optional(records.WEIGHTS, records.read_weights, WeightsRecord),
-        evaluation=optional(records.EVALUATION, records.read_evaluation, EvaluationRecord),
-        few_shot=optional(records.FEWSHOT, records.read_few_shot, FewShotRecord),
+        lines=records.read_lines(path) if is_there(records.METRICS) else [],
+        weights=records.read_weights(path) if is_there(records.WEIGHTS) else None,
+        evaluation=records.load_evaluation(path)[1] if is_there(records.EVALUATION) else None,
+        few_shot=records.load_few_shot(path)[1] if is_there(records.FEWSHOT) else None,
     )
     _check_one_run(run, path)
     return run
@@ -220,18 +216,19 @@ def _check_one_run(run: RecordedRun, path: Path) -> None:
     """The records of a directory are of one run: they name the domains that config.json does."""
     domains, odd = set(run.domains), {}
     if run.weights is not None:
-        odd[records.WEIGHTS] = {entry.name for entry in run.weights.domains} ^ domains
+        odd[records.WEIGHTS] = records.weights_by_name(run.weights).keys() ^ domains
     if run.evaluation is not None:
         odd[records.EVALUATION] = run.evaluation.loss.keys() - domains - set(run.targets)
     for n, line in enumerate(run.lines, start=1):
         where = f"{records.METRICS}, line {n}"
-        if line.alpha or line.alpha_mean or line.gain or line.excess:
-            odd[where] = (line.alpha.keys() ^ domains) | (line.alpha_mean.keys() ^ domains)
+        if line.alpha or line.alpha_mean:
+            names = (line.alpha.keys() ^ domains) | (line.alpha_mean.keys() ^ domains)
+            odd[where] = names
         elif line.kind == "eval" and not isinstance(line.loss, dict):
             odd[where] = {"no loss by domain"}
-    for file, found in odd.items():
-        if found:
+    for file, names in odd.items():
+        if names:
             raise FileFailure(
                 f"{path / file} is not of the run that {records.CONFIG} is of: "
-                f"{listed(sorted(found))}. {records.WAY_OUT}"
+                f"{listed(sorted(names))}. {records.WAY_OUT}"
             )

@@ -33,14 +33,12 @@ from doge_fast.pipeline.reporting.runs import LEARNING, RecordedRun, open_runs
 from doge_fast.pipeline.reporting.statistics import (
     Arm,
     Line,
-    PairedDifference,
     change_of,
     change_text,
     stat_of,
 )
 from doge_fast.pipeline.reporting.study import Study
 from doge_fast.pipeline.reporting.wording import (
-    Stat,
     count_text,
     listed,
     perplexity_stat,
@@ -99,49 +97,57 @@ def sections_of(study: Study) -> list[Section]:
 
 def mixture_section(study: Study, group: WeightsGroup) -> Section | None:
     """The weights of the arms beside uniform and natural ones, and how to take them away."""
-    stats = {arm.label: found for arm in group.arms if (found := study.weights(arm))}
+    stats = {arm: found for arm in group.arms if (found := study.weights(arm))}
     if not stats:
         return None
-    arms = [arm for arm in group.arms if arm.label in stats]
-    firsts = {arm.label: study.runs_of(arm.runs)[0] for arm in arms}
+    firsts = {arm: study.runs_of(arm.runs)[0] for arm in stats}
     names = list(dict.fromkeys(name for weights in stats.values() for name in weights))
-    means = {label: {name: s.mean for name, s in each.items()} for label, each in stats.items()}
-    others: dict[str, dict[str, float]] = {}
+    means = {arm.label: {n: s.mean for n, s in each.items()} for arm, each in stats.items()}
     is_shared = all(len(weights) == len(names) for weights in stats.values())
+    others: dict[str, dict[str, float]] = {}
     if is_shared:
-        tokens = firsts[arms[0].label].train_tokens
+        tokens = next(iter(firsts.values())).train_tokens
         others = {"uniform": baselines.uniform(tokens), "natural": baselines.natural(tokens)}
     rows = []
     for name in names:
-        cells = [_weight_cell(name, stats[label], run.targets) for label, run in firsts.items()]
-        rows.append(Row(name, cells + [Cell(f"{each[name]:.3f}") for each in others.values()]))
+        cells = [
+            weight_text(weights[name])
+            if name in weights
+            else "target"
+            if name in firsts[arm].targets
+            else "–"
+            for arm, weights in stats.items()
+        ]
+        rows.append((name, *cells, *(f"{each[name]:.3f}" for each in others.values())))
+    totals = []
     if not is_shared:
-        shares = [Cell(f"{1 / len(each):.3f}") for each in means.values()]
-        rows.append(Row("uniform would be", shares, True))
+        totals.append(("uniform would be", *(f"{1 / len(each):.3f}" for each in means.values())))
     counts = [(effective_domains(each.values()), len(each)) for each in (means | others).values()]
-    told = [Cell(f"{count:.1f} of {number}") for count, number in counts]
-    rows.append(Row("effective domains", told, True))
+    totals.append(("effective domains", *(f"{count:.1f} of {n}" for count, n in counts)))
     if group.reference in means:
-        gaps = [*_gap_texts(means, means[group.reference]), *([""] * len(others))]
+        gaps = [_gap_text(own, means[group.reference]) for own in means.values()]
         label = f"mean absolute difference from {group.reference}"
-        rows.append(Row(label, list(map(Cell, gaps)), True))
+        totals.append((label, *gaps, *([""] * len(others))))
     note = "Averages over the steps. Effective domains: exp of the entropy of the weights."
     if any(stat.error is not None for each in stats.values() for stat in each.values()):
         note += f" Means over seeds.{ERRORS}"
+    heads = [(arm.label, arm.about) for arm in stats]
+    heads += [("uniform", "baseline"), ("natural", "by tokens")] if others else []
+    table = table_of(["domain", *(label for label, _ in heads)], rows, title=group.title)
+    lines = [*table.rows, *(Row(label, list(map(Cell, cells)), True) for label, *cells in totals)]
     sketches = []
-    if len(arms) <= _MOST_BARS:
+    if len(stats) <= _MOST_BARS:
         caption = "Dotted: uniform weights." + (
             " Diamonds: natural weights, which follow the tokens there are." if others else ""
         )
-        make = partial(figures.mixture_figure, stats, others.get("natural"))
+        bars = {arm.label: each for arm, each in stats.items()}
+        make = partial(figures.mixture_figure, bars, others.get("natural"))
         sketches = [Sketch(group.title, caption, make)]
-    heads = [(arm.label, arm.about) for arm in arms]
-    heads += list({"uniform": "baseline", "natural": "by tokens"}.items()) if others else []
-    chosen = arms[:1] if is_shared else arms
+    chosen = list(stats)[:1] if is_shared else list(stats)
     return Section(
         group.title,
         commands=[line for arm in chosen for line in _export(study.runs_of(arm.runs))],
-        tables=[Table(group.title, note, "domain", heads, rows)],
+        tables=[table._replace(note=note, columns=heads, rows=lines)],
         sketches=sketches,
         remarks=["doge-fast export --list names the frameworks that --to takes."],
     )
@@ -167,19 +173,10 @@ def drawings_of(path: Path) -> list[Drawing]:
         ]
 
 
-def _weight_cell(name: str, weights: Mapping[str, Stat], targets: Sequence[str]) -> Cell:
-    if name not in weights:
-        return Cell("target" if name in targets else "–")
-    return Cell(weight_text(weights[name]))
-
-
-def _gap_texts(
-    means: Mapping[str, Mapping[str, float]], reference: Mapping[str, float]
-) -> Iterator[str]:
-    """Mean absolute differences from weights, over the domains of both."""
-    for own in means.values():
-        gaps = [abs(own[name] - reference[name]) for name in own.keys() & reference.keys()]
-        yield "/" if own is reference else f"{100 * math.fsum(gaps) / len(gaps):.2f} %"
+def _gap_text(own: Mapping[str, float], reference: Mapping[str, float]) -> str:
+    """Mean absolute difference of weights, over the domains of both."""
+    gaps = [abs(own[name] - reference[name]) for name in own.keys() & reference.keys()]
+    return "/" if own is reference else f"{100 * math.fsum(gaps) / len(gaps):.2f} %"
 
 
 def _export(runs: Sequence[RecordedRun]) -> Iterator[str]:
@@ -226,20 +223,19 @@ def perplexity_section(study: Study, group: PerplexityGroup | TargetsGroup) -> S
     if not others:
         why = "nothing to compare; it takes base models at uniform weights and at others"
         return Section(title, [f"{title}: {why}"], tables=[table])
+    pairs, told = list(others.items()), lines
     # Experiments are about DoGE.
-    wanted = getattr(group, "focus", None) or "DoGE"
-    focus = next((label for label in others if label.startswith(wanted)), rivals[-1].label)
+    wanted = "DoGE"
     if isinstance(group, PerplexityGroup):
-        named = [pair for pair in group.pairs if lines[0].arms.keys() >= set(pair)]
-        against, told = others, lines[-1:]
+        wanted, told = group.focus or wanted, lines[-1:]
+        pairs += [pair for pair in group.pairs if lines[0].arms.keys() >= set(pair)]
     else:
         # Beside them stand what further steps do, and the oracle, which nobody can choose.
-        named, told = [], lines
-        against = {own: other for own, other in others.items() if own.startswith(wanted)} or others
-    pairs = [*against.items(), *named]
-    marks = {own: [line.difference(own, other) for line in lines] for own, other in against.items()}
+        pairs = [pair for pair in pairs if pair[0].startswith(wanted)] or pairs
+    focus = next((label for label in others if label.startswith(wanted)), rivals[-1].label)
+    marks = {own: [line.difference(own, each) for line in lines] for own, each in pairs[::-1]}
     # The one that is asked about first, in ink.
-    marks = {focus: marks.pop(focus), **marks}
+    marks = {own: marks[own] for own in dict.fromkeys((focus, *dict(pairs)))}
     labels = [line.label for line in lines]
     if len(marks) > _MOST_MARKS:
         marks, labels = {"average": [each[-1] for each in marks.values()]}, list(marks)
@@ -254,12 +250,10 @@ def perplexity_section(study: Study, group: PerplexityGroup | TargetsGroup) -> S
 
 
 def _headline(line: Line, own: str, other: str) -> str:
-    where = "" if line.is_total else f" on {line.label}"
-    return headline(own, f"{other}{where}", line.difference(own, other))
-
-
-def headline(own: str, other: str, difference: PairedDifference) -> str:
     """DoGE: perplexity 0.6 % higher than uniform, undecided, one seed."""
+    difference = line.difference(own, other)
+    if not line.is_total:
+        other += f" on {line.label}"
     if not difference.pairs:
         return f"{own} and {other} have no seed in common"
     if not difference.is_known:
@@ -268,9 +262,11 @@ def headline(own: str, other: str, difference: PairedDifference) -> str:
     size = f"{abs(mean):.1f}" if abs(mean) >= 0.05 else "less than 0.1"
     side = "lower" if mean < 0 else "higher"
     what = f"{size}\N{NO-BREAK SPACE}% {side} than" if mean else "the same as"
-    is_settled = f"95\N{NO-BREAK SPACE}% interval {low:+.1f} to {high:+.1f}".replace("-", "−")
+    verdict = "undecided"
+    if difference.is_decided:
+        ends = f"{low:+.1f} to {high:+.1f}".replace("-", "−")
+        verdict = f"95\N{NO-BREAK SPACE}% interval {ends}"
     seeds = "one seed" if difference.pairs == 1 else f"{difference.pairs} seeds"
-    verdict = is_settled if difference.is_decided else "undecided"
     return f"{own}: perplexity {what} {other}, {verdict}, {seeds}"
 
 
@@ -286,37 +282,32 @@ def _perplexity_table(
             is_better = label in others and line.difference(label, others[label]).is_lower
             cells.append(Cell(text, is_better))
         rows.append(Row(line.label, cells, line.is_total))
-    title, about = group.title, ""
-    arms = list(lines[0].arms.values())
+    title, about, arms = group.title, "", list(lines[0].arms.values())
     if isinstance(group, PerplexityGroup):
-        aim = lines[-1].names
-        worst = [Cell(perplexity_text(arm.worst(aim))) for arm in arms]
+        *domains, total = lines
+        worst = [Cell(perplexity_text(arm.worst(total.names))) for arm in arms]
         rows.append(Row("worst case", worst, True))
         if others:
             (baseline,) = set(others.values())
-            below = [sum(_is_below(line, arm, baseline) for line in lines[:-1]) for arm in arms]
-            cells = [
-                Cell("–" if arm.is_baseline else f"{number} of {len(aim)}")
-                for arm, number in zip(arms, below, strict=True)
-            ]
+            cells = [Cell(_number_below(domains, arm, baseline)) for arm in arms]
             rows.append(Row(f"lower than {baseline}", cells, True))
         title = f"Perplexity per domain: {title}"
         about = f"; {group.about}" if group.about else ""
-    is_several = any(len(arm.losses) > 1 for arm in arms)
-    note = (
-        f"Held-out text{about}. {MARKS} The average is the exponential of the mean loss."
-        f"{ERRORS if is_several else ONE_SEED}"
-    )
+    seeds = ERRORS if any(len(arm.losses) > 1 for arm in arms) else ONE_SEED
+    note = f"Held-out text{about}. {MARKS} The average is the exponential of the mean loss.{seeds}"
     heads = [(arm.label, f"{arm.about}, {plural(len(arm.losses), 'seed')}") for arm in arms]
-    return Table(title, note, _rows_are(group), heads, rows)
+    return Table(title, note, _corner(group), heads, rows)
 
 
-def _rows_are(group: PerplexityGroup | TargetsGroup) -> str:
+def _corner(group: PerplexityGroup | TargetsGroup) -> str:
     return "domain" if isinstance(group, PerplexityGroup) else "target"
 
 
-def _is_below(line: Line, arm: Arm, baseline: str) -> bool:
-    return line.difference(arm.label, baseline).mean < 0
+def _number_below(domains: Sequence[Line], arm: Arm, baseline: str) -> str:
+    if arm.is_baseline:
+        return "–"
+    below = sum(line.difference(arm.label, baseline).mean < 0 for line in domains)
+    return f"{below} of {len(domains)}"
 
 
 def _difference_table(
@@ -335,8 +326,7 @@ def _difference_table(
     is_several = any(len(arm.losses) > 1 for arm in lines[0].arms.values())
     chance = " Of twenty such intervals one is wrong by chance." if is_several else ONE_SEED
     title = f"Against {baseline}, seed by seed: {group.title}"
-    note = f"Change of perplexity. {MARKS}{chance}"
-    return Table(title, note, _rows_are(group), heads, rows)
+    return Table(title, f"Change of perplexity. {MARKS}{chance}", _corner(group), heads, rows)
 
 
 def tasks_section(study: Study, group: TasksGroup) -> Section | None:

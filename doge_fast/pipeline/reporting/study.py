@@ -21,7 +21,6 @@ from doge_fast.pipeline.records.shapes import (
     TargetsGroup,
     TasksGroup,
     WeightsGroup,
-    check_shape,
 )
 from doge_fast.pipeline.reporting.proxies import Proxy, known_weights, mean_weights
 from doge_fast.pipeline.reporting.runs import LEARNING, RecordedRun, open_runs
@@ -126,8 +125,7 @@ def open_study(runs: Sequence[Path]) -> Study:
         )
     proxies = _proxies_of(found)
     if path is not None:
-        file = path / records.EXPERIMENT
-        plan = check_shape(records.read_experiment(path), ExperimentRecord, file)
+        _, plan = records.load_experiment(path)
         return Study(plan.title, plan.question, opened, proxies, plan.groups, plan)
     bases = _comparable(found)
     if len(proxies) == 1:

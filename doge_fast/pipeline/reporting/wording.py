@@ -2,7 +2,7 @@
 
 import math
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 
@@ -92,3 +92,9 @@ def listed(words: Iterable[str]) -> str:
     """a, b and c."""
     *others, last = words
     return f"{', '.join(others)} and {last}" if others else last
+
+
+def domains_told(names: Sequence[str], most: int = 5) -> str:
+    """a, b and 3 more."""
+    left = len(names) - most
+    return listed([*names[:most], *([f"{left} more"] if left > 0 else [])])

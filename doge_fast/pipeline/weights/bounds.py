@@ -7,7 +7,6 @@ from typing import Any
 
 from doge_fast.pipeline import named, records
 from doge_fast.pipeline.records import Json
-from doge_fast.pipeline.records.weights import SCHEDULES
 from doge_fast.pipeline.reporting.wording import listed
 from doge_fast.pipeline.weights.summary import check_budget, tokens_of
 from doge_fast.weights.projection import BOUNDS_TOLERANCE, kl, project
@@ -88,7 +87,7 @@ def constrain(
     entries = [dict(entry) | {"weight": moved[entry["name"]]} for entry in record["domains"]]
     for entry in entries:
         entry.pop("weight_std", None)
-    kept = {key: value for key, value in record.items() if key not in SCHEDULES}
+    kept = {key: value for key, value in record.items() if key != "stages"}
     return Constrained(
         record=kept | {"domains": entries, "constraints": constraints},
         bound=bound,

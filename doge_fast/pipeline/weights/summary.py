@@ -13,10 +13,9 @@ from typing import Any
 
 from doge_fast.pipeline import baselines, named, records
 from doge_fast.pipeline.records import Json
-from doge_fast.pipeline.records.weights import SCHEDULES
 from doge_fast.pipeline.reporting.mixtures import effective_domains, epochs
 from doge_fast.pipeline.reporting.wording import as_ascii, count_text, plural
-from doge_fast.pipeline.tables import Table, table_of
+from doge_fast.pipeline.tables import Table, table_of, text
 
 
 def weight_text(value: float | None, sign: str = "") -> str:
@@ -72,20 +71,19 @@ _COLUMNS = {
 
 @dataclass(frozen=True)
 class WeightsSummary:
-    """Weights with what they mean. A notebook shows them as a table with a bar for each weight."""
+    """Weights with what they mean; a notebook shows the table."""
 
     domains: tuple[Share, ...]
     effective_domains: float
     """exp(H): K at uniform weights, 1 where one domain takes all."""
 
-    def table(self, *, largest_first: bool = False) -> Table:
+    def table(self) -> Table:
         """A row for each domain; a column for each quantity that is known of some domain."""
-        shares = list(self.domains)
-        if largest_first:
-            shares.sort(key=lambda share: -share.weight)
-        fields = {field: [getattr(share, field) for share in shares] for field in _COLUMNS}
-        columns = {field: map(_COLUMNS[field], values) for field, values in fields.items()}
-        return by_domain([share.name for share in shares], columns)
+        columns = {
+            field: [as_text(getattr(share, field)) for share in self.domains]
+            for field, as_text in _COLUMNS.items()
+        }
+        return by_domain([share.name for share in self.domains], columns)
 
     @property
     def effective_text(self) -> str:
@@ -94,24 +92,10 @@ class WeightsSummary:
         return f"Effective domains, exp of the entropy: {count}."
 
     def as_html(self) -> str:
-        """The table with a bar for each weight."""
-        table, most = self.table(), max(share.weight for share in self.domains)
-        rows = [_html_row("th", [table.corner, *(label for label, _ in table.columns)], "")]
-        for row, share in zip(table.rows, self.domains, strict=True):
-            # The colour is read on light pages and on dark ones.
-            style = f"width:{9 * share.weight / most:.2f}em;height:.7em;background:#3f7fd0"
-            texts = [row.label, *(cell.text for cell in row.cells)]
-            rows.append(_html_row("td", texts, f'<div style="{style}"></div>'))
-        return f"<table>\n{''.join(rows)}</table>\n<p>{self.effective_text}</p>"
+        """The table, as a terminal has it."""
+        return f"<pre>{html.escape(text(self.table()))}\n{self.effective_text}</pre>"
 
     _repr_html_ = as_html
-
-
-def _html_row(tag: str, texts: Sequence[str], bar: str) -> str:
-    """A row, its first cell, a name, to the left."""
-    first, *others = map(html.escape, texts)
-    cells = "".join(f"<{tag}>{each}</{tag}>" for each in (*others, bar))
-    return f'<tr><{tag} style="text-align:left">{first}</{tag}>{cells}</tr>\n'
 
 
 def read_all(paths: Sequence[Path]) -> dict[str, Json]:
@@ -156,7 +140,7 @@ def describe(
     shares = []
     for entry in record["domains"]:
         name, weight = entry["name"], float(entry["weight"])
-        held, passes = available[name], None
+        held, prior, passes = available[name], priors[name], None
         if budget_tokens is not None and held is not None:
             passes = epochs(weight, held, budget_tokens)
         shares.append(
@@ -165,17 +149,13 @@ def describe(
                 weight=weight,
                 std=entry.get("weight_std"),
                 last=entry.get("weight_last"),
-                prior=priors[name],
-                ratio=_ratio(weight, priors[name]),
+                prior=prior,
+                ratio=weight / prior if prior else None,
                 tokens=None if held is None else int(held),
                 epochs=passes,
             )
         )
     return WeightsSummary(tuple(shares), effective_domains(weights.values()))
-
-
-def _ratio(weight: float, other: float | None) -> float | None:
-    return weight / other if other else None
 
 
 def check_budget(budget_tokens: float | None) -> None:
@@ -198,26 +178,6 @@ def tokens_of(record: Mapping[str, Any], given: Mapping[str, float] | None) -> d
         if not 1 <= value < math.inf:
             raise ValueError(f"tokens of a domain must be a number >= 1; {name} has {value:g}.")
     return found | dict(given or {})
-
-
-@dataclass(frozen=True)
-class WeightsDifference:
-    """How far two mixtures are apart; a domain that one lacks counts as weight zero there."""
-
-    before: Mapping[str, float]
-    after: Mapping[str, float]
-    change: Mapping[str, float]
-    """after - before, of every domain of either."""
-    ratio: Mapping[str, float | None]
-    """after / before; None where a domain was added or had weight zero."""
-    added: tuple[str, ...]
-    dropped: tuple[str, ...]
-    total_variation: float
-    """(1/2) sum |change|: the share of the training that goes elsewhere."""
-    mean_absolute: float
-    """Mean of |change| over the domains of either."""
-    settings: Mapping[str, tuple[Any, Any]]
-    """What else the two records say differently of how the weights came about."""
 
 
 SETTINGS = (
@@ -253,30 +213,44 @@ def story(record: Mapping[str, Any]) -> str:
     return ", ".join(filter(None, parts))
 
 
+@dataclass(frozen=True)
+class WeightsDifference:
+    """How far two mixtures are apart; a domain that one lacks counts as weight zero there."""
+
+    before: Mapping[str, float]
+    after: Mapping[str, float]
+    change: Mapping[str, float]
+    """after - before, of every domain of either."""
+    total_variation: float
+    """(1/2) sum |change|: the share of the training that goes elsewhere."""
+    mean_absolute: float
+    """Mean of |change| over the domains of either."""
+    settings: Mapping[str, tuple[Any, Any]]
+    """What else the two records say differently of how the weights came about."""
+
+    def ratio(self, name: str) -> float | None:
+        """after / before; None where the domain was not in both, or had weight zero."""
+        old, new = self.before.get(name), self.after.get(name)
+        return new / old if old and new is not None else None
+
+
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> WeightsDifference:
     """The difference of two records, by name; domains in the order of the first, then new ones."""
     old, new = records.weights_by_name(before), records.weights_by_name(after)
-    names = tuple(old | new)
-    change = {name: new.get(name, 0.0) - old.get(name, 0.0) for name in names}
+    change = {name: new.get(name, 0.0) - old.get(name, 0.0) for name in old | new}
     distance = math.fsum(map(abs, change.values()))
+    pairs = {key: (before.get(key), after.get(key)) for key in SETTINGS}
     return WeightsDifference(
         before=old,
         after=new,
         change=change,
-        ratio={name: _ratio(new.get(name, 0.0), old.get(name)) for name in names},
-        added=tuple(name for name in new if name not in old),
-        dropped=tuple(name for name in old if name not in new),
         total_variation=distance / 2,
-        mean_absolute=distance / len(names),
-        settings={
-            key: (before.get(key), after.get(key))
-            for key in SETTINGS
-            if before.get(key) != after.get(key)
-        },
+        mean_absolute=distance / len(change),
+        settings={key: pair for key, pair in pairs.items() if pair[0] != pair[1]},
     )
 
 
-def average(mixtures: Mapping[str, Mapping[str, Any]], *, different: Collection[str] = ()) -> Json:
+def average(mixtures: Mapping[str, Mapping[str, Any]]) -> Json:
     """Mean over runs, with the standard deviation of every weight.
 
     weight_j      =  mean_s weight_sj
@@ -287,7 +261,6 @@ def average(mixtures: Mapping[str, Mapping[str, Any]], *, different: Collection[
 
     Args:
         mixtures: {where it was read: record}, at least two, of the same domains in any order.
-        different: what may differ all the same: "target", "tokenizer_sha256".
 
     Returns:
         A record: the common fields, `domains` in the order of the first, and `average`, the
@@ -295,7 +268,7 @@ def average(mixtures: Mapping[str, Mapping[str, Any]], *, different: Collection[
 
     Raises:
         ValueError: fewer than two records, other domains in one of them, or another target or
-            tokenizer without being told that this is meant.
+            tokenizer.
     """
     found = list(mixtures.values())
     if len(found) < 2:
@@ -303,7 +276,7 @@ def average(mixtures: Mapping[str, Mapping[str, Any]], *, different: Collection[
             f"An average needs two weight files or more; got {len(found)}. Name one for each seed."
         )
     weights = {source: records.weights_by_name(record) for source, record in mixtures.items()}
-    _check_comparable(mixtures, weights, different)
+    _check_comparable(mixtures, weights)
     entries = []
     for name in weights[next(iter(weights))]:
         each = [e for record in found for e in record["domains"] if e["name"] == name]
@@ -318,7 +291,7 @@ def average(mixtures: Mapping[str, Mapping[str, Any]], *, different: Collection[
         {"source": source, "seed": record.get("seed"), "steps": record.get("steps"), "weights": by}
         for (source, record), by in zip(mixtures.items(), weights.values(), strict=True)
     ]
-    kept = _common(found, ("domains", "seed", "drift", "average", "constraints", *SCHEDULES))
+    kept = _common(found, ("domains", "seed", "drift", "average", "constraints", "stages"))
     return {**kept, "domains": entries, "average": {"count": len(found), "of": members}}
 
 
@@ -333,9 +306,7 @@ def _common(found: Sequence[Mapping[str, Any]], left_out: Collection[str]) -> Js
 
 
 def _check_comparable(
-    mixtures: Mapping[str, Mapping[str, Any]],
-    weights: Mapping[str, Mapping[str, float]],
-    different: Collection[str],
+    mixtures: Mapping[str, Mapping[str, Any]], weights: Mapping[str, Mapping[str, float]]
 ) -> None:
     """The same domains, target and tokenizer; what a record does not say differs from nothing."""
     (first, expected), *others = weights.items()
@@ -348,13 +319,10 @@ def _check_comparable(
                 f"{', '.join(sorted(extra)) or 'none'}. Leave it out, or train on the same domains."
             )
     for field in ("target", "tokenizer_sha256"):
-        if field in different:
-            continue
         known = [(source, r[field]) for source, r in mixtures.items() if r.get(field) is not None]
         for source, value in known:
             if value != known[0][1]:
                 raise ValueError(
                     f"An average needs weights with the same {field}; it is {known[0][1]!r} in "
-                    f"{known[0][0]} and {value!r} in {source}. Average those that agree, or allow "
-                    f"the difference with different={field}."
+                    f"{known[0][0]} and {value!r} in {source}. Average those that agree."
                 )
