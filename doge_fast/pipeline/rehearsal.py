@@ -50,11 +50,11 @@ def rehearse(config: ProxyConfig | BaseConfig) -> str:
     """
     # Nobody is told of the steps that are timed.
     config = replace(config, training=replace(config.training, report_to=()), dry_run=False)
-    is_proxy = isinstance(config, ProxyConfig)
-    existing = proxy.existing_run(config) if is_proxy else base.existing_run(config)
+    stage: Any = proxy if isinstance(config, ProxyConfig) else base
+    existing = stage.existing_run(config)
     if existing.is_complete:
         return f"{config.out}: complete already, nothing to do"
-    trainer = proxy.prepare(config, existing) if is_proxy else base.prepare(config, existing)
+    trainer = stage.prepare(config, existing)
     parameters = trainer.model.num_parameters(only_trainable=True)
     steps, of_step = config.training.steps, sum(trainer.tokens(1).values())
     plan = [

@@ -196,9 +196,9 @@ def _said(
         if not _is_flag(word):
             if not places:
                 raise ValueError(f"{verb} takes no {word!r} without an option before it.")
-            option, values = places.pop(0), [word]
-            values += _values(left) if option.is_several else []
-            said[option.path] = option.read(values)
+            place = places.pop(0)
+            values = [word, *(_values(left) if place.is_several else ())]
+            said[place.path] = place.read(values)
             continue
         flag, is_joined, joined = word.partition("=")
         switch = by_flag.get(flag.replace("--no-", "--", 1))
@@ -250,8 +250,10 @@ def _preset(unsaid: Any, said: dict[tuple[str, ...], Any], given: Json) -> Any:
 
     corpus = given.get("corpus")
     data = corpus.get("data") if isinstance(corpus, dict) else None
-    name = said.get(("name",), given.get("name", "universal"))
-    preset = said.get(("preset",), given.get("preset", unsaid.preset))
+    # Of the file, where they are words that are known.
+    named = {key: given[key] for key in ("name", "preset") if key in given}
+    chosen = filled(dataclasses.replace(unsaid, name="universal"), named)
+    name, preset = (said.get((key,), getattr(chosen, key)) for key in ("name", "preset"))
     made = preset_of(name, preset, data=said.get(("corpus", "data"), data))
     return dataclasses.replace(made, name=unsaid.name)
 
