@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return _print([overview(f"{name} ")])
             config = _configured(name, words)
             _load(VERBS[name].loads, config)
-            is_plan = isinstance(config, configs.ExperimentConfig) and config.plan
+            is_plan = getattr(config, "plan", False)
             lines = _plan(config, words) if is_plan else VERBS[name].run(config)
     except KeyboardInterrupt as end:
         return _refuse(EXIT_INTERRUPTED, f"Interrupted. {str(end) or _RESUMES}")
@@ -262,6 +262,15 @@ def _proxy(config: configs.ProxyConfig) -> list[str]:
     return _learned(learn_weights(config).path)
 
 
+def _temperature(config: configs.TemperatureConfig) -> list[str]:
+    from doge_fast.pipeline.temperature import lines_of, temperature
+
+    run = temperature(config)
+    if config.only:
+        return [f"run: {run.path / 'runs' / name}" for name in config.only]
+    return lines_of(run.path)
+
+
 def _base(config: configs.BaseConfig) -> list[str]:
     from doge_fast.pipeline.base import train_base
 
@@ -328,12 +337,15 @@ def _report(config: configs.ReportConfig) -> list[str]:
     return [terminal_table(config.runs), f"report: {page}"]
 
 
-def _plan(config: configs.ExperimentConfig, words: Sequence[str]) -> list[str]:
-    from doge_fast.pipeline.experiments.runner import plan_lines
-
+def _plan(config: Any, words: Sequence[str]) -> list[str]:
+    is_search = isinstance(config, configs.TemperatureConfig)
+    module = import_module(
+        f"doge_fast.pipeline.{'temperature' if is_search else 'experiments.runner'}"
+    )
     typed = ["doge-fast", *(word for word in words if word != "--plan"), "--no-plan"]
     has_file = any(word.split("=")[0] == "--config" for word in words)
-    return plan_lines(config, shlex.join(typed if has_file else typed[:-1]))
+    lines: list[str] = module.plan_lines(config, shlex.join(typed if has_file else typed[:-1]))
+    return lines
 
 
 def _info(config: configs.InfoConfig) -> list[str]:
@@ -357,6 +369,7 @@ _DRAWS = ("matplotlib.figure",)
 VERBS: dict[str, Verb] = {
     "demo": Verb(configs.DemoConfig, _demo),
     "proxy": Verb(configs.ProxyConfig, _proxy, takes_ranks=True),
+    "temperature": Verb(configs.TemperatureConfig, _temperature, True, takes_ranks=True),
     "base": Verb(configs.BaseConfig, _base, takes_ranks=True),
     "doremi": Verb(configs.DoReMiConfig, _doremi, takes_ranks=True),
     "select": Verb(configs.SelectConfig, _select, takes_ranks=True),

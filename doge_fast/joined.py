@@ -6,10 +6,10 @@ all optimizers consecutively, so schedulers and checkpoints see one optimizer.
 """
 
 import inspect
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
@@ -67,7 +67,8 @@ class JoinedOptimizer(Optimizer):
     @property  # type: ignore[override]
     def state(self) -> Mapping[Any, Any]:
         """The states of all optimizers; a view that cannot be written to."""
-        return MappingProxyType({k: v for each in self.optimizers for k, v in each.state.items()})
+        states = (each.state.items() for each in self.optimizers)
+        return MappingProxyType(dict(itertools.chain.from_iterable(states)))
 
     @state.setter
     def state(self, state: Mapping[Any, Any]) -> None:
@@ -150,7 +151,7 @@ class JoinedOptimizer(Optimizer):
 
     def _by_optimizer(self, groups: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
         rest = iter(groups)
-        return [list(islice(rest, len(each.param_groups))) for each in self.optimizers]
+        return [list(itertools.islice(rest, len(each.param_groups))) for each in self.optimizers]
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the hooks, which torch optimizers do not pickle either."""

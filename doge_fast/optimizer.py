@@ -156,9 +156,11 @@ class DoGEOptimizer(OptimizerWrapper):
         parameters = TrackedParameters(self.inner, selection)
         self._is_mu_named = mu is not None
         objective = Objective.of(domains, target)
-        peak_lr = parameters.peak_lr
+        assumed_lr = None
         if mu is None:
-            mu = defaults.default_mu(peak_lr, sum(objective.tau))
+            # Read only here: the host waits for a rate on a device.
+            assumed_lr = parameters.peak_lr
+            mu = defaults.default_mu(assumed_lr, sum(objective.tau))
         rule = UpdateRule(
             mu=mu,
             score=score_of(score),
@@ -168,7 +170,7 @@ class DoGEOptimizer(OptimizerWrapper):
         )
         device = parameters.params[0].device
         self._weights = DomainWeights(objective, rule, device=device, initial=initial)
-        self._weights.assumed_lr = None if self._is_mu_named else peak_lr
+        self._weights.assumed_lr = assumed_lr
         self._step = Step(
             self.inner,
             parameters,

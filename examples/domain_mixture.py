@@ -104,7 +104,8 @@ def train(steps: int, stop_at: int, checkpoint: Path, workers: int) -> dict[str,
     states |= {name: mixture.state_dict(end) for name, mixture in mixtures.items()}
     save(checkpoint, states | {"step": end})
     weigher.save_weights(checkpoint.parent / "weights.json")
-    return reading.shares(end)  # MIXTURE: what was really drawn, by name
+    drawn = reading.drawn(end)  # MIXTURE: the rows that were really drawn, by name
+    return {name: rows / sum(drawn.values()) for name, rows in drawn.items()}
 
 
 def save(path: Path, states: dict) -> None:

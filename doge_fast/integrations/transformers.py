@@ -10,6 +10,7 @@ All ranks read the data in the same order, so they agree on every batch without 
 sum only the number of targets of each domain in a step, and the losses for the log.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from inspect import signature
 from itertools import islice
@@ -35,7 +36,52 @@ from doge_fast.wrapper import loss_scale
 Mode = Literal["auto", "sequential", "stacked"]
 
 
-class DoGETrainer(Trainer):
+class _TrainersAround(type):
+    """Puts `_StepByDomain` right above Trainer in the order of bases.
+
+    In `class Mine(DoGETrainer, Other)` the `training_step` of Other then runs around that of the
+    domains, instead of not at all.
+    """
+
+    def mro(cls) -> list[type]:
+        """Python's order, with that class moved."""
+        order = super().mro()
+        bottom = next((each for each in order[::-1] if "_step_by_domain" in vars(each)), None)
+        if bottom is not None:
+            order.remove(bottom)
+            order.insert(order.index(Trainer), bottom)
+        return order
+
+
+class _StepByDomain(Trainer, metaclass=_TrainersAround):
+    """Trainer with a step of several gradients."""
+
+    def _step_by_domain(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any
+    ) -> Tensor:
+        raise NotImplementedError
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Compute every domain's gradient; on the last micro-batch combine them in `p.grad`.
+
+        Args:
+            model: the model that Trainer trains.
+            inputs: {domain: batch}, for every training domain and every held-out target.
+            num_items_in_batch: {domain: number of targets in the optimizer step}, from
+                `get_batch_samples`; None: all micro-batches have the same weight.
+
+        Returns:
+            The mean of the training domains' losses, detached; `domain_losses` has all losses.
+
+        Raises:
+            ValueError: `inputs` is not by domain, or names an unknown domain.
+        """
+        return self._step_by_domain(model, inputs, num_items_in_batch)
+
+
+class DoGETrainer(_StepByDomain):
     """A `transformers.Trainer` that learns domain weights while it trains.
 
         trainer = DoGETrainer(
@@ -157,6 +203,8 @@ class DoGETrainer(Trainer):
         self._doge: DoGEOptimizer | None = None
         self._is_new_step = True
         self.domain_losses: dict[str, Tensor] = {}
+        # Whether compute_loss() divides by the number of targets; None: not measured yet.
+        self._divides_by_targets: bool | None = None
         super().__init__(*args, **kwargs)
         # Trainer does not recognise GPT-2, and its evaluation losses would be too small.
         self._loss_shifts_labels = self.shifts_labels()
@@ -359,23 +407,9 @@ class DoGETrainer(Trainer):
 
     # Gradients by domain.
 
-    def training_step(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    def _step_by_domain(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any
     ) -> Tensor:
-        """Compute every domain's gradient; on the last micro-batch combine them in `p.grad`.
-
-        Args:
-            model: the model that Trainer trains.
-            inputs: {domain: batch}, for every training domain and every held-out target.
-            num_items_in_batch: {domain: number of targets in the optimizer step}, from
-                `get_batch_samples`; None: all micro-batches have the same weight.
-
-        Returns:
-            The mean of the training domains' losses, detached; `domain_losses` has all losses.
-
-        Raises:
-            ValueError: `inputs` is not by domain, or names an unknown domain.
-        """
         model.train()
         if callable(begin_training := getattr(self.optimizer, "train", None)):
             # Schedule-free optimizers evaluate other parameters than they train.
@@ -445,11 +479,14 @@ class DoGETrainer(Trainer):
         if num_items is not None and self.args.average_tokens_across_devices:
             # Trainer multiplies the loss by world_size, as DistributedDataParallel takes means.
             num_items = num_items * self.args.world_size
+        is_scaled = self._is_scaled_by_targets(model, batch, num_items)
+        if not is_scaled:
+            num_items = None
         # FSDP2 averages over ranks itself.
         with self.doge.domain(name, count=1 if self.is_sharded else part.counts[name]):
             with self.compute_loss_context_manager():
                 loss = cast(Tensor, self.compute_loss(model, batch, num_items_in_batch=num_items))
-            if not self._is_scaled_by_targets(num_targets):
+            if not is_scaled:
                 loss = loss / self._steps_of_mean(part, name)
             # The optimizer averages over ranks, weighted by shares; losses must be summed.
             share = self.shares.get(name, 1.0)
@@ -496,13 +533,43 @@ class DoGETrainer(Trainer):
             return "takes causal language models of transformers with their usual loss."
         return causal_lm.unstackable_reason(inputs)
 
-    def _is_scaled_by_targets(self, num_targets: Tensor | None) -> bool:
-        # Trainer's own rule. A subclass with its own compute_loss sets the attribute.
+    def _is_scaled_by_targets(
+        self, model: nn.Module, batch: Batch, num_items: Tensor | None
+    ) -> bool:
+        """Whether `compute_loss` divides by the number of targets of the step."""
+        # A subclass with its own compute_loss may set the attribute.
         answer = getattr(self, "loss_is_scaled_for_ga", None)
         if answer is not None:
             return bool(answer)
-        by_model = self.model_accepts_loss_kwargs and num_targets is not None
-        return bool(by_model or self.compute_loss_func is not None)
+        if num_items is None:
+            return False
+        if self.current_gradient_accumulation_steps == self.args.world_size == 1:
+            # A mean over the batch is a mean over the step.
+            return True
+        if self._divides_by_targets is None:
+            self._divides_by_targets = self._measured_to_divide(model, batch, num_items)
+        return self._divides_by_targets is not False
+
+    def _measured_to_divide(self, model: nn.Module, batch: Batch, num_items: Tensor) -> bool | None:
+        """Whether twice the number of targets halves the loss; None: this batch has none.
+
+        Many heads, and many overridden `compute_loss`, take the number and ignore it.
+        """
+        losses = []
+        # On ranks without FSDP2 another one may have no example now: no communication here.
+        probed = model if self.is_sharded else self.accelerator.unwrap_model(model)
+        devices = [self.args.device] if self.args.device.type == "cuda" else []
+        for factor in (1, 2):
+            with (
+                torch.no_grad(),
+                torch.random.fork_rng(devices),
+                self.compute_loss_context_manager(),
+            ):
+                loss = self.compute_loss(probed, dict(batch), num_items_in_batch=factor * num_items)
+            losses.append(float(cast(Tensor, loss)))
+        if not losses[0] or not math.isfinite(losses[0]):
+            return None
+        return losses[1] / losses[0] < 0.75
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         if self.doge.rule.max_grad_norm is None:

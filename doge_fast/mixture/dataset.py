@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from doge_fast.mixture.counts import MixtureCounts, Phase
+from doge_fast.mixture.counts import MixtureCounts, Phase, Totals
 from doge_fast.mixture.rows import DomainRows, Draw
 from doge_fast.mixture.samplers import MixtureBatches, Progress, batch_draws
-from doge_fast.mixture.state import restore, state_of
+
+STATE_VERSION = 1
 
 
 class DomainMixture(Dataset[Any]):
@@ -239,7 +240,19 @@ class DomainMixture(Dataset[Any]):
                     "fewer. Call state_dict(step=...) with the number that it has finished."
                 )
             step = self.step
-        return state_of(self._counts, self.sizes, step)
+        totals = self._counts.totals(step)
+        changes = zip(self._counts.first_steps, self._counts.weights_PK, strict=True)
+        return {
+            "version": STATE_VERSION,
+            "domains": list(self.names),
+            "sizes": list(self.sizes.values()),
+            "seed": self.seed,
+            "batch_size": self.batch_size,
+            "step": step,
+            "history": [[first_step, weights_K.tolist()] for first_step, weights_K in changes],
+            "drawn": totals.drawn_K.tolist(),
+            "surplus": totals.surplus_K.tolist(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state: the next pass begins at its step, with its seed.
@@ -250,5 +263,44 @@ class DomainMixture(Dataset[Any]):
             ValueError: the state is malformed, from a later version, or of other domains, sizes or
                 batch size; nothing is changed then.
         """
-        restore(self._counts, self.sizes, state)
-        self.seek(state["step"])
+        try:
+            step = self._restore(state)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+            raise ValueError(
+                "A mixture's state is what state_dict() of the same mixture returns; this one: "
+                f"{reason}."
+            ) from error
+        self.seek(step)
+
+    def _restore(self, state: Mapping[str, Any]) -> int:
+        """Set the counts to a state; its step."""
+        if state["version"] > STATE_VERSION:
+            raise ValueError(f"it has version {state['version']}; update doge_fast to read it")
+        num_domains = len(self.names)
+        # Another mixture could not resume bitwise.
+        expected = {
+            "domains": list(self.names),
+            "sizes": list(self.sizes.values()),
+            "batch_size": self.batch_size,
+        }
+        for key, value in expected.items():
+            if state[key] != value:
+                raise ValueError(f"it is of {key} {state[key]}, and the mixture has {value}")
+        step = int(state["step"])
+        drawn_K = np.array(state["drawn"], dtype=np.int64)
+        surplus_K = np.array(state["surplus"], dtype=np.int64)
+        if not drawn_K.shape == surplus_K.shape == (num_domains,):
+            raise ValueError(f"drawn and surplus must hold {num_domains} numbers each")
+        if step < 0 or int(drawn_K.sum()) != step * self.batch_size:
+            raise ValueError(
+                f"step {step} follows batches of {drawn_K.sum()} rows in all, and that is not "
+                f"{step} times {self.batch_size}"
+            )
+        first_steps = [int(first_step) for first_step, _ in state["history"]]
+        weights_PK = [np.array(weights, dtype=np.float64) for _, weights in state["history"]]
+        if any(weights_K.shape != (num_domains,) for weights_K in weights_PK):
+            raise ValueError(f"its history must hold {num_domains} weights for each change")
+        totals = Totals(step, drawn_K, surplus_K)
+        self._counts.restart(int(state["seed"]), first_steps, weights_PK, totals)
+        return step

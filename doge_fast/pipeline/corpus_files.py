@@ -1,147 +1,291 @@
-"""The files of a corpus: which are read, whether they can be, text files cut into documents."""
+"""Which files are a corpus: one function says of each its domain, its split and its kind.
 
-import codecs
-from collections.abc import Iterable, Iterator, Sequence
-from importlib import import_module
+Whoever reads files, or wants to know whether they have changed, asks for a `Listing`. Nothing in
+a folder steers what is read but the names of files and folders, and a path is never a pattern.
+"""
+
+import logging
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import fsspec
-import pyarrow.parquet as pq
+from typing import Literal
 
 from doge_fast.pipeline import cache
-from doge_fast.pipeline.failures import FileFailure, reading
 
-SUFFIXES = {
+_log = logging.getLogger("doge_fast")
+
+Kind = Literal["parquet", "arrow", "json", "text"]
+Split = Literal["train", "validation", "test"]
+
+KINDS: Mapping[str, Kind] = {
     ".parquet": "parquet",
     ".jsonl": "json",
-    ".jsonl.gz": "json",
-    ".jsonl.zst": "json",
+    ".json": "json",
     ".txt": "text",
+    # What `save_to_disk` of datasets leaves.
+    ".arrow": "arrow",
 }
-# A text file is cut at the first blank line past this many characters, so that it has
-# documents to hold out; and anywhere past sixteen times as many.
-TEXT_DOCUMENT_CHARS = 16_384
-# Of less than a megabyte it is cut past fewer: else few documents would be held out.
-_TEXT_DOCUMENTS = 64
-_MIN_TEXT_DOCUMENT_CHARS = 512
-# Enough to see whether lines hold objects.
-_START_BYTES = 65_536
-MEND = "Restore the file, or take it out of the corpus."
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+_COMPRESSED = ("json", "text")
+KINDS_TOLD = f"{', '.join(KINDS)} ({', '.join(COMPRESSIONS)} of json and text)"
+
+# Files about a data set, which are none of its rows.
+_ABOUT = re.compile(
+    r"(readme|licen[cs]e)(\..*)?|dataset_infos?\.json|dataset_dict\.json|state\.json"
+    r"|cache-[0-9a-f]+\.arrow",
+    re.IGNORECASE,
+)
+_WORDS: Mapping[str, Split] = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    "test": "test",
+}
+_MOST_NAMED = 5
 
 
-def data_files(path: Path, around: Sequence[Path] = ()) -> list[Path]:
-    """The file itself, or all below a directory, of a kind that is read; hidden ones are not.
+@dataclass(frozen=True)
+class CorpusFile:
+    """A file that is read."""
+
+    path: Path
+    domain: str
+    """By its name or folder; empty where a column says it."""
+    split: Split
+    kind: Kind
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The files of a corpus."""
+
+    files: Mapping[str, Sequence[CorpusFile]]
+    """{domain: its files that are read, in the order of their paths}."""
+    left_out: Mapping[str, Sequence[str]]
+    """{why: paths below the folder}."""
+    doubtful: Sequence[str] = ()
+    """Paths that begin with the word of a held-out split and are trained on."""
+
+    def tell(self, data: Path) -> None:
+        """Log what is read, and what is not."""
+        read = []
+        for domain, files in self.files.items():
+            names = shortened([str(file.path.relative_to(data)) for file in files])
+            read.append(f"{domain} of {names}" if domain else names)
+        _log.info("%s: read are %s.", data, "; ".join(read))
+        for why, names in self.left_out.items():
+            _log.info("%s: not read are %s: %s.", data, shortened(names), why)
+        if self.doubtful:
+            _log.warning(
+                "%s: %s: the name begins with the word of a held-out split, and the text is "
+                "trained on. Have it end with that word, as c4-validation, to hold it out.",
+                *(data, shortened(self.doubtful)),
+            )
+
+
+def shortened(names: Sequence[str]) -> str:
+    """The first names, and how many there are."""
+    told = ", ".join(names[:_MOST_NAMED])
+    return told + (f", ... ({len(names)} files)" if len(names) > _MOST_NAMED else "")
+
+
+def list_files(data: Path, chosen: Collection[str] | None) -> Listing:
+    """The files below a folder, a domain each or a folder of them for each domain.
 
     Args:
-        path: of either; links are followed.
-        around: the folders that it was reached through, without links.
+        data: the folder.
+        chosen: domains that are asked for, so that other entries may be anything; empty: all.
+            None: a column says the domain, so all files are of one kind of row.
 
     Raises:
-        ValueError: a link leads nowhere, or to a folder around it; a folder has a file's name.
+        ValueError: a link leads nowhere or to a folder around it; a folder has the name of a file,
+            or of a split; a domain has two entries or no file; a file is there twice.
     """
-    if existing(path).is_file():
-        return [path] if suffix_of(path) else []
-    here = path.resolve()
-    if any(folder.is_relative_to(here) for folder in around):
-        raise ValueError(f"{path} is a link to a folder around it. Remove it.")
-    if around and suffix_of(path):
-        raise ValueError(f"{path} has the name of a file and is a folder. Rename it.")
-    shown = (each for each in path.iterdir() if not each.name.startswith("."))
-    inside = [each for each in shown if suffix_of(each) or each.is_dir()]
-    return sorted(file for each in inside for file in data_files(each, (*around, here)))
+    left_out: dict[str, list[str]] = {}
+    doubtful: list[str] = []
+    found: list[CorpusFile] = []
+    for path in _walk(data):
+        inside = path.relative_to(data)
+        if why := _reason_to_leave(path, has_column=chosen is None):
+            left_out.setdefault(why, []).append(str(inside))
+            continue
+        domain = "" if chosen is None else stem_of(inside.parts[0], is_file=len(inside.parts) == 1)
+        told = inside.parts if chosen is None else inside.parts[1:]
+        # The first folder or file name that states a split decides.
+        split = next(filter(None, map(split_of, told)), "train")
+        found.append(CorpusFile(path, domain, split, kind_of(path)))
+        if split == "train" and any(map(_begins_as_held_out, told)):
+            doubtful.append(str(inside))
+    _check_twice(found)
+    files = {name: [f for f in found if f.domain == name] for name in _unique(found)}
+    if chosen is not None:
+        _check_domains(data, files, chosen)
+    for name, own in files.items():
+        splits = {file.split for file in own}
+        if "validation" in splits and "test" in splits:
+            tests = [str(f.path.relative_to(data)) for f in own if f.split == "test"]
+            left_out.setdefault("a validation split is held out already", []).extend(tests)
+            files[name] = [file for file in own if file.split != "test"]
+    return Listing(files, left_out, doubtful)
 
 
-def existing(path: Path) -> Path:
-    """The path, unless it is a link to nothing, or nothing that holds text."""
-    if not (path.is_file() or path.is_dir()):
-        raise ValueError(f"{path} is a link to nothing, or no file. Mend it, or remove it.")
-    return path
+def one_file(path: Path) -> Listing:
+    """A single file of rows, whose domains a column says."""
+    return Listing({"": [CorpusFile(path, "", "train", kind_of(path))]}, {})
 
 
-def suffix_of(path: Path) -> str | None:
-    """The ending that says how the file is read; None for other files."""
-    return next((suffix for suffix in SUFFIXES if path.name.endswith(suffix)), None)
-
-
-def kind_of(path: Path) -> str:
-    """parquet, json or text."""
-    suffix = suffix_of(path)
-    if suffix is None:
-        raise ValueError(f"A file of documents ends in {', '.join(SUFFIXES)}; this is {path}.")
-    return SUFFIXES[suffix]
-
-
-def stamp_of(files: Iterable[Path]) -> str:
-    """Changes when a file does: paths, sizes, times of modification."""
-    facts = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    return cache.digest(facts)
-
-
-def is_empty(file: Path) -> bool:
-    """Whether there are no rows: `datasets` fails on files like that.
+def kind_of(path: Path) -> Kind:
+    """How a file is read.
 
     Raises:
-        FileFailure: it does not begin as a file of its kind.
+        ValueError: its name ends in nothing that is read.
     """
-    kind = kind_of(file)
-    if kind == "text" or (kind == "json" and file.stat().st_size == 0):
-        return file.stat().st_size == 0
-    if file.suffix == ".zst":
-        # What it lacks is a package.
-        import_module("zstandard")
-    with reading(file, MEND):
-        if kind == "parquet":
-            return bool(pq.read_metadata(file).num_rows == 0)
-        with fsspec.open(str(file), "rb", compression="infer") as opened:
-            start = bytes(opened.read(_START_BYTES)).removeprefix(codecs.BOM_UTF8).lstrip()
-    if start and start[0] not in b"{[":
-        # pyarrow dies of a file of nothing but null.
-        raise FileFailure(
-            f"{file} cannot be read: it must hold a JSON object a line, and begins {start[:20]!r}. "
-            f"{MEND}"
-        )
-    return not start
+    kind = _kind(path.name)
+    if kind is None:
+        raise ValueError(f"A file of documents ends in {KINDS_TOLD}; this is {path}.")
+    return kind
 
 
-def guarded(rows: Iterable[Any], where: str) -> Iterator[Any]:
-    """The rows; what goes wrong while they are read is said with their place."""
-    iterator = iter(rows)
-    while True:
-        with reading(where, MEND):
-            try:
-                row = next(iterator)
-            except StopIteration:
-                return
-        yield row
+def stem_of(name: str, *, is_file: bool = True) -> str:
+    """The name without the ending that says how the file is read."""
+    if not is_file:
+        return name
+    plain = _without(name, COMPRESSIONS)
+    return _without(plain, KINDS)
 
 
-def text_document_chars(files: Iterable[Path]) -> int:
-    """Characters past which a domain's text files are cut at a blank line; see the constants."""
-    num_bytes = sum(file.stat().st_size for file in files if kind_of(file) == "text")
-    chars = max(_MIN_TEXT_DOCUMENT_CHARS, num_bytes // _TEXT_DOCUMENTS)
-    return min(chars, TEXT_DOCUMENT_CHARS) if num_bytes else TEXT_DOCUMENT_CHARS
+def split_of(name: str) -> Split | None:
+    """The split that the name of a file or folder states; None where it states none.
+
+    It does with its last word, numbers aside: "validation", "c4-train.00000-of-00001.jsonl",
+    "wiki.valid.txt" do; "dev-blog.jsonl" and "test_bench.jsonl" do not, for they begin so only.
+    """
+    words = _words(name)
+    return _WORDS.get(words[-1]) if words else None
 
 
-def text_documents(files: Iterable[Path], chars: int) -> Iterator[str]:
-    """Text files cut into documents; those of white space are left out."""
+def stamp_of(files: Iterable[CorpusFile]) -> str:
+    """Changes when a file does: path, split, size, times of modification and of change.
+
+    The last one is the system's own, so a text written over with its size and time kept is seen.
+    """
+    stats = [(file, file.path.stat()) for file in files]
+    return cache.digest(
+        [
+            (str(file.path.resolve()), file.split, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+            for file, stat in stats
+        ]
+    )
+
+
+def _walk(folder: Path, around: Sequence[Path] = ()) -> Iterator[Path]:
+    """All files below a folder, in the order of their paths; links are followed."""
+    here = folder.resolve()
+    if any(outer.is_relative_to(here) for outer in around):
+        raise ValueError(f"{folder} is a link to a folder around it. Remove it.")
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith(".") and _kind(path.name) is None:
+            continue
+        if path.is_file():
+            yield path
+        elif not path.is_dir():
+            raise ValueError(f"{path} is a link to nothing, or no file. Mend it, or remove it.")
+        elif _kind(path.name) is not None:
+            raise ValueError(f"{path} has the name of a file and is a folder. Rename it.")
+        else:
+            yield from _walk(path, (*around, here))
+
+
+def _reason_to_leave(path: Path, *, has_column: bool) -> str | None:
+    if path.name.startswith("."):
+        return "they are hidden"
+    if _ABOUT.fullmatch(path.name):
+        return "they are about a data set, by their names"
+    kind = _kind(path.name)
+    if kind is None:
+        return f"they do not end in {KINDS_TOLD}"
+    if kind == "text" and has_column:
+        return "text has no column that says the domain"
+    return None
+
+
+def _kind(name: str) -> Kind | None:
+    plain = _without(name, COMPRESSIONS)
+    kind = next((kind for suffix, kind in KINDS.items() if plain.lower().endswith(suffix)), None)
+    return None if plain != name and kind not in _COMPRESSED else kind
+
+
+def _without(name: str, suffixes: Iterable[str]) -> str:
+    found = next((suffix for suffix in suffixes if name.lower().endswith(suffix)), "")
+    return name[: len(name) - len(found)]
+
+
+def _words(name: str) -> list[str]:
+    """In small letters, without numbers and the "of" between them."""
+    plain = re.sub(r"\d+[-_ ]of[-_ ]\d+", " ", stem_of(name).lower())
+    return [word for word in re.split(r"[-._ \d]+", plain) if word]
+
+
+def _begins_as_held_out(name: str) -> bool:
+    words = _words(name)
+    return bool(words) and _WORDS.get(words[0]) in ("validation", "test")
+
+
+def _unique(files: Iterable[CorpusFile]) -> list[str]:
+    return list(dict.fromkeys(file.domain for file in files))
+
+
+def _check_twice(files: Sequence[CorpusFile]) -> None:
+    """A file and its compressed twin would count twice."""
+    plain = {_without(str(file.path), COMPRESSIONS): file.path for file in files}
     for file in files:
-        yield from filter(str.strip, _cut(file, chars))
+        if (other := plain[_without(str(file.path), COMPRESSIONS)]) != file.path:
+            raise ValueError(
+                f"A text counts once; {file.path} and {other} differ in their compression alone. "
+                "Remove one, or rename it."
+            )
 
 
-def _cut(file: Path, chars: int) -> Iterator[str]:
-    """The file, cut at blank lines past `chars`, anywhere past 16 times that."""
-    lines: list[str] = []
-    size = 0
-    try:
-        with file.open(encoding="utf-8") as handle:
-            for line in handle:
-                lines.append(line)
-                size += len(line)
-                is_blank = not line.strip()
-                if size >= (1 if is_blank else 16) * chars:
-                    yield "".join(lines)
-                    lines, size = [], 0
-    except UnicodeDecodeError as error:
-        raise FileFailure(f"A text file must be UTF-8; {file} is not: {error}. {MEND}") from None
-    yield "".join(lines)
+def _check_domains(
+    data: Path, files: Mapping[str, Sequence[CorpusFile]], chosen: Collection[str]
+) -> None:
+    """Every entry of the folder is a domain of its own, with text to train on."""
+    shown = [entry for entry in sorted(data.iterdir()) if not entry.name.startswith(".")]
+    if not files:
+        raise ValueError(
+            f"{data} must hold a folder or file per domain, of {KINDS_TOLD}; it holds "
+            f"{', '.join(entry.name for entry in shown) or 'nothing'}."
+        )
+    if any(entry.name == "dataset_info.json" for entry in shown):
+        raise ValueError(
+            f"{data} is one data set as save_to_disk leaves it: name the column that holds a row's "
+            "domain with domain_column (--domain-column), or give every domain a folder."
+        )
+    if not chosen:
+        for entry in shown:
+            if entry.is_dir() and entry.name not in files:
+                raise ValueError(
+                    f"{entry} holds no file of {KINDS_TOLD}. Remove it, or name the domains to "
+                    "train on with domains (--domains)."
+                )
+    for name, own in files.items():
+        if chosen and name not in chosen:
+            continue
+        entries = {file.path.relative_to(data).parts[0] for file in own}
+        if len(entries) > 1:
+            raise ValueError(
+                f"A domain is one folder or one file; {data} holds several named {name}: "
+                f"{', '.join(sorted(entries))}."
+            )
+        is_split = split_of(name) if (data / min(entries)).is_file() else name.lower() in _WORDS
+        if is_split:
+            raise ValueError(
+                f"{data / min(entries)} names a split where a domain is expected: name the column "
+                "that holds a row's domain with domain_column (--domain-column), or give every "
+                "domain a folder."
+            )
+        if all(file.split != "train" for file in own):
+            raise ValueError(
+                f"The domain {name} needs training files; {data / name} holds only "
+                f"{', '.join(file.path.name for file in own)}."
+            )

@@ -23,8 +23,9 @@ from doge_fast.mixture.permutation import Ints, shuffled
 from doge_fast.pipeline import named
 from doge_fast.pipeline.config import CorpusConfig
 from doge_fast.pipeline.config.ranges import check as check_ranges
-from doge_fast.pipeline.packing import Packed, by_part, open_tokenizer, pack, tokenizer_sha256
-from doge_fast.pipeline.sources import find_parts
+from doge_fast.pipeline.packing import Packed, by_part, pack
+from doge_fast.pipeline.sources import ROWS, WITHOUT_DOMAIN, WITHOUT_TEXT, Part, find_parts
+from doge_fast.pipeline.tokenizer import open_tokenizer, tokenizer_sha256, vocabulary_size
 from doge_fast.sampling import pieces
 from doge_fast.weights.objective import UNIVERSAL
 
@@ -42,6 +43,8 @@ _MIX_MIN_BLOCKS = 4
 # Documents are held out whole, so of few the share is a matter of chance; told when it is beyond
 # three times what was asked and by this share of the tokens.
 _MAX_EXCESS = 0.2
+# Rare characters that a tokenizer does not know are usual; of a language it knows none.
+_MAX_LOST = 0.05
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,10 @@ class Corpus:
     """Held-out blocks, of names and targets alike."""
     documents: Mapping[str, int]
     """Training documents."""
+    digests: Mapping[str, str]
+    """What all blocks of a domain hold, as a digest."""
+    cut: tuple[str, ...]
+    """Domains whose documents are pieces of text files, of a length that says nothing."""
     tokenizer: PreTrainedTokenizerFast
     tokenizer_sha256: str
     block_size: int
@@ -74,8 +81,8 @@ class Corpus:
 
     @property
     def vocab_size(self) -> int:
-        """Entries of the tokenizer."""
-        return len(self.tokenizer)
+        """One more than the largest token."""
+        return vocabulary_size(self.tokenizer)
 
     @property
     def train_tokens(self) -> dict[str, int]:
@@ -99,20 +106,24 @@ class Corpus:
 
     def sizes(self, name: str) -> dict[str, float]:
         """What there is of a domain, as an entry of weights.json says it."""
+        tokens = {"tokens": self.train_tokens[name]}
+        if name in self.cut:
+            return tokens
         # What "mix" holds out came from the same documents.
         num_blocks = len(self.train[name]) + (len(self.mix[name]) if self.mix else 0)
         return {
-            "tokens": self.train_tokens[name],
+            **tokens,
             "documents": self.documents[name],
             "mean_doc_tokens": num_blocks * self.block_size / self.documents[name],
         }
 
-    def _describe(self, name: str) -> dict[str, int]:
+    def _describe(self, name: str) -> dict[str, Any]:
         return {
             "train_tokens": self.train_tokens[name],
             "train_blocks": len(self.train[name]),
             "validation_blocks": len(self.validation[name]),
             "documents": self.documents[name],
+            "digest": self.digests[name],
         }
 
 
@@ -162,10 +173,14 @@ def load_corpus(config: CorpusConfig, *, targets: Sequence[str] = ()) -> Corpus:
     if MIX in targets:
         for name in names:
             train[name], mix[name] = _reserve(train[name], name)
+    _tell_held_out(chosen, config)
+    _check_held_out(chosen, packed)
     split_here = {name: packed[name] for name, part in chosen.items() if part.validation is None}
     warnings = [
         *_holdout_warnings(split_here, config.validation_fraction),
         *(_stream_warnings(packed, config) if config.streaming else ()),
+        *_row_warnings(groups, packed, config),
+        *_unknown_warnings(packed, tokenizer.name_or_path),
     ]
     for warning in warnings:
         _log.warning("%s", warning)
@@ -175,12 +190,65 @@ def load_corpus(config: CorpusConfig, *, targets: Sequence[str] = ()) -> Corpus:
         train=train,
         validation={name: domain.validation for name, domain in packed.items()},
         documents={name: domain.documents for name, domain in packed.items()},
+        digests={name: domain.digest for name, domain in packed.items()},
+        cut=tuple(name for name, part in chosen.items() if part.is_cut),
         tokenizer=tokenizer,
         tokenizer_sha256=tokenizer_sha256(tokenizer),
         block_size=config.block_size,
         mix=mix or None,
         warnings=tuple(warnings),
     )
+
+
+def _tell_held_out(parts: Mapping[str, Part], config: CorpusConfig) -> None:
+    """Log, in a line, what is held out of every domain and why."""
+    by_name = [f"{name} {part.held_out}" for name, part in parts.items() if part.held_out]
+    by_hash = [name for name, part in parts.items() if part.validation is None]
+    told = [f"by their names: {'; '.join(by_name)}"] if by_name else []
+    if by_hash:
+        share = f"{config.validation_fraction:.3g} of the documents of {', '.join(by_hash)}"
+        told.append(f"by a hash of their text: {share}")
+    _log.info("Held out, %s.", "; and, ".join(told))
+
+
+def _check_held_out(parts: Mapping[str, Part], packed: Mapping[str, Packed]) -> None:
+    """Refuse to hold out more by name than is trained on: then a name hardly means a split."""
+    for name, part in parts.items():
+        num_held, num_train = len(packed[name].validation), len(packed[name].train)
+        if part.is_held_by_name and num_held > num_train:
+            raise ValueError(
+                f"{name}: {num_held} blocks would be held out and {num_train} trained on, because "
+                f"of names: {part.held_out}. Rename what is to be trained on, or give it less "
+                "text to hold out."
+            )
+
+
+def _row_warnings(
+    groups: Mapping[Part, Sequence[str]], packed: Mapping[str, Packed], config: CorpusConfig
+) -> Iterator[str]:
+    """Of rows that are no documents."""
+    for names in groups.values():
+        rows = max((packed[name].rows for name in names), key=lambda rows: rows.get(ROWS, 0))
+        for kind, column in (
+            (WITHOUT_TEXT, config.text_column),
+            (WITHOUT_DOMAIN, config.domain_column),
+        ):
+            if count := rows.get(kind, 0):
+                yield (
+                    f"{', '.join(names)}: {count} of {rows[ROWS]} rows are {kind}, that is with "
+                    f'nothing in the column "{column}", and are left out.'
+                )
+
+
+def _unknown_warnings(packed: Mapping[str, Packed], tokenizer: str) -> Iterator[str]:
+    for name, domain in packed.items():
+        if domain.lost_share > _MAX_LOST:
+            yield (
+                f"{name}: {domain.lost_share:.0%} of its characters are unknown to the tokenizer "
+                f"{tokenizer}, which makes them unknown tokens or drops them, so losses and "
+                "weights say little about its text. Take a tokenizer that knows them, or train "
+                "one on the corpus (--tokenizer train)."
+            )
 
 
 def _holdout_warnings(packed: Mapping[str, Packed], asked: float) -> Iterator[str]:

@@ -140,8 +140,10 @@ def _own(config: EvaluateConfig, record: Json) -> Mapping[str, datasets.Dataset]
             f"{config.run} was trained with the tokenizer {expected[:12]}; its corpus gives "
             f"{found[:12]} now, so its files have changed. Restore them, or train again."
         )
-    before, now = _documents(trained_on), _documents(corpus.describe())
-    if changed := [name for name in before if before[name] != now[name]]:
+    described = corpus.describe()
+    before, now = _documents(trained_on), _documents(described)
+    changed = [name for name in before if before[name] != now[name]]
+    if changed := changed or records.changed_domains(trained_on, described):
         raise ValueError(
             f"{config.run} was trained on another corpus: {own['data']} holds other text of "
             f"{', '.join(changed)} now. Restore it, or train again."

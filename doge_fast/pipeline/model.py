@@ -4,7 +4,10 @@ A size of the family is a GPT-2 of transformers, so that what a stage saves open
 `AutoModelForCausalLM` and everything built on it.
 """
 
+import copy
 import logging
+import math
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,14 +23,25 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from doge_fast.pipeline import hub
 from doge_fast.pipeline.config import ModelConfig
 from doge_fast.pipeline.failures import FileFailure, one_line, reading
 from doge_fast.pipeline.sizes import SIZES
+from doge_fast.pipeline.tokenizer import end_of_text_id, vocabulary_size
 
 # Matrix products want a multiple of 64 rows; 50257 becomes the paper's 50304.
 VOCAB_MULTIPLE = 64
 # Enough to tell whether a model looks ahead.
 _CHECKED_TOKENS = 8
+# Layers of a larger model that are built to count its parameters; twice as many the second time.
+_COUNTED_LAYERS = 32
+# {our field: the attribute of a configuration of transformers}.
+_SHAPE = {
+    "num_layers": "num_hidden_layers",
+    "embed_dim": "hidden_size",
+    "num_heads": "num_attention_heads",
+}
+_KEYS = "num_key_value_heads"
 
 
 def build_model(
@@ -58,31 +72,21 @@ def build_model(
 
     Source: DoGE, appendix model-archs.
     """
-    is_family = config.model in SIZES
-    architecture: Any = (
-        _family(config.model, tokenizer, block_size)
-        if is_family
-        else load_architecture(config.model)
-    )
+    architecture = check_model(config, block_size=block_size)
+    vocab_size = vocabulary_size(tokenizer)
     if config.pretrained:
-        _check_pretrained(config, architecture, tokenizer)
+        known = architecture.get_text_config().vocab_size
+        if known < vocab_size:
+            raise ValueError(
+                f"{config.model} knows {known} tokens and the corpus's tokenizer has {vocab_size}. "
+                "Continue pretraining with the model's own tokenizer: "
+                f"tokenizer={config.model!r} (--tokenizer {config.model})."
+            )
     else:
         architecture.vocab_size = padded_vocab_size(tokenizer)
-        for attribute, value in _asked_shape(config).items():
-            setattr(architecture, attribute, value)
-        num_heads, embed_dim = architecture.num_attention_heads, architecture.hidden_size
-        if num_heads < 1 or embed_dim % num_heads:
-            raise ValueError(
-                "The embedding width must be a multiple of the number of heads; got "
-                f"{embed_dim} and {num_heads}. Change embed_dim (--embed-dim) or num_heads "
-                "(--num-heads)."
-            )
-    positions = getattr(architecture, "max_position_embeddings", None)
-    if positions is not None and positions < block_size:
-        raise ValueError(
-            f"{config.model} has {positions} positions, fewer than the {block_size} tokens of a "
-            f"block. Pass block_size={positions} (--block-size {positions}) or less."
-        )
+        architecture.bos_token_id = architecture.eos_token_id = end_of_text_id(tokenizer)
+        # Blocks hold no padding, and the embedding of a padding token never learns.
+        architecture.pad_token_id = None
     if on_size is not None and (size := _num_parameters(architecture)) is not None:
         on_size(size)
     if config.pretrained:
@@ -91,13 +95,128 @@ def build_model(
         with reading(config.model, "Mend its config.json, or name another model."):
             made = AutoModelForCausalLM.from_config(architecture)  # type: ignore[no-untyped-call]
         model = _with_loss(made)
-    if not is_family:
+    if config.model not in SIZES:
+        with reading(config.model, "Mend its config.json, or name another model."):
+            _check_saved(model)
         _check_causal(config.model, model, block_size)
     return model
 
 
+def check_model(config: ModelConfig, *, block_size: int) -> Any:
+    """The configuration of transformers that is asked for, whatever the tokenizer.
+
+    Of a foreign one that starts afresh the text part is taken, in float32, with the layers that
+    are asked for; it says nothing of what the model returns or how it is stored.
+
+    Raises:
+        ValueError: as `build_model`, for all that the tokenizer has no part in.
+    """
+    _check_pretrained(config)
+    if config.model in SIZES:
+        architecture: Any = _family(config.model, block_size)
+    else:
+        architecture = load_architecture(config.model)
+        _check_numbers(architecture.to_dict(), config.model)
+    if not config.pretrained:
+        architecture = architecture.get_text_config()
+        architecture.dtype = torch.float32
+        architecture.return_dict = True
+        architecture.output_attentions = architecture.output_hidden_states = False
+        if hasattr(architecture, "quantization_config"):
+            del architecture.quantization_config
+        _reshape(config, architecture)
+    text = architecture.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    if positions is not None and positions < block_size:
+        raise ValueError(
+            f"{config.model} has {positions} positions, fewer than the {block_size} tokens of a "
+            f"block. Pass block_size={positions} (--block-size {positions}) or less."
+        )
+    return architecture
+
+
+def _check_numbers(value: Any, name: str, key: str = "") -> None:
+    """NaN as a dropout, say, is a number to Python and makes the model one of NaN."""
+    if isinstance(value, dict):
+        for inner, each in value.items():
+            _check_numbers(each, name, str(inner))
+    elif isinstance(value, float) and math.isnan(value):
+        raise FileFailure(f"{name}: {key} of its config.json is NaN. Give it a number.")
+
+
+def _reshape(config: ModelConfig, architecture: Any) -> None:
+    """Give it the shape that is asked for, with what else follows from that."""
+    before = {name: getattr(architecture, name, None) for name in _SHAPE.values()}
+    for name, value in _asked_shape(config).items():
+        if before[name] is None:
+            raise ValueError(
+                f"{config.model} (model type {architecture.model_type}) has no {name} to change. "
+                "Leave out num_layers, embed_dim and num_heads (--num-layers, ...)."
+            )
+        if name == "num_hidden_layers":
+            _set_layers(architecture, value)
+        else:
+            setattr(architecture, name, value)
+    heads, width = (
+        getattr(architecture, _SHAPE[each], None) for each in ("num_heads", "embed_dim")
+    )
+    old_heads, old_width = before["num_attention_heads"], before["hidden_size"]
+    if heads is None or width is None:
+        return
+    # Files say what follows from the others, and some what does not.
+    if config.num_heads is not None and getattr(architecture, _KEYS, None) == old_heads:
+        setattr(architecture, _KEYS, heads)
+    head_dim = getattr(architecture, "head_dim", None)
+    if heads > 0 and head_dim == old_width // max(1, old_heads) != width // heads:
+        architecture.head_dim = width // heads
+    if heads < 1 or (width % heads and (head_dim is None or _asked_shape(config))):
+        raise ValueError(
+            "The embedding width must be a multiple of the number of heads; got "
+            f"{width} and {heads}. Change embed_dim (--embed-dim) or num_heads (--num-heads)."
+        )
+    if heads % getattr(architecture, _KEYS, heads):
+        raise ValueError(
+            f"The number of heads must be a multiple of the {getattr(architecture, _KEYS)} key "
+            f"heads of {config.model}; got {heads}. Change num_heads (--num-heads)."
+        )
+
+
+def _set_layers(architecture: Any, num_layers: int) -> None:
+    """Another number of layers, and of entries in every list that has one for each layer."""
+    before = architecture.num_hidden_layers
+    for name, value in architecture.to_dict().items():
+        if "layer" in name and isinstance(value, list) and len(value) == before:
+            setattr(architecture, name, [value[i % before] for i in range(num_layers)])
+    architecture.num_hidden_layers = num_layers
+
+
+def _check_saved(model: PreTrainedModel) -> None:
+    """Its configuration can be saved and opened again: else the first checkpoint would fail."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.config.save_pretrained(folder)
+        if model.can_generate() and model.generation_config is not None:
+            model.generation_config.save_pretrained(folder)
+        AutoConfig.from_pretrained(folder)
+
+
 def _num_parameters(architecture: Any) -> int | None:
     """Those that train, without memory for any; None where the model cannot be built so."""
+    layers = getattr(architecture, "num_hidden_layers", None)
+    if layers is None or layers <= 2 * _COUNTED_LAYERS:
+        return _counted(architecture)
+    # Thousands of layers take minutes and memory even without numbers.
+    counts = []
+    for few in (_COUNTED_LAYERS, 2 * _COUNTED_LAYERS):
+        small = copy.deepcopy(architecture)
+        _set_layers(small, few)
+        counts.append(_counted(small))
+    one, two = counts
+    if one is None or two is None:
+        return None
+    return two + (two - one) * (layers - 2 * _COUNTED_LAYERS) // _COUNTED_LAYERS
+
+
+def _counted(architecture: Any) -> int | None:
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         try:
             model: Any = AutoModelForCausalLM.from_config(architecture)  # type: ignore[no-untyped-call]
@@ -114,8 +233,12 @@ def open_model(name: str | Path) -> PreTrainedModel:
         FileFailure: it does not open, or its files lack some of the weights.
     """
     with reading(name, "Name another model, or make it anew."), _quiet():
-        opened: Any = AutoModelForCausalLM.from_pretrained(
-            name, dtype="float32", output_loading_info=True, ignore_mismatched_sizes=True
+        opened: Any = hub.from_pretrained(
+            AutoModelForCausalLM.from_pretrained,
+            str(name),
+            dtype="float32",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
     model, told = opened
     # Else drawn anew, and nobody would know.
@@ -161,11 +284,11 @@ def _with_loss(model: Any) -> PreTrainedModel:
 
 
 def padded_vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The tokenizer's entries, up to the next multiple of 64."""
-    return -(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    """The tokenizer's numbers, up to the next multiple of 64."""
+    return -(-vocabulary_size(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
-def _family(name: str, tokenizer: PreTrainedTokenizerBase, block_size: int) -> GPT2Config:
+def _family(name: str, block_size: int) -> GPT2Config:
     size = SIZES[name]
     return GPT2Config(
         n_positions=block_size,
@@ -178,8 +301,6 @@ def _family(name: str, tokenizer: PreTrainedTokenizerBase, block_size: int) -> G
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
-        bos_token_id=tokenizer.eos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
     )
 
 
@@ -189,11 +310,8 @@ def load_architecture(name: str) -> Any:
     Raises:
         ValueError: there is none.
     """
-    is_missing = name.startswith((".", "/", "~")) and not Path(name).exists()
     try:
-        if is_missing:
-            raise OSError(f"{name} is not a folder or a file")
-        return AutoConfig.from_pretrained(name)
+        return hub.from_pretrained(AutoConfig.from_pretrained, name)
     except Exception as error:
         # Whatever it stumbles over is in the file.
         reason, file = one_line(error), Path(name)
@@ -206,17 +324,13 @@ def load_architecture(name: str) -> Any:
 
 
 def _asked_shape(config: ModelConfig) -> dict[str, int]:
-    asked = {
-        "num_hidden_layers": config.num_layers,
-        "hidden_size": config.embed_dim,
-        "num_attention_heads": config.num_heads,
-    }
+    asked = {name: getattr(config, field) for field, name in _SHAPE.items()}
     return {name: value for name, value in asked.items() if value is not None}
 
 
-def _check_pretrained(
-    config: ModelConfig, architecture: Any, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def _check_pretrained(config: ModelConfig) -> None:
+    if not config.pretrained:
+        return
     if config.model in SIZES:
         raise ValueError(
             "pretrained=True (--pretrained) needs a folder or Hub id to load weights from; got the "
@@ -232,12 +346,6 @@ def _check_pretrained(
             f"A pretrained model keeps its shape; got pretrained=True (--pretrained) with {shape}. "
             "Leave out num_layers, embed_dim and num_heads (--num-layers, ...), or train from "
             "scratch."
-        )
-    if architecture.vocab_size < len(tokenizer):
-        raise ValueError(
-            f"{config.model} knows {architecture.vocab_size} tokens and the corpus's tokenizer "
-            f"has {len(tokenizer)}. Continue pretraining with the model's own tokenizer: "
-            f"tokenizer={config.model!r} (--tokenizer {config.model})."
         )
 
 

@@ -2,6 +2,7 @@
 
 import math
 import re
+import unicodedata
 from collections.abc import Collection, Iterable, Sequence
 
 # Control characters, line ends, what turns the direction of writing, halves of characters:
@@ -23,12 +24,25 @@ def visible(text: str) -> str:
 
 
 def check_visible(names: Iterable[str], where: str) -> None:
-    """Raise ValueError where a name that `where` gives is empty, or cannot be seen whole."""
+    """Raise ValueError where a name that `where` gives cannot be seen whole, or told from another.
+
+    Two cannot be told apart that differ by normalisation, an invisible character or a space.
+    """
+    alike: dict[str, str] = {}
     for name in names:
         if not name or _INVISIBLE.search(name):
             raise ValueError(
                 f"A domain's name must be of characters that are written; {where} has {name!a}. "
                 "Rename it."
+            )
+        letters = unicodedata.normalize("NFKC", name)
+        visible_ones = (each for each in letters if unicodedata.category(each) != "Cf")
+        seen = " ".join("".join(visible_ones).split())
+        other = alike.setdefault(seen, name)
+        if other != name:
+            raise ValueError(
+                f"Domains need names that can be told apart; {where} has {other!a} and {name!a}, "
+                "which look alike. Rename one."
             )
 
 

@@ -6,6 +6,7 @@ cache entry is everything its blocks depend on, so another tokenizer, block size
 file packs again, and nothing else does.
 """
 
+import collections
 import functools
 import hashlib
 import itertools
@@ -20,28 +21,32 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pyarrow as pa
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from doge_fast.pipeline import cache, progress
 from doge_fast.pipeline.config import CorpusConfig
-from doge_fast.pipeline.failures import FileFailure, one_line
-from doge_fast.pipeline.sources import Part
+from doge_fast.pipeline.sources import Counts, Part
+from doge_fast.pipeline.tokenizer import (
+    Groups,
+    end_of_text_id,
+    lost_characters,
+    packing_tokenizer,
+    tokenizer_sha256,
+    unknown_ids,
+    vocabulary_size,
+)
 
 _log = logging.getLogger("doge_fast")
 
-END_OF_TEXT = "<|endoftext|>"
-
 # Part of every cache key: changes when the same input would be packed to other blocks.
-_FORMAT = 1
-_TOKENIZER_CHARS_PER_DOMAIN = 1_000_000
+_FORMAT = 2
+# Characters of a domain that show how much of its text the tokenizer knows.
+_SAMPLE_CHARS = 100_000
 # Documents whose hashes decide where the border of the held-out share lies.
 _HOLDOUT_SAMPLE = 100_000
 _BATCH_DOCUMENTS = 256
 _BATCH_CHARS = 1_000_000
 
-# Each part once, with the domains that are read from it.
-Groups = Mapping[Part, Sequence[str]]
 # Domain, text and split of a document.
 Placed = tuple[str, str, str]
 
@@ -60,91 +65,6 @@ def by_part(parts: Mapping[str, Part]) -> Groups:
     return grouped
 
 
-def open_tokenizer(config: CorpusConfig, parts: Groups) -> PreTrainedTokenizerFast:
-    """The tokenizer that `config` names, or one trained on these domains."""
-    name = Path(config.tokenizer).expanduser()
-    if config.tokenizer == "train":
-        prints = {name: part.fingerprint for part, names in parts.items() for name in names}
-        key = cache.digest([_FORMAT, prints, config.text_column, config.vocab_size])
-        make = functools.partial(_train_tokenizer, parts, config.vocab_size)
-        name = cache.made(config, "tokenizers", key, make)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(name))
-    except Exception as error:
-        # Whatever it stumbles over is in the file.
-        kind = FileFailure if name.exists() else ValueError
-        raise kind(
-            f"The tokenizer {name} does not open: {one_line(error)}. Give a folder with a "
-            'tokenizer.json, a Hub id, or "train".'
-        ) from error
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ValueError(f"Packing needs a fast tokenizer, a tokenizer.json; {name} has none.")
-    _end_of_text_id(tokenizer)
-    return tokenizer
-
-
-def _end_of_text_id(tokenizer: PreTrainedTokenizerFast) -> int:
-    """The token between documents: the tokenizer's eos_token, or <|endoftext|>."""
-    found = tokenizer.eos_token_id
-    if found is None and (found := tokenizer.get_vocab().get(END_OF_TEXT)) is None:
-        raise ValueError(
-            f"Documents are joined by an end-of-text token; the tokenizer "
-            f"{tokenizer.name_or_path} has neither an eos_token nor {END_OF_TEXT}."
-        )
-    return int(found)
-
-
-def tokenizer_sha256(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Of the tokenizer's own serialisation: the same for every folder it is saved in."""
-    return hashlib.sha256(_packing_tokenizer(tokenizer).to_str().encode()).hexdigest()
-
-
-def _packing_tokenizer(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
-    """A copy without padding and truncation, to which special tokens inside text are text."""
-    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    backend.no_padding()
-    backend.no_truncation()
-    # Else a document that mentions <|endoftext|> would end there.
-    backend.encode_special_tokens = True
-    return backend
-
-
-def _train_tokenizer(parts: Groups, vocab_size: int, folder: Path) -> None:
-    """A byte-level BPE of an equal share of every domain's text."""
-    # In the order of the names, targets among them: another target trains no other tokenizer.
-    texts = list(_tokenizer_texts(sorted(parts.items(), key=lambda each: min(each[1]))))
-    _log.info("Training a tokenizer of %d entries on %d documents.", vocab_size, len(texts))
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(texts, trainer)
-    PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=backend,
-        bos_token=END_OF_TEXT,
-        eos_token=END_OF_TEXT,
-        unk_token=END_OF_TEXT,
-        clean_up_tokenization_spaces=False,
-    ).save_pretrained(folder)
-
-
-def _tokenizer_texts(parts: Iterable[tuple[Part, Sequence[str]]]) -> Iterator[str]:
-    """The same number of characters from every domain that has them."""
-    for part, names in parts:
-        left = dict.fromkeys(names, _TOKENIZER_CHARS_PER_DOMAIN)
-        for name, text in progress.over(part.train(), "reading for the tokenizer"):
-            if left.get(name, 0) > 0:
-                yield text[: left[name]]
-                left[name] -= len(text)
-                if all(chars <= 0 for chars in left.values()):
-                    break
-
-
 @dataclass(frozen=True)
 class Packed:
     """One domain's blocks, mapped from the cache."""
@@ -152,6 +72,12 @@ class Packed:
     train: datasets.Dataset
     validation: datasets.Dataset
     documents: int
+    digest: str
+    """SHA-256 of the blocks of both splits."""
+    rows: Mapping[str, int]
+    """Counts of the rows that were read for it, and for the domains that it was packed with."""
+    lost_share: float
+    """Share of its first characters that the tokenizer does not know."""
 
 
 def pack(
@@ -178,7 +104,7 @@ def _open_entry(entry: Path) -> Packed:
         for split in ("train", "validation")
     )
     facts = json.loads((entry / "packed.json").read_text(encoding="utf-8"))
-    return Packed(train, validation, facts["documents"])
+    return Packed(train, validation, **facts)
 
 
 def _pack_part(
@@ -188,7 +114,7 @@ def _pack_part(
     folders: Mapping[str, Path],
 ) -> None:
     """Pack the domains of `folders` in one pass over their documents."""
-    backend, end_of_text = _packing_tokenizer(tokenizer), _end_of_text_id(tokenizer)
+    counts: Counts = collections.Counter()
     limits = dict.fromkeys(("train", "validation"), config.max_tokens_per_domain)
     if config.max_tokens_per_domain is not None and _is_shared(config, part):
         limits["validation"] = int(config.validation_fraction * config.max_tokens_per_domain)
@@ -197,17 +123,18 @@ def _pack_part(
         folder.mkdir()
         for split, limit in limits.items():
             file = folder / f"{split}.arrow"
-            writers[name, split] = _BlockWriter(file, config.block_size, len(tokenizer), limit)
-    train = progress.over(part.train(), f"packing {', '.join(folders)}")
+            size = vocabulary_size(tokenizer)
+            writers[name, split] = _BlockWriter(file, config.block_size, size, limit)
+    train = progress.over(part.train(counts), f"packing {', '.join(folders)}")
     if part.validation is None:
         placed = _divided(train, _holdout_borders(config, part, tuple(folders)))
-        _fill(writers, placed, backend, end_of_text)
+        _fill(writers, placed, tokenizer)
     else:
         held_out = progress.over(part.validation(), f"packing held-out {', '.join(folders)}")
         for split, documents in (("train", train), ("validation", held_out)):
             own = {key: writer for key, writer in writers.items() if key[1] == split}
             placed = ((name, text, split) for name, text in documents)
-            _fill(own, placed, backend, end_of_text)
+            _fill(own, placed, tokenizer)
     for (name, split), writer in writers.items():
         writer.close()
         # Else it cannot be trained on or measured.
@@ -219,7 +146,13 @@ def _pack_part(
                 "(--validation-fraction)."
             )
     for name, folder in folders.items():
-        facts = {"name": name, "documents": writers[name, "train"].documents}
+        train_writer, validation_writer = (writers[name, split] for split in limits)
+        facts = {
+            "documents": train_writer.documents,
+            "digest": cache.digest([train_writer.digest, validation_writer.digest]),
+            "rows": counts,
+            "lost_share": train_writer.lost_share,
+        }
         (folder / "packed.json").write_text(json.dumps(facts), encoding="utf-8")
 
 
@@ -268,17 +201,25 @@ def _text_hash(text: str) -> int:
 
 
 def _fill(
-    writers: "Writers", documents: Iterable[Placed], backend: Tokenizer, end_of_text: int
+    writers: "Writers", documents: Iterable[Placed], tokenizer: PreTrainedTokenizerFast
 ) -> None:
     """Tokenise the documents and hand them to the writers, until all of these are full."""
+    backend, end_of_text = packing_tokenizer(tokenizer), end_of_text_id(tokenizer)
+    unknown = unknown_ids(tokenizer)
     # A token rarely has more than eight characters: no use in tokenising far past a limit.
     chars = min(_BATCH_CHARS, 8 * max(writer.limit for writer in writers.values()))
     wanted = _wanted(writers, documents)
     while batch := _batch(wanted, chars):
         texts = [text for _, text, _ in batch]
-        encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
-        for (name, _, split), encoding in zip(batch, encodings, strict=True):
-            writers[name, split].add([*encoding.ids, end_of_text])
+        # Only the slower one says which characters a token stands for.
+        is_sampled = any(writers[name, split].is_sampled for name, _, split in batch)
+        encode = backend.encode_batch if is_sampled else backend.encode_batch_fast
+        encodings = encode(texts, add_special_tokens=False)
+        for (name, text, split), encoding in zip(batch, encodings, strict=True):
+            writer = writers[name, split]
+            if is_sampled and writer.is_sampled:
+                writer.sample(*lost_characters(text, encoding, unknown))
+            writer.add([*encoding.ids, end_of_text])
 
 
 def _wanted(writers: "Writers", documents: Iterable[Placed]) -> Iterator[Placed]:
@@ -318,6 +259,8 @@ class _BlockWriter:
         self.limit = sys.maxsize if limit is None else max(limit // block_size, 1) * block_size
         self.documents = 0
         self.tokens = 0
+        self.lost = self.sampled = 0
+        self.sha256 = hashlib.sha256()
         self.pending = array("H" if vocab_size <= 2**16 else "i")
         value = pa.from_numpy_dtype(self.pending.typecode)
         self.schema = pa.schema([("input_ids", pa.list_(value, block_size))])
@@ -326,6 +269,25 @@ class _BlockWriter:
     @property
     def is_full(self) -> bool:
         return self.tokens >= self.limit
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the tokenizer's knowledge of the text is still looked at."""
+        return self.sampled < _SAMPLE_CHARS
+
+    @property
+    def lost_share(self) -> float:
+        return self.lost / max(1, self.sampled)
+
+    def sample(self, lost: int, chars: int) -> None:
+        """Count characters of a document, and those of them that the tokenizer does not know."""
+        self.lost += lost
+        self.sampled += chars
+
+    @property
+    def digest(self) -> str:
+        """Of all blocks that were written."""
+        return self.sha256.hexdigest()
 
     def add(self, ids: Sequence[int]) -> None:
         """The tokens of a document, up to the limit."""
@@ -345,8 +307,10 @@ class _BlockWriter:
     def _flush(self) -> None:
         """Write the whole blocks among the pending tokens."""
         if whole := len(self.pending) // self.block_size * self.block_size:
-            values = pa.array(np.array(self.pending[:whole]))
-            blocks = pa.FixedSizeListArray.from_arrays(values, self.block_size)
+            values = np.array(self.pending[:whole])
+            # The same for both widths of a number.
+            self.sha256.update(values.astype("<i4"))
+            blocks = pa.FixedSizeListArray.from_arrays(pa.array(values), self.block_size)
             self.writer.write_batch(pa.record_batch([blocks], schema=self.schema))
             del self.pending[:whole]
 

@@ -246,6 +246,10 @@ class _Vocabulary(list[int]):
 
     eos_token_id = 0
 
+    def get_vocab(self) -> dict[int, int]:
+        """Every token is its number."""
+        return dict(zip(self, self, strict=True))
+
 
 def _check_memory(config: ProfileConfig, num_parameters: int) -> None:
     """Say what the two steps will keep at least, and refuse what cannot fit."""

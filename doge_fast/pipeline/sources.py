@@ -11,33 +11,49 @@ import itertools
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import datasets
 import numpy as np
 
 from doge_fast.mixture.permutation import shuffled
-from doge_fast.pipeline import cache, corpus_files, local_corpus, named, progress
+from doge_fast.pipeline import cache, corpus_files, file_rows, local_corpus, named, progress
 from doge_fast.pipeline.config import CorpusConfig
-from doge_fast.pipeline.corpus_files import MEND, SUFFIXES, is_empty, kind_of, suffix_of
+from doge_fast.pipeline.corpus_files import CorpusFile, Listing
 from doge_fast.pipeline.failures import FileFailure, one_line, reading
+from doge_fast.pipeline.file_rows import MEND, Absent, Row, reach
 
 _log = logging.getLogger("doge_fast")
 
-# (domain, text) of one document after the other; called again to read again.
-Documents = Callable[[], Iterator[tuple[str, str]]]
-Splits = Mapping[str, datasets.IterableDataset]
+ROWS, WITHOUT_TEXT, WITHOUT_DOMAIN = "rows", "without text", "without a domain"
+Counts = Counter[str]
+"""How many rows were read, and how many of them are no documents."""
 
-_SPLIT = re.compile(
-    r"(?:(?P<train>train(?:ing)?)|(?P<validation>validation|valid|val|dev)|(?P<test>test))(?![a-z])"
-)
+_SPLIT = re.compile(r"(train(?:ing)?|validation|valid|val|dev|test)(?![a-z])")
 
 _ROWS_PER_READ = 128
 # Of a streamed data set so many files are read in turn: one file is often all of a kind.
 _FILES_IN_TURN = 10
+
+
+class Documents(Protocol):
+    """Reads (domain, text) of one document after the other; called again to read again."""
+
+    def __call__(self, counts: Counts | None = None) -> Iterator[tuple[str, str]]:
+        """`counts` is added to while rows are read."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rows that are read in their order."""
+
+    where: str
+    """For refusals: the file or data set."""
+    read: Callable[[], Iterator[Row]]
 
 
 @dataclass(frozen=True)
@@ -47,6 +63,12 @@ class Part:
     train: Documents
     validation: Documents | None
     fingerprint: str
+    held_out: str = ""
+    """What is `validation`: the names of files, or of splits of a Hub data set."""
+    is_held_by_name: bool = False
+    """Whether it is held out because of the names of files, which may mean something else."""
+    is_cut: bool = False
+    """Whether documents are pieces of text files, which nobody but this package cuts so."""
 
 
 def find_parts(config: CorpusConfig, targets: Sequence[str]) -> dict[str, Part]:
@@ -56,19 +78,24 @@ def find_parts(config: CorpusConfig, targets: Sequence[str]) -> dict[str, Part]:
         _check_streaming(config)
     if config.data == "installed":
         key = local_corpus.fingerprint()
-        parts = _directory_parts(cache.made(config, "installed", key, local_corpus.save), config)
-    elif not path.exists():
+        path = cache.made(config, "installed", key, local_corpus.save)
+    if not path.exists():
         parts = _hub_parts(config, targets)
-    elif config.domain_column is not None:
-        splits, files = _path_splits(path), corpus_files.data_files(path)
-        parts = _column_parts(config, splits, corpus_files.stamp_of(files), targets)
+    elif config.domain_column is not None and config.data != "installed":
+        parts = _column_parts(config, _files_part(config, None, _rows_listing(path)), targets)
     elif path.is_file():
         raise ValueError(
             f"{path} is one file: name the column that holds a row's domain with domain_column "
             "(--domain-column), or give a directory with one folder or file per domain."
         )
     else:
-        parts = _directory_parts(path, config)
+        chosen = {*config.domains, *targets} if config.domains else set()
+        listing = corpus_files.list_files(path, chosen)
+        listing.tell(path)
+        parts = {
+            name: _files_part(config, name, Listing({name: files}, {}))
+            for name, files in listing.files.items()
+        }
     by_column = f"the column {config.domain_column} of " if config.domain_column else ""
     named.check_visible(parts, f"{by_column}{config.data}")
     return parts
@@ -95,175 +122,172 @@ def _check_streaming(config: CorpusConfig) -> None:
         )
 
 
-def _directory_parts(directory: Path, config: CorpusConfig) -> dict[str, Part]:
-    """A folder or file per domain."""
-    files_of: dict[str, list[Path]] = {}
-    unread: list[str] = []
-    for entry in sorted(directory.iterdir()):
-        if entry.name.startswith("."):
-            continue
-        files = corpus_files.data_files(entry)
-        if not files and (entry.is_file() or config.domains):
-            unread.append(entry.name)
-            continue
-        if not files:
-            raise ValueError(
-                f"{entry} holds no file of {', '.join(SUFFIXES)}. Remove it, or name the domains "
-                "to train on with domains (--domains)."
-            )
-        name = entry.name if entry.is_dir() else entry.name.removesuffix(suffix_of(entry) or "")
-        if name in files_of:
-            raise ValueError(
-                f"A domain is one folder or one file; {directory} holds several named {name}."
-            )
-        if entry.is_file() and _split_of(name):
-            raise ValueError(
-                f"{entry} names a split where a domain is expected: name the column that holds a "
-                "row's domain with domain_column (--domain-column), or give every domain a folder."
-            )
-        files_of[name] = files
-    if not files_of:
+def _rows_listing(path: Path) -> Listing:
+    """The files of a path whose rows say their domain."""
+    if path.is_dir():
+        listing = corpus_files.list_files(path, None)
+        listing.tell(path)
+        if not listing.files:
+            raise ValueError(f"{path} holds no file of rows, of {corpus_files.KINDS_TOLD}.")
+        return listing
+    if corpus_files.kind_of(path) == "text":
         raise ValueError(
-            f"{directory} must hold a folder or file per domain, of {', '.join(SUFFIXES)}; "
-            f"it holds {', '.join(sorted(e.name for e in directory.iterdir())) or 'nothing'}."
+            f"A text file has no columns, so no domain_column (--domain-column); this is {path}."
         )
-    if unread and not config.domains:
-        _log.info(
-            "%s: not read are %s, which do not end in %s",
-            *(directory, ", ".join(unread[:5]) + ", ..." * (len(unread) > 5), ", ".join(SUFFIXES)),
-        )
-    return {name: _files_part(name, directory, files, config) for name, files in files_of.items()}
+    return corpus_files.one_file(path)
 
 
-def _files_part(name: str, directory: Path, files: Sequence[Path], config: CorpusConfig) -> Part:
-    """One domain's files, sorted into the two splits by what their names begin with."""
-    splits: dict[str, list[Path]] = {}
+def _files_part(config: CorpusConfig, domain: str | None, listing: Listing) -> Part:
+    """The files of one domain or, without `domain`, of those that the domain column names."""
+    (files,) = listing.files.values()
+    splits: dict[str, list[CorpusFile]] = {}
     for file in files:
-        # The first folder or file name that begins with a split's name decides.
-        told = filter(None, map(_split_of, file.relative_to(directory).parts[1:]))
-        splits.setdefault(next(told, "train"), []).append(file)
+        splits.setdefault(file.split, []).append(file)
     if "train" not in splits:
-        raise ValueError(
-            f"The domain {name} needs training files; {directory / name} holds only "
-            f"{', '.join(file.name for file in files)}."
-        )
-    chars, stamp = corpus_files.TEXT_DOCUMENT_CHARS, corpus_files.stamp_of(files)
-    if list(splits) == ["train"] and (own := corpus_files.text_document_chars(files)) < chars:
-        # Another cut makes other documents of the same files.
-        chars, stamp = own, cache.digest([stamp, own])
-    return _part(splits, functools.partial(_file_documents, config, name, chars), stamp)
+        told = corpus_files.shortened([str(file.path) for file in files])
+        raise ValueError(f"Training needs files that no name holds out; there are only {told}.")
+    chars, stamp = file_rows.TEXT_DOCUMENT_CHARS, corpus_files.stamp_of(files)
+    if list(splits) == ["train"]:
+        chars = file_rows.text_document_chars(files)
+    shards = {
+        split: [_file_shard(config, domain, file, chars) for file in own]
+        for split, own in splits.items()
+    }
+    # Another cut makes other documents of the same files.
+    facts = [stamp, chars, domain, config.domain_column]
+    held = splits.get("validation", splits.get("test", []))
+    return _part(
+        config,
+        domain,
+        shards,
+        cache.digest(facts),
+        held_out=corpus_files.shortened([file.path.name for file in held]),
+        is_held_by_name=bool(held),
+        is_cut=any(file.kind == "text" for file in splits["train"]),
+    )
 
 
-def _part(splits: Mapping[str, Any], read: Callable[..., Any], fingerprint: str) -> Part:
-    """What `read` makes of the two splits; a test split is held out where there is no other."""
-    held_out = splits.get("validation", splits.get("test"))
+def _file_shard(config: CorpusConfig, domain: str | None, file: CorpusFile, chars: int) -> Shard:
+    if file.kind == "text":
+        read = functools.partial(file_rows.text_documents, file, chars)
+    else:
+        column = None if domain else config.domain_column
+        read = functools.partial(file_rows.rows_of, file, config.text_column, column)
+    return Shard(str(file.path), read)
+
+
+def _part(
+    config: CorpusConfig,
+    domain: str | None,
+    shards: Mapping[str, Sequence[Shard]],
+    fingerprint: str,
+    **facts: Any,
+) -> Part:
+    """The shards of the two splits; a test split is held out where there is no other."""
+    if config.streaming:
+        fingerprint = cache.digest([fingerprint, "streaming", config.stream_seed])
+    held_out = shards.get("validation", shards.get("test"))
+    read = functools.partial(_documents, config, domain)
     validation = None if held_out is None else functools.partial(read, held_out)
-    return Part(functools.partial(read, splits["train"]), validation, fingerprint)
+    return Part(functools.partial(read, shards["train"]), validation, fingerprint, **facts)
 
 
-def _split_of(name: str) -> str | None:
-    """train, validation or test, where `name` begins with it or a usual short form."""
-    found = _SPLIT.match(name.lower())
-    return found.lastgroup if found else None
-
-
-def _file_documents(
-    config: CorpusConfig, name: str, text_chars: int, files: Sequence[Path]
-) -> Iterator[tuple[str, str]]:
-    """The documents of one domain's files, kind after kind."""
-    filled = [file for file in files if not is_empty(file)]
-    for kind, group in itertools.groupby(sorted(filled, key=kind_of), key=kind_of):
-        paths = list(group)
-        if kind == "text":
-            yield from ((name, text) for text in corpus_files.text_documents(paths, text_chars))
-        else:
-            where = str(paths[0] if len(paths) == 1 else paths[0].parent)
-            yield from _row_documents(config, where, name, _open_files(kind, paths, where))
-
-
-def _open_files(kind: str, files: Sequence[Path], where: str) -> datasets.IterableDataset:
-    """Rows of local files as they are read; nothing is copied."""
-    data_files = {"train": [str(file) for file in files]}
-    with _without_bars(), reading(where, MEND):
-        return datasets.load_dataset(kind, data_files=data_files, split="train", streaming=True)
-
-
-@contextlib.contextmanager
-def _without_bars() -> Iterator[None]:
-    """`datasets` shows no bars: what takes a while is announced, or has one of ours."""
-    had_bars = not datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if had_bars:
-            datasets.enable_progress_bars()
-
-
-def _row_documents(
-    config: CorpusConfig, where: str, domain: str | None, rows: datasets.IterableDataset
+def _documents(
+    config: CorpusConfig,
+    domain: str | None,
+    shards: Sequence[Shard],
+    counts: Counts | None = None,
 ) -> Iterator[tuple[str, str]]:
     """(domain, text) of every row with text; without `domain`, the domain column names it."""
-    columns = {"text_column": config.text_column}
-    if domain is None:
-        columns["domain_column"] = str(config.domain_column).split(".")[0]
-    first = next(corpus_files.guarded(rows, where), None)
-    if first is None:
-        return
-    for option, column in columns.items():
-        if column not in first:
-            raise ValueError(
-                f'{where} has no column "{column}"; its columns are {", ".join(first)}. '
-                f"Name the right one with {option} (--{option.replace('_', '-')})."
-            )
-    rows = rows.select_columns(list(columns.values()))
-    for batch in corpus_files.guarded(_batches(rows, config), where):
-        names = itertools.repeat(domain) if domain else _domains(batch, config)
-        for name, text in zip(names, batch[config.text_column], strict=False):
-            if not isinstance(text, str | None):
-                raise ValueError(
-                    f'The column "{config.text_column}" of {where} must hold text; it holds '
-                    f"{type(text).__name__}. Name the right one with text_column "
-                    "(--text-column)."
-                )
-            if name is not None and text and text.strip():
-                yield str(name), text
+    counts = Counter() if counts is None else counts
+    for name, text in _in_turn(config, [_pairs(config, domain, shard) for shard in shards]):
+        counts[ROWS] += 1
+        if text is None:
+            counts[WITHOUT_TEXT] += 1
+        elif name is None:
+            counts[WITHOUT_DOMAIN] += 1
+        else:
+            yield name, text
 
 
-def _batches(
-    rows: datasets.IterableDataset, config: CorpusConfig
-) -> Iterator[Mapping[str, Sequence[Any]]]:
+_Pair = tuple[str | None, str | None]
+
+
+def _in_turn(config: CorpusConfig, shards: Sequence[Iterator[_Pair]]) -> Iterator[_Pair]:
     """All rows in their order; of a stream, files in an order drawn from its seed, some in turn."""
     if not config.streaming:
-        yield from rows.iter(batch_size=_ROWS_PER_READ)
+        yield from itertools.chain.from_iterable(shards)
         return
-    count = rows.num_shards
+    count = len(shards)
     order = shuffled(config.stream_seed, ("files",), np.arange(count), count)
-    unopened = (rows.shard(count, int(index)).iter(_ROWS_PER_READ) for index in order)
+    unopened = (shards[int(index)] for index in order)
     in_turn = collections.deque(itertools.islice(unopened, _FILES_IN_TURN))
     while in_turn:
-        file = in_turn.popleft()
-        batch = next(file, None)
-        in_turn.extend(itertools.islice(unopened, 1) if batch is None else [file])
-        if batch is not None:
-            yield batch
+        shard = in_turn.popleft()
+        rows = list(itertools.islice(shard, _ROWS_PER_READ))
+        yield from rows
+        is_over = len(rows) < _ROWS_PER_READ
+        in_turn.extend(itertools.islice(unopened, 1) if is_over else [shard])
 
 
-def _domains(batch: Mapping[str, Sequence[Any]], config: CorpusConfig) -> Iterator[Any]:
-    """What the domain column says of each row; dots reach into structs."""
-    root, *path = str(config.domain_column).split(".")
-    for value in batch[root]:
-        for key in path:
-            value = value.get(key) if isinstance(value, Mapping) else None
-        yield value
+def _pairs(config: CorpusConfig, domain: str | None, shard: Shard) -> Iterator[_Pair]:
+    """(domain, text) of every row, None where it has none.
+
+    Raises:
+        ValueError: no row has a column, or one holds something else.
+    """
+    # {option: what is there instead of the column, of which no row has had a value so far}.
+    unseen: dict[str, Absent | None] = {"text_column": None}
+    if domain is None:
+        unseen["domain_column"] = None
+    for row in shard.read():
+        for option in tuple(unseen):
+            value = row.text if option == "text_column" else row.domain
+            if isinstance(value, Absent):
+                unseen[option] = value
+            else:
+                del unseen[option]
+        where = f"{shard.where}, row {row.number}"
+        yield domain or _name_of(row.domain, where, config), _text_of(row.text, where, config)
+    for option, absent in unseen.items():
+        if absent is not None:
+            raise ValueError(
+                f'{shard.where} has no column "{getattr(config, option)}"; {absent.found}. '
+                f"Name the right one with {option} (--{option.replace('_', '-')})."
+            )
 
 
-def _column_parts(
-    config: CorpusConfig, splits: Splits, fingerprint: str, targets: Sequence[str]
-) -> dict[str, Part]:
+def _name_of(value: Any, where: str, config: CorpusConfig) -> str | None:
+    if value is None or isinstance(value, Absent):
+        return None
+    if isinstance(value, Mapping | list):
+        inside = f"{config.domain_column}.{next(iter(value), '')}"
+        raise ValueError(
+            f'The column "{config.domain_column}" must hold a name; that of {where} holds '
+            f"{'a struct' if isinstance(value, Mapping) else 'a list'}. Name what is inside, as "
+            f"{inside}, with domain_column (--domain-column)."
+        )
+    return str(value)
+
+
+def _text_of(value: Any, where: str, config: CorpusConfig) -> str | None:
+    if value is None or isinstance(value, Absent):
+        return None
+    if not isinstance(value, str):
+        raise ValueError(
+            f'The column "{config.text_column}" must hold text; that of {where} holds '
+            f"{type(value).__name__}. Name the right one with text_column (--text-column)."
+        )
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise FileFailure(f"{where} cannot be read: {one_line(error)}. {MEND}") from None
+    return value if value.strip() else None
+
+
+def _column_parts(config: CorpusConfig, part: Part, targets: Sequence[str]) -> dict[str, Part]:
     """One set of rows whose `domain_column` says which domain each belongs to."""
-    fingerprint = cache.digest([fingerprint, config.domain_column])
-    part = _rows_part(config, splits, fingerprint, config.data)
     names = (*config.domains, *targets) if config.domains else _names_in_rows(config, part)
     return dict.fromkeys(names, part)
 
@@ -272,7 +296,15 @@ def _names_in_rows(config: CorpusConfig, part: Part) -> list[str]:
     """The domains that occur, remembered in the cache: finding them reads every row."""
 
     def find(file: Path) -> None:
-        names = {name for name, _ in progress.over(part.train(), "finding domains")}
+        counts: Counts = Counter()
+        names = {name for name, _ in progress.over(part.train(counts), "finding domains")}
+        if not names:
+            raise ValueError(
+                f'The column "{config.domain_column}" of {config.data} names no domain: of '
+                f"{counts[ROWS]} rows {counts[WITHOUT_TEXT]} have no text, and "
+                f"{counts[WITHOUT_DOMAIN]} others have nothing in it. Name the right one with "
+                "domain_column (--domain-column)."
+            )
         file.write_text(json.dumps(sorted(names)), encoding="utf-8")
 
     key = cache.digest([part.fingerprint, config.text_column])
@@ -280,70 +312,107 @@ def _names_in_rows(config: CorpusConfig, part: Part) -> list[str]:
     return list(json.loads(file.read_text(encoding="utf-8")))
 
 
-def _rows_part(
-    config: CorpusConfig, splits: Splits, fingerprint: str, where: str, domain: str | None = None
-) -> Part:
-    """Rows of one domain or, without `domain`, of those that the domain column names."""
-    found = {_split_of(name) or name: rows for name, rows in splits.items()}
-    if "train" not in found:
-        raise ValueError(f"{where} needs a train split; it has {', '.join(splits)}.")
-    if config.streaming:
-        fingerprint = cache.digest([fingerprint, "streaming", config.stream_seed])
-    return _part(found, functools.partial(_row_documents, config, where, domain), fingerprint)
-
-
-def _path_splits(path: Path) -> Splits:
-    """A file, or a directory as `datasets` reads a Hub repository."""
-    if path.is_dir():
-        with _from_hub(str(path)):
-            splits: Splits = datasets.load_dataset(str(path), streaming=True)
-            return splits
-    if kind_of(path) == "text":
-        raise ValueError(
-            f"A text file has no columns, so no domain_column (--domain-column); this is {path}."
-        )
-    if is_empty(path):
-        raise ValueError(f"{path} is empty. Name a file with text.")
-    return {"train": _open_files(kind_of(path), [path], str(path))}
-
-
 def _hub_parts(config: CorpusConfig, targets: Sequence[str]) -> dict[str, Part]:
     """A Hub data set: its domain column's values or its configurations are the domains."""
     data = config.data
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", data) or suffix_of(Path(data)):
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", data) or Path(data).suffix in (
+        *corpus_files.KINDS,
+        *corpus_files.COMPRESSIONS,
+    ):
         raise ValueError(
             f"{data} does not exist. Give a directory with one folder or file per domain, "
             'a file, a Hub id (owner/name), or "installed".'
         )
     _log.info("Asking the Hub for the files of %s.", data)
     if config.domain_column is not None:
-        return _column_parts(config, *_open_hub(data, None), targets)
+        return _column_parts(config, _hub_part(config, None), targets)
     names: Sequence[str] = (*config.domains, *targets)
     if not config.domains:
         with _from_hub(data):
             names = datasets.get_dataset_config_names(data)
-    return {
-        name: _rows_part(config, *_open_hub(data, name), f"{data}, {name}", name)
-        for name in dict.fromkeys(names)
-    }
+    return {name: _hub_part(config, name) for name in dict.fromkeys(names)}
 
 
-def _open_hub(data: str, name: str | None) -> tuple[Splits, str]:
-    """The splits of a data set or of its configuration; a stamp that changes with its revision."""
+def _hub_part(config: CorpusConfig, name: str | None) -> Part:
+    """A data set or, with `name`, its configuration; the stamp changes with its revision."""
+    data = config.data
+    where = data if name is None else f"{data}, {name}"
     with _from_hub(data):
         builder = datasets.load_dataset_builder(data, name)
-        stamp = cache.digest([data, builder.config.name, builder.hash])
-        return builder.as_streaming_dataset(), stamp
+        found = builder.as_streaming_dataset()
+    shards: dict[str, list[Shard]] = {}
+    # A split may come in several, as validation_matched and validation_mismatched.
+    splits = {split: _hub_split(split) for split in found}
+    for split, kind in splits.items():
+        shards.setdefault(kind, []).extend(_hub_shards(config, where, found[split], name))
+    if "train" not in shards:
+        raise ValueError(f"{where} needs a train split; it has {', '.join(found)}.")
+    held = "validation" if "validation" in shards else "test"
+    if others := [split for split, kind in splits.items() if kind not in ("train", held)]:
+        _log.info("%s: not read are the splits %s.", where, ", ".join(others))
+    return _part(
+        config,
+        name,
+        shards,
+        cache.digest([data, builder.config.name, builder.hash, config.domain_column]),
+        held_out=", ".join(split for split, kind in splits.items() if kind == held),
+    )
+
+
+def _hub_split(name: str) -> str:
+    """train, validation or test where `name` begins with it or a short form; else itself."""
+    found = _SPLIT.match(name.lower())
+    return corpus_files.split_of(found[0]) or name if found else name
+
+
+def _hub_shards(
+    config: CorpusConfig, where: str, rows: datasets.IterableDataset, domain: str | None
+) -> list[Shard]:
+    # A stream of many files is read in turn; all is read as it comes.
+    count = rows.num_shards if config.streaming else 1
+    columns = functools.cache(lambda: rows.column_names or list(next(iter(rows), {})))
+    parts = [rows] if count == 1 else [rows.shard(count, index) for index in range(count)]
+    asked = None if domain else config.domain_column
+    return [
+        Shard(where, functools.partial(_hub_rows, config, where, part, columns, asked))
+        for part in parts
+    ]
+
+
+def _hub_rows(
+    config: CorpusConfig,
+    where: str,
+    rows: datasets.IterableDataset,
+    columns: Callable[[], Sequence[str]],
+    domain_column: str | None,
+) -> Iterator[Row]:
+    with reading(where, MEND):
+        others = dict.fromkeys(columns())
+        asked = [column for column in (config.text_column, domain_column) if column]
+        roots = (each if each in others else each.partition(".")[0] for each in asked)
+        needed = [root for root in dict.fromkeys(roots) if root in others]
+        label = reach(rows.features or {}, domain_column or "")
+        for number, found in enumerate(rows.select_columns(needed) if needed else rows, start=1):
+            row = others | found
+            domain = None if domain_column is None else reach(row, domain_column)
+            if isinstance(label, datasets.ClassLabel) and isinstance(domain, int):
+                # -1 is a row without a label.
+                domain = label.int2str(domain) if domain >= 0 else None
+            yield Row(number, domain, reach(row, config.text_column))
 
 
 @contextlib.contextmanager
 def _from_hub(data: str) -> Iterator[None]:
     """What goes wrong while a data set is opened ends a sentence of ours."""
+    had_bars = not datasets.are_progress_bars_disabled()
+    # What takes a while is announced, or has a bar of ours.
+    datasets.disable_progress_bars()
     try:
-        with _without_bars():
-            yield
+        yield
     except Exception as error:
-        kind = FileFailure if Path(data).exists() else ValueError
-        raise kind(
+        raise ValueError(
             f"{data} is neither a path here nor a data set that could be opened: {one_line(error)}."
         ) from error
+    finally:
+        if had_bars:
+            datasets.enable_progress_bars()

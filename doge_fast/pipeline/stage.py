@@ -23,7 +23,7 @@ from doge_fast.pipeline import baselines, domains, memory, ranks, records, train
 from doge_fast.pipeline.config import StageConfig, checks
 from doge_fast.pipeline.domains import Corpus
 from doge_fast.pipeline.failures import FileFailure
-from doge_fast.pipeline.model import build_model, without_bars
+from doge_fast.pipeline.model import build_model, check_model, without_bars
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.records.movement import movement_of
 from doge_fast.pipeline.trainer import RecordedTrainer, from_first
@@ -127,6 +127,8 @@ def _refuse_more_steps(config: StageConfig, further: str) -> None:
 
 def read_corpus(config: StageConfig, existing: ExistingRun) -> Corpus:
     """The corpus; ValueError where a run that is resumed began with another."""
+    # Before a corpus is packed, which may take hours.
+    check_model(config.model, block_size=config.corpus.block_size)
     _log.info("%s: reading %s", config.out, config.corpus.data)
     corpus = domains.load_corpus(config.corpus, targets=config.targets)
     if existing.record:

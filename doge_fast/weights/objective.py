@@ -51,7 +51,7 @@ class Objective:
             target = names
         elif isinstance(target, str):
             target = [target]
-        targets = _checked_names([*target] if isinstance(target, Mapping) else target, "target")
+        targets = _checked_names(target, "target")
         tau = dict(target) if isinstance(target, Mapping) else dict.fromkeys(targets, 1.0)
         for name, value in tau.items():
             if not simplex.is_number(value) or not 0 <= value < float("inf"):

@@ -5,10 +5,11 @@ docs/weights.md describes weights.json.
 """
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,25 @@ LAST_WITH_REMOVED = "before-the-card"
 
 def write(path: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
     """Write a record {"method", "domains": [{"name", "weight", ...}], ...} of domain weights."""
-    write_json(Path(path), {"schema_version": SCHEMA_VERSION, **record})
+    whole = plain({"schema_version": SCHEMA_VERSION, **record})
+    write_json(Path(path), whole | {"sha256": digest_of(whole)})
+
+
+def digest_of(record: Mapping[str, Any]) -> str:
+    """SHA-256 of all fields but `sha256`: damage and edits of a file show in it."""
+    fields = {name: value for name, value in record.items() if name != "sha256"}
+    text = json.dumps(fields, sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """For `json.loads`, which lets the last of equal keys win: ValueError where there are such."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} is there twice")
+    return found
 
 
 def plain(value: Any) -> Any:

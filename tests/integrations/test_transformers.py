@@ -340,6 +340,54 @@ def test_micro_batches_change_nothing_but_rounding(tmp_path: Path) -> None:
     assert parts.state.log_history[0]["loss/ab"] == pytest.approx(float(expected), rel=1e-5)
 
 
+class IgnoringTargets(DoGETrainer):
+    """Takes the number of targets and returns the mean over the micro-batch, as many heads do."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        return model(**inputs).loss
+
+
+def test_a_loss_that_ignores_the_number_of_targets_is_divided(tmp_path: Path) -> None:
+    found = []
+    for micro in (1, 2):
+        trainer = trainer_for(
+            tmp_path / str(micro),
+            kind=IgnoringTargets,
+            gradient_accumulation_steps=micro,
+            per_device_train_batch_size=4 // micro,
+        )
+        trainer.train()
+        found.append((trainer.doge.alpha, parameters(trainer.model)))
+    (one_K, one), (other_K, other) = found
+    torch.testing.assert_close(other_K, one_K, rtol=1e-6, atol=0)
+    torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-6)
+
+
+class Around(Trainer):
+    """A trainer of somebody else, which does something around every step."""
+
+    entered = 0
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.entered += 1
+        return super().training_step(*args, **kwargs)
+
+
+class Both(DoGETrainer, Around):
+    pass
+
+
+def test_the_step_of_another_trainer_runs_around_that_of_the_domains(tmp_path: Path) -> None:
+    trainer, alone = trainer_for(tmp_path / "both", kind=Both), trainer_for(tmp_path / "alone")
+    trainer.train()
+    alone.train()
+    assert trainer.entered == trainer.state.global_step
+    assert torch.equal(trainer.doge.alpha, alone.doge.alpha)
+    assert torch.equal(parameters(trainer.model), parameters(alone.model))
+
+
 @pytest.mark.parametrize(
     ("micro", "replays"),
     [(1, True), (1, False), pytest.param(2, False, marks=EXHAUSTIVE)],

@@ -61,7 +61,7 @@ def test_what_lives_on_a_device_is_not_looked_at() -> None:
 @pytest.mark.parametrize("smoothing", [1.0, -1e-9, math.nan, False, "0"])
 def test_smoothing_is_at_least_zero_and_less_than_one(smoothing: Any) -> None:
     with pytest.raises(ValueError, match=r"must be in \[0, 1\); got "):
-        simplex.check_smoothing(smoothing)
+        simplex.smooth(on_simplex(), smoothing)
     simplex.check_smoothing(0)
     simplex.check_smoothing(math.nextafter(1.0, 0.0))
 

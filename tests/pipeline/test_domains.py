@@ -36,6 +36,7 @@ def test_describe_is_what_config_json_holds(mixed):
         "train_blocks": len(mixed.train["code"]),
         "validation_blocks": len(mixed.validation["code"]),
         "documents": 60,
+        "digest": mixed.digests["code"],
     }
     assert description["tokenizer_sha256"] == mixed.tokenizer_sha256
     assert len(mixed.tokenizer_sha256) == 64

@@ -101,6 +101,12 @@ def test_a_corpus_that_has_grown_is_not_measured(
     train_base(grown)
     ask = EvaluateConfig(run=grown.out, device="cpu")
     before = evaluate(ask)
+    # As many documents and blocks, in another order.
+    lines = (data / "code.jsonl").read_text().splitlines(keepends=True)
+    (data / "code.jsonl").write_text("".join(reversed(lines)))
+    with pytest.raises(ValueError, match="other text of code now"):
+        evaluate(ask)
+    (data / "code.jsonl").write_text("".join(lines))
     # A domain that the run does not know changes nothing.
     write_jsonl(data / "news.jsonl", ["one day", "another day"] * 40)
     assert evaluate(ask) == before

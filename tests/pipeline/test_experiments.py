@@ -216,36 +216,26 @@ def test_a_mu_that_is_none_is_refused_before_anything_is_trained(
 # Averages and curricula.
 
 
-def test_the_drift_of_an_average_leaves_out_what_it_leaves_out(
+def test_an_average_and_its_drift_may_leave_out_the_early_steps(
     proxy: Callable[..., ProxyConfig],
 ) -> None:
     """Of the steps 4, 5 and 6 the last fifth begins after four tenths of step 6."""
     from doge_fast.pipeline.proxy import learn_weights
 
-    config = proxy("late-drift", steps=6, mu=0.001, average_from=0.5)
-    learn_weights(config)
-    lines = {line["step"]: line["alpha"] for line in records.read_metrics(config.out, kind="train")}
-    mean = {name: sum(lines[step][name] for step in (4, 5, 6)) / 3 for name in lines[6]}
-    early = {name: (lines[4][name] + lines[5][name] + 0.4 * lines[6][name]) / 2.4 for name in mean}
-    drift = sum(abs(mean[name] - early[name]) for name in mean)
-    assert drift > 0
-    assert records.read_weights(config.out)["drift"] == pytest.approx(drift, rel=1e-5)
-    # The page's and the file's are one.
-    (learned,) = open_study([config.out]).proxies
-    assert learned.movement.drift[-1] == records.read_weights(config.out)["drift"]
-
-
-def test_an_average_may_leave_out_the_early_steps(proxy: Callable[..., ProxyConfig]) -> None:
-    from doge_fast.pipeline.proxy import learn_weights
-
     config = proxy("late", steps=6, mu=0.001, average_from=0.5)
     learn_weights(config)
+    record = records.read_weights(config.out)
     lines = {line["step"]: line["alpha"] for line in records.read_metrics(config.out, kind="train")}
-    for name, weight in records.weights_by_name(records.read_weights(config.out)).items():
-        assert weight == pytest.approx(sum(lines[step][name] for step in (4, 5, 6)) / 3, rel=1e-5)
-    with pytest.raises(
-        ValueError, match=r"average_from must be at least 0 and less than 1; got 1\.0"
-    ):
+    mean = {name: sum(lines[step][name] for step in (4, 5, 6)) / 3 for name in lines[6]}
+    assert records.weights_by_name(record) == pytest.approx(mean, rel=1e-5)
+    early = {name: (lines[4][name] + lines[5][name] + 0.4 * lines[6][name]) / 2.4 for name in mean}
+    drift = sum(abs(mean[name] - early[name]) for name in mean)
+    assert record["drift"] == pytest.approx(drift, rel=1e-5)
+    assert drift > 0
+    # The page's and the file's are one.
+    (learned,) = open_study([config.out]).proxies
+    assert learned.movement.drift[-1] == record["drift"]
+    with pytest.raises(ValueError, match="average_from"):
         learn_weights(proxy("never", average_from=1.0))
 
 

@@ -237,6 +237,23 @@ def test_olmo_allows_the_passes_that_the_budget_needs() -> None:
     assert sum(Decimal(str(source["target_ratio"])) for source in sources) == 1
 
 
+def test_nanotron_takes_folders_and_weights_in_lists() -> None:
+    (stage,) = yaml.safe_load(made("nanotron"))["data_stages"]
+    dataset = stage["data"]["dataset"]
+    assert dataset["dataset_folder"] == list(PATHS.values())
+    assert dataset["dataset_weights"] == [0.267801, 0.3, 0.432199]
+    assert stage["start_training_step"] == 1
+
+
+def test_maxtext_takes_patterns_with_their_weights() -> None:
+    value = yaml.safe_load(made("maxtext", rows="blocks"))
+    assert value["grain_file_type"] == "arrayrecord"
+    pairs = [pattern.split(",") for pattern in value["grain_train_files"].split(";")]
+    assert [(path, float(share)) for path, share in pairs] == [
+        *(("/data/book", 0.267801), ("/data/code", 0.3), ("/data/web", 0.432199))
+    ]
+
+
 def test_lingua_knows_sources_by_their_folder() -> None:
     data = yaml.safe_load(made("lingua"))["data"]
     assert (data["root_dir"], list(data["sources"])) == ("/data", list(NAMES))

@@ -11,7 +11,7 @@ import math
 import shlex
 import types
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -370,67 +370,3 @@ def test_levanter_deals_the_learned_shares_of_a_block() -> None:
     drawn = made.as_sync_dataset().get_batch(range(block))
     for name, weight in POSITIVE.items():
         assert Counter(drawn)[name] == pytest.approx(block * weight, abs=len(POSITIVE))
-
-
-# By form, where the framework cannot be installed beside this one.
-
-
-def _nanotron(value: Any) -> list[float]:
-    (stage,) = value["data_stages"]
-    assert stage["start_training_step"] == 1
-    dataset = stage["data"]["dataset"]
-    assert isinstance(dataset["dataset_folder"], list)
-    return list(dataset["dataset_weights"])
-
-
-def _levanter(value: Any) -> list[float]:
-    data = value["data"]
-    assert set(data["train_weights"]) <= set(data["components"])
-    assert all(each["source"]["type"] == "url" for each in data["components"].values())
-    return list(data["train_weights"].values())
-
-
-def _neox(value: Any) -> list[float]:
-    assert not value["weight_by_num_documents"]
-    for split in ("train", "valid", "test"):
-        assert len(value[f"{split}-data-paths"]) == len(value[f"{split}-data-weights"]) > 0
-    return list(value["train-data-weights"])
-
-
-def _maxtext(value: Any) -> list[float]:
-    assert value["grain_file_type"] == "arrayrecord"
-    patterns = [pattern.split(",") for pattern in value["grain_train_files"].split(";")]
-    assert [path for path, _ in patterns] == list(PREFIXES.values())
-    return [float(weight) for _, weight in patterns]
-
-
-SCHEMAS: dict[str, Callable[[Any], list[float]]] = {
-    "nanotron": _nanotron,
-    "levanter": _levanter,
-    "neox": _neox,
-    "maxtext": _maxtext,
-}
-
-
-@pytest.mark.parametrize("target", SCHEMAS)
-def test_yaml_has_the_form_that_is_asked_for(target: str) -> None:
-    held_out = {"book": "/valid/book"} if target == "neox" else {}
-    rows: Any = "blocks" if target == "maxtext" else None
-    text = export(
-        WEIGHTS,
-        to=target,
-        paths=PREFIXES,
-        valid_paths=held_out,
-        test_paths=held_out,
-        rows=rows,
-    ).text
-    weights = SCHEMAS[target](yaml.safe_load(text))
-    assert all(type(weight) is float and weight > 0 for weight in weights)
-    assert weights == list(POSITIVE.values())
-
-
-def test_lingua_has_the_shares_of_documents() -> None:
-    text = export(WEIGHTS, to="lingua", paths=PREFIXES, mean_doc_tokens=LENGTHS).text
-    data = yaml.safe_load(text)["data"]
-    shares = {name.removesuffix("_text_document"): w for name, w in data["sources"].items()}
-    assert shares == pytest.approx(documents_of(POSITIVE), abs=1e-6)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from doge_fast.pipeline import local_corpus, packing
+from doge_fast.pipeline import local_corpus, tokenizer
 from doge_fast.pipeline.config import CorpusConfig
 from doge_fast.pipeline.domains import load_corpus
 from doge_fast.pipeline.local_corpus import LocalDomain
@@ -213,7 +213,7 @@ def test_installed_is_a_corpus_like_any_other(tmp_path, monkeypatch, installed):
         return installed
 
     monkeypatch.setattr(local_corpus, "load", load)
-    monkeypatch.setattr(packing, "_TOKENIZER_CHARS_PER_DOMAIN", 20_000)
+    monkeypatch.setattr(tokenizer, "_TOKENIZER_CHARS_PER_DOMAIN", 20_000)
     config = CorpusConfig(cache_dir=tmp_path, vocab_size=400, max_tokens_per_domain=2560)
     corpus = load_corpus(config, targets=["reference"])
     assert set(corpus.names) == set(installed) - {"reference"}

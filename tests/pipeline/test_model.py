@@ -1,5 +1,6 @@
 """The family has the sizes that its names say; any other causal model opens or is refused."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from transformers import (
 )
 
 from doge_fast.pipeline.config import ModelConfig
-from doge_fast.pipeline.model import build_model, open_model, padded_vocab_size
+from doge_fast.pipeline.model import build_model, check_model, open_model, padded_vocab_size
 from doge_fast.pipeline.sizes import SIZES
 
 PAPER_VOCAB = 50257
@@ -125,6 +126,116 @@ def test_pretraining_continues_from_the_saved_weights_in_float32(llama: Path) ->
     saved = LlamaForCausalLM.from_pretrained(llama, dtype=torch.float32)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert torch.equal(model.lm_head.weight, saved.lm_head.weight)
+
+
+def folder_of(tmp_path: Path, **changes: object) -> str:
+    """A config.json as the Hub has them."""
+    told = {
+        "model_type": "qwen2",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "vocab_size": 300,
+        "torch_dtype": "bfloat16",
+    }
+    tmp_path.mkdir(exist_ok=True)
+    (tmp_path / "config.json").write_text(json.dumps({**told, **changes}))
+    return str(tmp_path)
+
+
+def test_a_fresh_model_is_in_float32_whatever_its_config_says(tmp_path: Path) -> None:
+    for key in ("torch_dtype", "dtype"):
+        name = folder_of(tmp_path / key, **{key: "bfloat16"})
+        model = build_model(ModelConfig(model=name), tokenizer_of(100), block_size=16)
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+        # What is saved opens as it was trained.
+        model.save_pretrained(tmp_path / "saved")
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / "saved").dtype == torch.float32
+
+
+@pytest.mark.parametrize("num_layers", [1, 6])
+def test_lists_of_layers_follow_their_number(tmp_path: Path, num_layers: int) -> None:
+    """Else training ends at the first checkpoint, which cannot be saved."""
+    types = ["full_attention", "sliding_attention"] * 2
+    name = folder_of(tmp_path, layer_types=types, use_sliding_window=True, sliding_window=8)
+    asked = ModelConfig(model=name, num_layers=num_layers)
+    model = build_model(asked, tokenizer_of(100), block_size=16)
+    assert model.config.layer_types == (types * 2)[:num_layers]
+    model.save_pretrained(tmp_path / "saved")
+    assert open_model(tmp_path / "saved").config.num_hidden_layers == num_layers
+
+
+def test_heads_that_follow_from_the_shape_do(tmp_path: Path) -> None:
+    name = folder_of(tmp_path, model_type="llama", head_dim=16)
+    asked = ModelConfig(model=name, embed_dim=48, num_heads=4)
+    model = build_model(asked, tokenizer_of(100), block_size=16)
+    assert (model.config.head_dim, model.config.num_key_value_heads) == (12, 4)
+
+
+def test_a_token_of_a_foreign_config_is_not_taken_for_padding(tmp_path: Path) -> None:
+    """Its embedding would never learn; a number past the vocabulary would not be a model."""
+    for pad in (0, 5_000):
+        name = folder_of(tmp_path, pad_token_id=pad, eos_token_id=4_000, bos_token_id=7_000)
+        model = build_model(ModelConfig(model=name), tokenizer_of(100), block_size=16)
+        assert model.get_input_embeddings().padding_idx is None
+        assert model.config.eos_token_id == model.config.bos_token_id == 99
+        tokens_BL = torch.arange(16).view(1, 16)
+        model(input_ids=tokens_BL, labels=tokens_BL).loss.backward()
+        grads_VD = model.get_input_embeddings().weight.grad
+        # The last one is predicted, and nothing after it.
+        assert (grads_VD[:15] != 0).any(dim=1).all()
+
+
+def test_what_a_foreign_config_returns_is_not_asked(tmp_path: Path) -> None:
+    name = folder_of(tmp_path, return_dict=False, output_hidden_states=True)
+    model = build_model(ModelConfig(model=name), tokenizer_of(100), block_size=16)
+    assert model(torch.arange(16).view(1, 16)).hidden_states is None
+
+
+def test_the_text_part_of_a_config_is_taken(tmp_path: Path) -> None:
+    text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 16}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 300}
+    folder_of(tmp_path)
+    told = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", **text}}
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    model = build_model(ModelConfig(model=str(tmp_path)), tokenizer_of(100), block_size=16)
+    assert model.get_input_embeddings().weight.shape == (128, 32)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_a_number_that_is_none_is_refused(tmp_path: Path) -> None:
+    name = folder_of(tmp_path, attention_dropout=float("nan"))
+    with pytest.raises(ValueError, match="attention_dropout of its config"):
+        check_model(ModelConfig(model=name), block_size=16)
+
+
+def test_gaps_in_the_vocabulary_are_rows_of_the_embedding() -> None:
+    words = Tokenizer(models.WordLevel({"w0": 0, "<|endoftext|>": 1, "w9": 200}, unk_token="w0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|endoftext|>")
+    assert len(tokenizer) == 3
+    model = build_model(ModelConfig(), tokenizer, block_size=16)
+    assert model.config.vocab_size == 256
+
+
+@pytest.mark.parametrize("num_layers", [3, 65, 20_000])
+def test_parameters_are_counted_before_there_are_any(num_layers: int) -> None:
+    class Refused(Exception):
+        pass
+
+    def refuse(size: int) -> None:
+        raise Refused(size)
+
+    asked = ModelConfig(num_layers=num_layers, embed_dim=32, num_heads=2)
+    with pytest.raises(Refused) as told:
+        build_model(asked, tokenizer_of(100), block_size=16, on_size=refuse)
+    # A layer: four matrices of 12 D^2, their biases of 9 D, two norms of 2 D; then 128 words,
+    # 16 positions and the last norm.
+    width = 32
+    expected = num_layers * (12 * width**2 + 13 * width) + (128 + 16) * width + 2 * width
+    assert told.value.args == (expected,)
 
 
 BERT = BertConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1)

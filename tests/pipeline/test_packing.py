@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from doge_fast.pipeline import packing
 from doge_fast.pipeline.domains import load_corpus
@@ -86,8 +88,8 @@ def test_a_long_document_held_out_is_warned_of(tmp_path, config, caplog):
 
 
 def test_a_domain_with_a_validation_split_is_not_warned_of(tmp_path, config):
-    write_jsonl(tmp_path / "a" / "train.jsonl", texts("a", 2))
-    write_jsonl(tmp_path / "a" / "validation.jsonl", texts("held-out a", 40))
+    write_jsonl(tmp_path / "a" / "train.jsonl", texts("a", 40))
+    write_jsonl(tmp_path / "a" / "validation.jsonl", texts("held-out a", 30))
     assert load_corpus(rename(config, data=str(tmp_path))).warnings == ()
 
 
@@ -196,6 +198,113 @@ def test_a_changed_file_is_packed_anew(tmp_path, config, packings):
     assert any("k3rnel" in text for text in documents(changed, "a", "train"))
 
 
+def test_a_text_written_over_with_its_size_and_time_kept_is_seen(tmp_path, config):
+    path = write_jsonl(tmp_path / "data" / "a.jsonl", texts("a"))
+    before = path.stat()
+    base = rename(config, data=str(tmp_path / "data"))
+    first = load_corpus(base)
+    path.write_text(path.read_text().replace("kernel", "k3rnel"))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_size == before.st_size
+    second = load_corpus(rename(base, tokenizer=first.tokenizer.name_or_path))
+    assert any("k3rnel" in text for text in documents(second, "a", "train"))
+    assert first.digests != second.digests
+
+
+def test_the_digest_is_of_the_blocks_in_their_order(tmp_path, config, corpus):
+    """The same text elsewhere has the same one, other order has another."""
+    fixed = rename(config, tokenizer=corpus.tokenizer.name_or_path)
+    found = []
+    for name, rows in (("x", texts("a")), ("y", texts("a")), ("z", texts("a")[::-1])):
+        write_jsonl(tmp_path / name / "a.jsonl", rows)
+        found.append(load_corpus(rename(fixed, data=str(tmp_path / name))).digests["a"])
+    assert found[0] == found[1] != found[2]
+
+
+def save_words(folder: Path, entries: Mapping[str, int], unknown: str | None = "<unk>") -> str:
+    """A tokenizer of words."""
+    backend = Tokenizer(models.WordLevel(dict(entries), unk_token=unknown or ""))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="</s>", unk_token=unknown
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_domain_of_unknown_tokens_is_warned_of(tmp_path, config):
+    words = [f"w{i}" for i in range(90)]
+    entries = {"</s>": 0, "<unk>": 1} | {word: i + 2 for i, word in enumerate(words)}
+    known = [" ".join(words[(i + k) % 90] for k in range(40)) for i in range(40)]
+    mixed = [" ".join(words[:36] + ["xy"] * 4) + f" w{i}" for i in range(40)]
+    write_jsonl(tmp_path / "data" / "en.jsonl", known)
+    write_jsonl(tmp_path / "data" / "zh.jsonl", [chr(0x4E00 + i) * 200 for i in range(40)])
+    write_jsonl(tmp_path / "data" / "mixed.jsonl", mixed)
+    tokenizer = save_words(tmp_path / "tokenizer", entries)
+    asked = rename(config, data=str(tmp_path / "data"), tokenizer=tokenizer, block_size=2)
+    for _ in ("packed", "found in the cache"):
+        loaded = load_corpus(asked)
+        share = {warning.split(":")[0]: warning.split()[1] for warning in loaded.warnings}
+        # Of 36 words of two or three letters and 4 of two, 8 letters are in unknown ones.
+        letters = sum(map(len, words[:36])) + 8 + 3
+        assert share == {"zh": "100%", "mixed": f"{8 / letters:.0%}"}
+
+
+def test_letters_that_a_tokenizer_drops_are_warned_of(tmp_path, config):
+    """A BPE without an unknown token leaves out what is not in its alphabet."""
+    backend = Tokenizer(models.BPE({"</s>": 0, "a": 1, "b": 2}, []))
+    folder = tmp_path / "tokenizer"
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(folder)
+    write_jsonl(tmp_path / "data" / "x.jsonl", ["abc" * (100 + i) for i in range(20)])
+    asked = rename(config, data=str(tmp_path / "data"), tokenizer=str(folder))
+    (warning,) = load_corpus(asked).warnings
+    assert warning.startswith("x: 33% of its characters are unknown")
+
+
+def test_numbers_of_tokens_may_have_gaps(tmp_path, config):
+    entries = {"</s>": 0, "<unk>": 1, "word": 70_000}
+    tokenizer = save_words(tmp_path / "tokenizer", entries)
+    write_jsonl(tmp_path / "data" / "a.jsonl", ["word " * (20 + i) for i in range(40)])
+    loaded = load_corpus(rename(config, data=str(tmp_path / "data"), tokenizer=tokenizer))
+    assert set(tokens(loaded.train["a"])) == {0, 70_000}
+    assert loaded.vocab_size == 70_001
+
+
+def test_two_tokens_with_one_number_are_refused(tmp_path, config):
+    tokenizer = save_words(tmp_path / "tokenizer", {"</s>": 0, "<unk>": 1, "a": 2, "b": 3})
+    file = tmp_path / "tokenizer" / "tokenizer.json"
+    file.write_text(file.read_text().replace('"b": 3', '"b": 2'))
+    with pytest.raises(ValueError, match="'a', 'b' share one"):
+        load_corpus(rename(config, tokenizer=tokenizer))
+
+
+def test_tokens_do_not_depend_on_chance(tmp_path, config, corpus):
+    """A tokenizer.json may ask for BPE dropout, which leaves merges out at random."""
+    corpus.tokenizer.save_pretrained(tmp_path / "tokenizer")
+    file = tmp_path / "tokenizer" / "tokenizer.json"
+    told = json.loads(file.read_text())
+    told["model"]["dropout"] = 0.5
+    file.write_text(json.dumps(told))
+    loaded = load_corpus(rename(config, tokenizer=str(tmp_path / "tokenizer")))
+    assert loaded.digests == corpus.digests
+
+
+def test_a_tokenizer_of_the_hub_is_asked_for_once(config, monkeypatch):
+    """transformers tries for minutes, and calls a path a bad repository."""
+    asked = []
+
+    def refuse(self: Any, name: str, **_: Any) -> None:
+        asked.append(name)
+        raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", refuse)
+    with pytest.raises(ValueError, match="tokenizer gpt-none does not open: Name or service"):
+        load_corpus(rename(config, tokenizer="gpt-none"))
+    assert asked == ["gpt-none"]
+    with pytest.raises(ValueError, match="/nonexistent/tok is not a folder or a file"):
+        load_corpus(rename(config, tokenizer="/nonexistent/tok"))
+    assert asked == ["gpt-none"]
+
+
 def test_a_packing_that_fails_leaves_nothing(tmp_path, config):
     write_jsonl(tmp_path / "data" / "a.jsonl", texts("a"))
     write_jsonl(tmp_path / "data" / "b.jsonl", ["x y", "y z"])
@@ -208,7 +317,7 @@ def test_a_packing_that_fails_leaves_nothing(tmp_path, config):
     packed = list((tmp_path / "cache" / "blocks").iterdir())
     # The other domain's blocks are good.
     assert len(packed) == 1
-    assert json.loads((packed[0] / "packed.json").read_text())["name"] == "a"
+    assert json.loads((packed[0] / "packed.json").read_text())["documents"] == 36
 
 
 def test_a_trained_tokenizer_is_deterministic(tmp_path, config, corpus):

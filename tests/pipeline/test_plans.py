@@ -1,8 +1,9 @@
 """The plan of an experiment: which runs, how large, in which order."""
 
+import json
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -17,7 +18,6 @@ from doge_fast.pipeline.config import (
     Experiment,
     ExperimentConfig,
     ProxyConfig,
-    SelectConfig,
 )
 from doge_fast.pipeline.config.fields import filled
 from doge_fast.pipeline.experiments import runner
@@ -27,7 +27,7 @@ from doge_fast.pipeline.experiments.presets import check, demo_of, known_domains
 from doge_fast.pipeline.experiments.runner import run_experiment
 from doge_fast.pipeline.records.shapes import PerplexityGroup
 from doge_fast.pipeline.sources import find_parts
-from doge_fast.weights.weights_file import write_json
+from doge_fast.weights.weights_file import plain, write_json
 
 Make = Callable[..., ExperimentConfig]
 SLIMPAJAMA = ("arxiv", "book", "c4", "commoncrawl", "github", "stackexchange", "wikipedia")
@@ -249,11 +249,16 @@ def test_runs_come_after_what_they_read(name: Any, preset: Any) -> None:
     if preset == "small":
         config = preset_of(name, preset, data="nowhere")
         names = (DEMO_TARGET, *SLIMPAJAMA, "en", "de", "fr", "es", "ru", "ca", "nl")
-    seen: set[Path] = set()
-    for job in planned(config, names).jobs:
-        for needed in needs(job):
-            assert needed in seen, (job.config.out, needed)
-        seen.add(job.config.out)
+    plan = planned(config, names)
+    outs = {str(job.config.out) for job in plan.jobs}
+    seen = set[str]()
+    for job in plan.jobs:
+        told = json.dumps(plain(job.config))
+        # Whatever path of the experiment its configuration holds.
+        read = {str(Path("x/runs") / name) for name in re.findall(r"x/runs/([^/\"]+)", told)}
+        assert read - {str(job.config.out)} <= seen & outs, job.name
+        assert {Path(path).name for path in read} == {job.name, *plan.needed_by(job)}
+        seen.add(str(job.config.out))
     assert seen
 
 
@@ -264,21 +269,6 @@ def test_the_papers_languages() -> None:
     assert {(corpus.data, corpus.domain_column) for corpus in corpora} == {("google/wiki40b", None)}
     # Two targets, two seeds.
     assert len(corpora) == 4
-
-
-def needs(job: Job) -> Iterator[Path]:
-    config = job.config
-    if isinstance(config, BaseConfig):
-        for weights in (config.weights,):
-            if weights not in ("uniform", "natural") and Path(weights).suffix != ".json":
-                yield Path(weights)
-        if config.model.pretrained:
-            yield Path(config.model.model).parent
-    if isinstance(config, DoReMiConfig):
-        yield config.reference
-    if isinstance(config, ProxyConfig) and config.selection is not None:
-        yield config.selection.parent
-    assert isinstance(config, BaseConfig | DoReMiConfig | ProxyConfig | SelectConfig)
 
 
 def test_the_demo_compares_at_equal_tokens_and_seeds(small_corpus: Path) -> None:

@@ -1,5 +1,6 @@
 """A run directory is complete, survives a kill at any byte, and says so when it is not believed."""
 
+import contextlib
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import sys
 from dataclasses import dataclass, field, fields, replace
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -158,6 +160,55 @@ def test_another_corpus_is_refused_and_named(tmp_path):
     records.check_corpus(config.out, recorded, CORPUS)
     with pytest.raises(ValueError, match="tokenizer_sha256"):
         records.check_corpus(config.out, recorded, CORPUS | {"tokenizer_sha256": "1" * 64})
+
+
+def test_no_flipped_bit_of_weights_gives_other_weights(tmp_path):
+    path = tmp_path / "weights.json"
+    entries = [{"name": "web", "weight": 0.25}, {"name": "wiki", "weight": 0.75}]
+    records.write_weights(path, {"method": "given", "domains": entries})
+    whole, expected = path.read_bytes(), {"web": 0.25, "wiki": 0.75}
+    assert records.weights_by_name(records.read_weights(path)) == expected
+    for bit in range(8 * len(whole)):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        with contextlib.suppress(ValueError):
+            found = records.read_weights(path)
+            # The name of the field that holds the digest may be lost: then no other bit is.
+            assert records.weights_by_name(found) == expected
+
+
+def test_weights_that_were_edited_are_refused_unless_their_digest_is_taken_out(tmp_path):
+    path = tmp_path / "weights.json"
+    entries = [{"name": "web", "weight": 0.25}, {"name": "wiki", "weight": 0.75}]
+    records.write_weights(path, {"method": "given", "domains": entries})
+    record = json.loads(path.read_text())
+    record["domains"][0]["name"] = "news"
+    path.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="sha256 differs"):
+        records.read_weights(path)
+    del record["sha256"]
+    path.write_text(json.dumps(record))
+    assert set(records.weights_by_name(records.read_weights(path))) == {"news", "wiki"}
+    path.write_text('{"schema_version": 1, "domains": [], "domains": []}')
+    with pytest.raises(ValueError, match="'domains' is there twice"):
+        records.read_weights(path)
+
+
+def test_a_text_that_has_changed_is_refused_where_its_digest_was_recorded(tmp_path):
+    config = proxy_config(tmp_path)
+
+    def corpus(digest: str) -> Any:
+        domains = {name: {**of, "digest": digest} for name, of in CORPUS["domains"].items()}
+        return CORPUS | {"domains": domains}
+
+    records.open_run(config.out, stage="proxy", config=config, corpus=corpus("a"))
+    recorded = records.read_config(config.out)
+    records.check_corpus(config.out, recorded, corpus("a"))
+    with pytest.raises(ValueError, match="began with another text"):
+        records.check_corpus(config.out, recorded, corpus("b"))
+    # Earlier releases recorded none.
+    records.check_corpus(config.out, recorded | {"corpus": CORPUS}, corpus("b"))
 
 
 def test_what_is_no_directory_for_a_run_is_refused(tmp_path):

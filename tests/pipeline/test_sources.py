@@ -11,7 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from doge_fast.pipeline import corpus_files, sources
+from doge_fast.pipeline import corpus_files, file_rows, sources
+from doge_fast.pipeline.corpus_files import CorpusFile
 from doge_fast.pipeline.domains import load_corpus
 from tests.pipeline.corpora import (
     answer_as_hub,
@@ -36,13 +37,42 @@ def test_every_layout_is_found(corpus):
     assert corpus.mix is None
 
 
-def test_what_is_not_read_is_said(tmp_path, config, caplog):
-    for name in ("code.jsonl", "prose.jsonl", "verse.JSONL", "table.csv"):
+def text_file(path: Path) -> CorpusFile:
+    return CorpusFile(path, "a", "train", "text")
+
+
+def cut(path: Path, chars: int = 16_384) -> list[str]:
+    return [row.text for row in file_rows.text_documents(text_file(path), chars)]
+
+
+def test_what_is_read_held_out_and_left_out_is_said(tmp_path, config, caplog):
+    for name in ("code.jsonl", "prose/0.jsonl", "verse.JSONL", "table.csv"):
         write_jsonl(tmp_path / name, texts(name, 30))
+    (tmp_path / "prose" / "1.json.gz").write_bytes(
+        gzip.compress("\n".join(json.dumps({"text": each}) for each in texts("more")).encode())
+    )
+    for name in ("prose/2.csv", "prose/README.txt", ".hidden.jsonl", "LICENSE"):
+        (tmp_path / name).write_text("terms of use")
+    write_jsonl(tmp_path / "code2" / "train.jsonl", texts("code2"))
+    write_jsonl(tmp_path / "code2" / "code2-validation.jsonl", texts("held-out", 9))
+    write_jsonl(tmp_path / "code2" / "test.jsonl", texts("never read", 9))
     with caplog.at_level("INFO", logger="doge_fast"):
-        assert load_corpus(rename(config, data=str(tmp_path))).names == ("code", "prose")
-    told = "not read are table.csv, verse.JSONL, which do not end in .parquet, .jsonl,"
-    assert f"{tmp_path}: {told}" in caplog.text
+        loaded = load_corpus(rename(config, data=str(tmp_path)))
+    assert loaded.documents == {"code": 27, "code2": 40, "prose": 63, "verse": 27}
+    (held,) = [line for line in caplog.messages if line.startswith("Held out")]
+    assert "code2 code2-validation.jsonl" in held
+    assert "code, prose, verse" in held
+    left = "\n".join(line for line in caplog.messages if "not read" in line)
+    for name in (
+        "table.csv",
+        "prose/2.csv",
+        "README.txt",
+        ".hidden.jsonl",
+        "LICENSE",
+        "test.jsonl",
+    ):
+        assert name in left
+    assert "prose/1.json.gz" in caplog.text
 
 
 @pytest.mark.parametrize("form", ["parquet", "jsonl", "jsonl.gz"])
@@ -69,8 +99,8 @@ def hub_folder(folder: Path) -> Path:
     """A repository as the Hub holds it, with a split of its own for validation."""
     rows, meta = rows_of_two()
     write_parquet(folder / "train-00000-of-00001.parquet", text=rows, meta=meta)
-    held = [text_of(m["redpajama_set_name"], 1000 + i) for i, m in enumerate(meta)]
-    write_parquet(folder / "validation-00000-of-00001.parquet", text=held, meta=meta)
+    held = [text_of(m["redpajama_set_name"], 1000 + i) for i, m in enumerate(meta[:45])]
+    write_parquet(folder / "validation-00000-of-00001.parquet", text=held, meta=meta[:45])
     return folder
 
 
@@ -118,7 +148,7 @@ def test_text_files_are_cut_at_blank_lines(tmp_path, config):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "book.txt").write_text("".join(paragraphs))
     write_jsonl(tmp_path / "data" / "b.jsonl", texts("b"))
-    found = list(corpus_files.text_documents([tmp_path / "data" / "book.txt"], 16_384))
+    found = cut(tmp_path / "data" / "book.txt")
     assert "".join(found) == "".join(paragraphs)
     assert len(found) > 4
     assert all(text.endswith("\n\n") for text in found)
@@ -126,16 +156,30 @@ def test_text_files_are_cut_at_blank_lines(tmp_path, config):
     loaded = load_corpus(rename(config, data=str(tmp_path / "data")))
     # About 64 documents of text of this size, a tenth of them held out.
     chars = sum(map(len, paragraphs)) // 64
-    cut = list(corpus_files.text_documents([tmp_path / "data" / "book.txt"], chars))
-    assert 48 <= len(cut) <= 64
-    assert loaded.documents["book"] == len(cut) - round(0.1 * len(cut))
+    pieces = cut(tmp_path / "data" / "book.txt", chars)
+    assert 48 <= len(pieces) <= 64
+    assert loaded.documents["book"] == len(pieces) - round(0.1 * len(pieces))
 
 
 def test_text_without_blank_lines_is_cut_too(tmp_path):
     (tmp_path / "a.txt").write_text("0123456789\n" * 100_000)
-    found = list(corpus_files.text_documents([tmp_path / "a.txt"], 16_384))
+    found = cut(tmp_path / "a.txt")
     assert "".join(found) == "0123456789\n" * 100_000
     assert max(map(len, found)) < 16 * 16_384 + 11
+
+
+def test_a_text_of_one_long_line_is_cut(tmp_path, config):
+    """As text8 is: words between spaces, without an end of line."""
+    line = " ".join(texts("a", 2000)).replace("\n", " ")
+    (tmp_path / "a.txt").write_text(line)
+    write_jsonl(tmp_path / "b.jsonl", texts("b"))
+    assert "".join(cut(tmp_path / "a.txt", 500)) == line
+    loaded = load_corpus(rename(config, data=str(tmp_path)))
+    num_held = len(loaded.validation["a"])
+    assert 0.05 < num_held / (num_held + len(loaded.train["a"])) < 0.2
+    # Pieces of our own say nothing of the length of a document.
+    assert loaded.sizes("a").keys() == {"tokens"}
+    assert loaded.sizes("b").keys() == {"tokens", "documents", "mean_doc_tokens"}
 
 
 @pytest.mark.parametrize(("num_paragraphs", "words"), [(400, 5), (120, 24)], ids=str)
@@ -154,18 +198,19 @@ def test_a_small_text_file_has_documents_to_hold_out(tmp_path, config, num_parag
 
 
 def test_the_cut_of_text_follows_what_there_is_of_a_domain(tmp_path):
-    def cut(*sizes: int) -> int:
-        files = [tmp_path / f"{index}.txt" for index in range(len(sizes))]
+    def chars(*sizes: int) -> int:
+        files = [text_file(tmp_path / f"{index}.txt") for index in range(len(sizes))]
         for file, size in zip(files, sizes, strict=True):
-            file.write_bytes(b"x" * size)
-        return corpus_files.text_document_chars(files)
+            file.path.write_bytes(b"x" * size)
+        return file_rows.text_document_chars(files)
 
-    assert cut(100) == cut(512 * 64) == 512
-    assert cut(640_000) == 10_000
-    assert cut(2**20) == cut(2**24) == 16_384
+    assert chars(100) == chars(512 * 64) == 512
+    assert chars(640_000) == 10_000
+    assert chars(2**20) == chars(2**24) == 16_384
     # Files of which each is a document stay whole where there are many.
-    assert cut(*[2**14] * 64) == 16_384
-    assert corpus_files.text_document_chars([tmp_path / "rows.jsonl"]) == 16_384
+    assert chars(*[2**14] * 64) == 16_384
+    rows = CorpusFile(tmp_path / "rows.jsonl", "a", "train", "json")
+    assert file_rows.text_document_chars([rows]) == 16_384
 
 
 def test_text_with_a_validation_file_is_cut_as_ever(tmp_path, config):
@@ -174,15 +219,6 @@ def test_text_with_a_validation_file_is_cut_as_ever(tmp_path, config):
         text = "\n\n".join(texts(f"a {split}", count))
         (tmp_path / "a" / f"{split}.txt").write_text(text)
     assert load_corpus(rename(config, data=str(tmp_path))).documents == {"a": 2}
-
-
-def test_another_cut_is_another_cache_entry(tmp_path, config):
-    (tmp_path / "long.txt").write_bytes(b"x\n\n" * 2**19)
-    (tmp_path / "short.txt").write_bytes(b"x\n\n" * 2**9)
-    parts = sources.find_parts(rename(config, data=str(tmp_path)), [])
-    # What was packed of a megabyte or more is found again.
-    assert parts["long"].fingerprint == corpus_files.stamp_of([tmp_path / "long.txt"])
-    assert parts["short"].fingerprint != corpus_files.stamp_of([tmp_path / "short.txt"])
 
 
 @pytest.mark.parametrize(
@@ -195,6 +231,13 @@ def test_another_cut_is_another_cache_entry(tmp_path, config):
         ("val_1.txt", "validation"),
         ("dev.jsonl", "validation"),
         ("Test.jsonl", "test"),
+        ("c4-validation.00000-of-00001.jsonl", "validation"),
+        ("c4-train.00000-of-00001.jsonl", "train"),
+        ("wiki.valid.txt", "validation"),
+        ("en_test_12.jsonl.gz", "test"),
+        ("dev-blog.jsonl", None),
+        ("test_bench.jsonl", None),
+        ("val-d-isere", None),
         ("testimony.txt", None),
         ("value.jsonl", None),
         ("trains.txt", None),
@@ -202,14 +245,14 @@ def test_another_cut_is_another_cache_entry(tmp_path, config):
     ],
 )
 def test_splits_are_told_by_name(name, split):
-    assert sources._split_of(name) == split
+    assert corpus_files.split_of(name) == split
 
 
 def test_a_test_split_is_held_out_only_where_there_is_no_validation(tmp_path, config):
-    for split in ("train", "test"):
-        write_jsonl(tmp_path / "data" / "a" / f"{split}.jsonl", texts(f"a {split}"))
-        write_jsonl(tmp_path / "data" / "b" / split / "part.jsonl", texts(f"b {split}"))
-    write_jsonl(tmp_path / "data" / "b" / "valid" / "part.jsonl", texts("b valid"))
+    for split, count in (("train", 40), ("test", 20)):
+        write_jsonl(tmp_path / "data" / "a" / f"{split}.jsonl", texts(f"a {split}", count))
+        write_jsonl(tmp_path / "data" / "b" / split / "part.jsonl", texts(f"b {split}", count))
+    write_jsonl(tmp_path / "data" / "b" / "valid" / "part.jsonl", texts("b valid", 20))
     loaded = load_corpus(rename(config, data=str(tmp_path / "data")))
     assert documents(loaded, "a", "validation")[0] == text_of("a test", 0)
     assert documents(loaded, "b", "validation")[0] == text_of("b valid", 0)
@@ -253,6 +296,245 @@ def test_a_domain_in_two_places(tmp_path, config):
     write_jsonl(tmp_path / "a.jsonl", texts("a"))
     write_jsonl(tmp_path / "a" / "x.jsonl", texts("a"))
     check_refused(rename(config, data=str(tmp_path)), "holds several named a")
+
+
+def test_a_file_beside_its_compressed_twin_is_refused(tmp_path, config):
+    path = write_jsonl(tmp_path / "a" / "x.jsonl", texts("a"))
+    path.with_name("x.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
+    check_refused(rename(config, data=str(tmp_path)), r"x.jsonl and .*x.jsonl.gz differ")
+
+
+def test_more_held_out_by_name_than_trained_on_is_refused(tmp_path, config):
+    write_jsonl(tmp_path / "blog" / "old.jsonl", texts("old", 10))
+    write_jsonl(tmp_path / "blog" / "my-dev.jsonl", texts("dev", 40))
+    with pytest.raises(ValueError, match=r"blog: \d+ blocks would be held out .*my-dev.jsonl"):
+        load_corpus(rename(config, data=str(tmp_path)))
+
+
+def test_a_name_that_begins_like_a_split_is_trained_on_and_warned_of(tmp_path, config, caplog):
+    for name in ("dev-blog.jsonl", "test_bench.jsonl", "val-d-isere/0.jsonl"):
+        write_jsonl(tmp_path / "a" / name, texts(name, 20))
+    loaded = load_corpus(rename(config, data=str(tmp_path)))
+    assert loaded.documents == {"a": 54}
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert all(name in warning for name in ("dev-blog", "test_bench", "val-d-isere"))
+
+
+@pytest.mark.parametrize("name", ["corpus[2]", "c*", "a?b", "x::y", "hf:", "{a,b}"])
+@pytest.mark.parametrize("has_column", [False, True], ids=["folders", "column"])
+def test_a_path_is_no_pattern(tmp_path, config, name, has_column):
+    """Beside it lie folders and files that it would match as one."""
+    column = "source" if has_column else None
+    for folder in (name, "corpus2", "code", "axb", "y", "a", "b"):
+        rows = [
+            json.dumps({"text": f"{folder} {i} " + "word " * 30, "source": "own"})
+            for i in range(40)
+        ]
+        path = tmp_path / folder / "[a]*.jsonl"
+        path.parent.mkdir()
+        path.write_text("\n".join(rows))
+        path.with_name("a.jsonl" if has_column else "b.jsonl").write_text("\n".join(rows))
+    loaded = load_corpus(rename(config, data=str(tmp_path / name), domain_column=column))
+    assert set(loaded.names) == ({"own"} if has_column else {"[a]*", "b"})
+    for domain in loaded.names:
+        assert all(t.startswith(name) for t in documents(loaded, domain, "train")[:-1])
+
+
+def test_what_lies_in_a_folder_does_not_say_what_is_read(tmp_path, config):
+    """README.md and .huggingface.yaml choose files for `datasets`, also outside and far away."""
+    rows = [{"text": text, "source": "web"} for text in texts("inside")]
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "out.jsonl").write_text(json.dumps({"text": "outside", "source": "other"}))
+    told = "configs:\n- config_name: default\n  data_files: ../out.jsonl\n"
+    (tmp_path / "in" / "README.md").write_text(f"---\n{told}---\n")
+    (tmp_path / "in" / ".huggingface.yaml").write_text(told)
+    loaded = load_corpus(rename(config, data=str(tmp_path / "in"), domain_column="source"))
+    assert loaded.documents == {"web": 36}
+
+
+def test_with_a_domain_column_every_kind_of_file_is_read(tmp_path, config):
+    domains_of = {"a.jsonl": "web", "b.parquet": "books", "c.json": "code", "d.JSON.zst": "papers"}
+    for file, domain in domains_of.items():
+        rows = [{"text": text, "source": domain} for text in texts(file)]
+        if file.endswith(".parquet"):
+            pq.write_table(pa.Table.from_pylist(rows), tmp_path / file)
+        elif file == "c.json":
+            (tmp_path / file).write_text(json.dumps(rows, indent=1))
+        else:
+            lines = "\n".join(map(json.dumps, rows)).encode()
+            is_plain = file.endswith("jsonl")
+            (tmp_path / file).write_bytes(
+                lines if is_plain else pa.compress(lines, "zstd", asbytes=True)
+            )
+    loaded = load_corpus(rename(config, data=str(tmp_path), domain_column="source"))
+    assert loaded.documents == dict.fromkeys(sorted(domains_of.values()), 36)
+
+
+def long_rows(count: int, **more: Any) -> list[dict[str, Any]]:
+    return [{"text": f"{i} " + "word " * 500, **more} for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"a.jsonl": [{"url": "u"}], "b.jsonl": [{"id": 1}]},
+        {"a.jsonl": [{"url": None}], "b.jsonl": [{"url": "u"}]},
+        {"a.jsonl": [{"n": 1}], "b.jsonl": [{"n": 0.5}]},
+        {"a.jsonl": [{"n": 1}, {"n": "one"}, {"n": {"deep": [1, "x"]}}]},
+        {"a.jsonl": [{"when": "2024-01-01"}, {"when": "never"}]},
+        {"a.parquet": [{"url": "u"}], "b.parquet": [{"id": 1}]},
+    ],
+    ids=["keys", "null", "numbers", "kinds", "dates", "parquet"],
+)
+def test_a_column_that_nobody_needs_may_be_anything(tmp_path, config, files):
+    for name, others in files.items():
+        rows = [
+            {"text": text, **others[i * len(others) // 40]} for i, text in enumerate(texts(name))
+        ]
+        (tmp_path / "one").mkdir(exist_ok=True)
+        if name.endswith(".parquet"):
+            pq.write_table(pa.Table.from_pylist(rows), tmp_path / "one" / name)
+        else:
+            (tmp_path / "one" / name).write_text("\n".join(map(json.dumps, rows)))
+    assert load_corpus(rename(config, data=str(tmp_path))).documents == {"one": 36 * len(files)}
+
+
+@pytest.mark.parametrize(
+    "inside", [b"[" * 100_000 + b"]" * 100_000, b"7" * 10_000], ids=["deep", "7"]
+)
+def test_a_line_that_no_reader_takes_is_named(tmp_path, config, inside):
+    path = write_jsonl(tmp_path / "a.jsonl", texts("a"))
+    path.write_bytes(path.read_bytes() + b'{"text": "x", "n": ' + inside + b"}\n")
+    check_refused(rename(config, data=str(tmp_path)), r"a.jsonl, line 41 cannot be read")
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        ('{"text": "a", "text": "b"}', "'text' is there twice"),
+        ('{"text": "\\ud800"}', "surrogates"),
+        ("null", "JSON object"),
+        ("[1]", "JSON object"),
+    ],
+)
+def test_a_line_that_is_no_row_is_named(tmp_path, config, line, word):
+    path = write_jsonl(tmp_path / "a.jsonl", texts("a"))
+    path.write_text(path.read_text() + line + "\n")
+    check_refused(rename(config, data=str(tmp_path)), rf"a.jsonl, (line|row) 41 .*{word}")
+
+
+def test_rows_without_text_or_domain_are_counted(tmp_path, config):
+    rows = [{"text": text, "source": "web"} for text in texts("web")]
+    rows += [{"text": text, "source": None} for text in texts("null", 30)]
+    rows += [{"text": text} for text in texts("absent", 20)]
+    rows += [{"body": "x", "source": "web"}] * 7 + [{"text": " \n", "source": "web"}] * 4
+    path = tmp_path / "all.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    for _ in ("packed", "found in the cache"):
+        loaded = load_corpus(rename(config, data=str(path), domain_column="source"))
+        assert loaded.documents == {"web": 36}
+        no_text, no_domain = loaded.warnings
+        assert "11 of 101 rows are without text" in no_text
+        assert "50 of 101 rows are without a domain" in no_domain
+
+
+@pytest.mark.parametrize("column", ["source", "meta.source"])
+def test_class_labels_are_named(tmp_path, config, column):
+    label = datasets.ClassLabel(names=["web", "code"])
+    is_inside = column.startswith("meta")
+    features = {"text": datasets.Value("string")}
+    features |= {"meta": {"source": label}} if is_inside else {"source": label}
+    values = [{"meta": {"source": i % 2}} if is_inside else {"source": i % 2} for i in range(80)]
+    rows = [{"text": text, **value} for text, value in zip(texts("a", 80), values, strict=True)]
+    made = datasets.Dataset.from_list(rows, features=datasets.Features(features))
+    made.to_parquet(str(tmp_path / "all.parquet"))
+    made.save_to_disk(str(tmp_path / "saved"))
+    for data in ("all.parquet", "saved"):
+        loaded = load_corpus(rename(config, data=str(tmp_path / data), domain_column=column))
+        assert loaded.documents == {"code": 36, "web": 36}
+
+
+def test_folders_of_save_to_disk_are_read(tmp_path, config):
+    splits = {
+        split: datasets.Dataset.from_dict({"text": texts(split, n), "source": ["web"] * n})
+        for split, n in (("train", 40), ("validation", 15))
+    }
+    datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "both"))
+    splits["train"].save_to_disk(str(tmp_path / "domains" / "web"))
+    loaded = load_corpus(rename(config, data=str(tmp_path / "both"), domain_column="source"))
+    assert loaded.documents == {"web": 40}
+    assert documents(loaded, "web", "validation")[0] == text_of("validation", 0)
+    assert load_corpus(rename(config, data=str(tmp_path / "domains"))).documents == {"web": 36}
+    check_refused(rename(config, data=str(tmp_path / "domains" / "web")), "as save_to_disk leaves")
+    check_refused(rename(config, data=str(tmp_path / "both")), "names a split")
+
+
+@pytest.mark.parametrize(
+    ("meta", "column", "word"),
+    [
+        ({"meta": {"set": "web"}}, "meta.sett", "the keys of meta are set"),
+        ({"meta": '{"set": "web"}'}, "meta.set", "meta holds no struct but text"),
+        ({"meta": {"set": "web"}}, "meta", "holds a struct. .* meta.set"),
+        ({"meta": {"set": None}}, "meta.set", "names no domain: of 40 rows"),
+    ],
+)
+def test_a_domain_column_that_leads_nowhere_is_named(tmp_path, config, meta, column, word):
+    rows = [json.dumps({"text": text, **meta}) for text in texts("a")]
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    one = rename(config, data=str(tmp_path / "a.jsonl"), domain_column=column)
+    check_refused(one, rf'"{column}".*{word}')
+
+
+def test_a_column_may_have_a_dot_in_its_name(tmp_path, config):
+    rows = [{"text": text, "meta.set": "web"} for text in texts("a")]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "b.parquet")
+    loaded = load_corpus(rename(config, data=str(tmp_path), domain_column="meta.set"))
+    # Of each a copy, on the same side.
+    assert loaded.documents == {"web": 72}
+
+
+def test_a_mark_of_the_encoding_is_no_text(tmp_path, config):
+    for name in ("a.jsonl", "b.txt"):
+        write_jsonl(tmp_path / name, texts("a"))
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + (tmp_path / name).read_bytes())
+    loaded = load_corpus(rename(config, data=str(tmp_path)))
+    for name in loaded.names:
+        assert not any("\ufeff" in text for text in documents(loaded, name, "train"))
+
+
+@pytest.mark.parametrize(
+    "names", [("caf\u00e9", "cafe\u0301"), ("web", "web\u200b"), ("web", "web ")]
+)
+def test_names_that_look_alike_are_refused(tmp_path, config, names):
+    rows = [{"text": text, "source": name} for name in names for text in texts(name, 20)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ValueError, match="look alike"):
+        load_corpus(rename(config, data=str(tmp_path / "a.jsonl"), domain_column="source"))
+
+
+def test_splits_with_a_common_beginning_are_all_read(config, monkeypatch):
+    """As MNLI's validation_matched and validation_mismatched."""
+
+    class Builder:
+        config = datasets.BuilderConfig()
+        hash = "x"
+
+        def as_streaming_dataset(self) -> dict[str, datasets.IterableDataset]:
+            sizes = {"train_a": 30, "train_b": 20, "dev_a": 5, "dev_b": 4, "test": 9, "extra": 9}
+            return {
+                split: datasets.Dataset.from_dict(
+                    {"text": texts(split, n), "source": ["web"] * n}
+                ).to_iterable_dataset()
+                for split, n in sizes.items()
+            }
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_: Builder())
+    parts = sources.find_parts(rename(config, data="owner/x", domain_column="source"), [])
+    read = [text for _, text in parts["web"].train()]
+    assert read == texts("train_a", 30) + texts("train_b", 20)
+    assert [text for _, text in parts["web"].validation()] == texts("dev_a", 5) + texts("dev_b", 4)
 
 
 def test_a_domain_of_held_out_files_alone(tmp_path, config):
@@ -299,7 +581,7 @@ def make_hollow(folder: Path, form: str) -> Path:
         ("pipe", "or no file"),
         ("loop", "is a link to a folder around it"),
         ("folder inside", "has the name of a file and is a folder"),
-        ("folder", "holds no file of"),
+        ("folder", "has the name of a file and is a folder"),
         ("empty folder", "holds no file of"),
     ],
 )
@@ -369,7 +651,10 @@ def test_a_parquet_without_the_text_column(tmp_path, config):
 
 def test_a_text_column_of_numbers(tmp_path, config):
     write_parquet(tmp_path / "a.parquet", text=list(range(40)))
-    check_refused(rename(config, data=str(tmp_path)), 'column "text" of .* holds int')
+    check_refused(
+        rename(config, data=str(tmp_path)),
+        'column "text" must hold text; that of .*a.parquet, row 1 holds int',
+    )
 
 
 def test_a_text_column_that_turns_into_numbers(tmp_path, config):
@@ -377,7 +662,7 @@ def test_a_text_column_that_turns_into_numbers(tmp_path, config):
     with path.open("a") as file:
         file.write('{"text": 5}\n')
     with pytest.raises(
-        ValueError, match=r'column "text" of .*a.jsonl must hold text; it holds int'
+        ValueError, match=r'column "text" must hold text; that of .*a.jsonl, row 201 holds int'
     ):
         load_corpus(rename(config, data=str(tmp_path)))
 
@@ -386,7 +671,7 @@ def test_a_missing_domain_column(tmp_path, config):
     path = write_jsonl(tmp_path / "a.jsonl", texts("a"))
     check_refused(
         rename(config, data=str(path), domain_column="meta.set"),
-        r'has no column "meta"; its columns are text\. Name the right one with domain_column '
+        r'has no column "meta.set"; its columns are text\. Name the right one with domain_column '
         r"\(--domain-column\)",
     )
 
@@ -395,5 +680,6 @@ def test_a_missing_domain_column(tmp_path, config):
 def test_a_file_that_cannot_be_read(tmp_path, config, name):
     (tmp_path / name).write_bytes(b'\xff\xfe{"text": "x" \n}}' * 50)
     check_refused(
-        rename(config, data=str(tmp_path)), r"a\.\w+ cannot be read: |must be UTF-8; .*a.txt is not"
+        rename(config, data=str(tmp_path)),
+        r"a\.\w+(, line 1)? cannot be read: |must be UTF-8; .*a.txt is not",
     )

@@ -232,14 +232,15 @@ def test_a_directory_of_domains_is_no_stream(config, where):
 
 
 def test_datasets_shows_no_bars_and_its_switch_is_left_as_it_was(mingled, columned, monkeypatch):
+    answer_as_hub(monkeypatch, "owner/large", mingled)
     are_off = []
-    load = datasets.load_dataset
+    load = datasets.load_dataset_builder
 
     def watch(*args: Any, **options: Any) -> Any:
         are_off.append(datasets.are_progress_bars_disabled())
         return load(*args, **options)
 
-    monkeypatch.setattr(datasets, "load_dataset", watch)
-    load_corpus(columned(data=str(mingled)))
+    monkeypatch.setattr(datasets, "load_dataset_builder", watch)
+    load_corpus(columned())
     assert are_off == [True]
     assert not datasets.are_progress_bars_disabled()

@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from doge_fast.pipeline.config.ranges import (
     Count,
     CountOrZero,
     Positive,
     PositiveOrZero,
+    Range,
     Seed,
 )
 from doge_fast.pipeline.config.stages import CorpusConfig, TasksConfig
@@ -177,3 +178,36 @@ class DemoConfig:
     cache_dir: Path | None = None
     """Where packed blocks are kept; None: $DOGE_FAST_CACHE, else doge_fast in the user's cache
     directory."""
+
+
+@dataclass(frozen=True)
+class TemperatureConfig:
+    """How far to follow a proxy's weights, measured: base models at alpha^(1/T) for a few T."""
+
+    proxy: Path
+    """The run directory of a proxy: its weights, and the corpus, model and settings of the base
+    models."""
+    out: Path | None = None
+    """The directory of the base models, the chosen weights.json and the report; None: beside the
+    proxy, PROXY-temperature."""
+    model: str | None = None
+    """A size or configuration for the base models, as for `base`; None: the proxy's."""
+    steps: Count | None = None
+    """Optimizer steps of each base model; None: the proxy's, at least 200."""
+    seeds: tuple[Seed, ...] = (0, 1, 2)
+    """Each temperature is measured with every seed. Models of one seed have the same initialisation
+    and the same order of the data."""
+    most_runs: Annotated[int, Range(3)] = 6
+    """Base models of each seed, at most."""
+    budget_tokens: Positive | None = None
+    """Tokens of the training that the weights are for: the epochs of each domain are counted for
+    it. None: those of one of the base models here."""
+    eval_blocks: Count | None = 256
+    """Held-out blocks per domain; None: all."""
+    plan: bool = False
+    """Only print the runs to make next, as commands that can run side by side. When these are
+    complete, ask again: the next temperatures follow from what was measured."""
+    only: tuple[str, ...] = ()
+    """Names of runs that --plan printed: make only these."""
+    device: str = "auto"
+    """auto (the first available of cuda, xpu, mps and cpu), cpu, cuda, xpu or mps."""

@@ -3,10 +3,8 @@
 import ast
 import dataclasses
 import difflib
-import functools
 import inspect
 import json
-import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
@@ -54,8 +52,10 @@ def read_file(path: Path, verb: str) -> Json:
     """
     import yaml
 
+    from doge_fast.pipeline import strict_yaml
+
     try:
-        record = yaml.load(path.read_text(encoding="utf-8"), _strict_loader())
+        record = strict_yaml.load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"config must be a file of fields; {path}: {error.strerror}.") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -74,33 +74,6 @@ def read_file(path: Path, verb: str) -> Json:
     if stage != verb:
         raise ValueError(f"{path} is the record of a {stage} run; it cannot configure {verb}.")
     return dict(record["config"])
-
-
-@functools.cache
-def _strict_loader() -> Any:
-    """YAML without what it would decide in silence: of a key that comes twice the last one, and a
-    number that begins with a zero as an octal one."""
-    import yaml
-
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        pass
-
-    def mapping(loader: Any, node: Any) -> Any:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if twice := [key for key in keys if keys.count(key) > 1]:
-            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]} comes twice")
-        # Deep, so that what contains itself is refused.
-        return loader.construct_mapping(node, deep=True)
-
-    def whole(loader: Any, node: Any) -> int:
-        if re.fullmatch(r"[-+]?0[\d_]+", node.value):
-            told = f"{node.value} begins with a zero; write it without"
-            raise yaml.constructor.ConstructorError(None, None, told)
-        return int(loader.construct_yaml_int(node))
-
-    Loader.add_constructor("tag:yaml.org,2002:map", mapping)
-    Loader.add_constructor("tag:yaml.org,2002:int", whole)
-    return Loader
 
 
 def filled(default: Config, given: Mapping[str, Any], where: str = "config") -> Config:

@@ -32,9 +32,9 @@ class CorpusConfig:
     structs)."""
     tokenizer: str = "train"
     """A folder or Hub id that AutoTokenizer opens, or "train": a byte-level BPE on this corpus."""
-    vocab_size: Count = 4096
+    vocab_size: Annotated[int, Range(1, 2**24)] = 4096
     """Vocabulary size of a trained tokenizer."""
-    block_size: Annotated[int, Range(2)] = 128
+    block_size: Annotated[int, Range(2, 2**24)] = 128
     """Tokens in a block; every training example is one block."""
     validation_fraction: Annotated[float, Range(0, 1, above=True, below=True)] = 0.05
     """Share of the documents to hold out if the data has no validation split."""

@@ -40,12 +40,14 @@ def run(config: ExportConfig) -> list[str]:
         given = (config.paths, config.valid_paths, config.test_paths)
         tables = [Path(words[0]) for words in given if len(words) == 1]
         records.check_out(config.out, [config.file, *tables])
+    weights = records.read_weights(config.file)
+    names = list(records.weights_by_name(weights))
     made = export(
-        records.read_weights(config.file),
+        weights,
         to=config.to,
-        paths=_paths(config.paths, "paths"),
-        valid_paths=_paths(config.valid_paths, "valid-paths"),
-        test_paths=_paths(config.test_paths, "test-paths"),
+        paths=_paths(config.paths, "paths", names),
+        valid_paths=_paths(config.valid_paths, "valid-paths", names),
+        test_paths=_paths(config.test_paths, "test-paths", names),
         decimals=config.decimals,
         rows=config.rows,
         mean_doc_tokens=named.numbers(config.mean_doc_tokens, "mean_doc_tokens"),
@@ -66,7 +68,7 @@ def run(config: ExportConfig) -> list[str]:
     return [f"written: {config.out}"]
 
 
-def _paths(words: Sequence[str], flag: str) -> dict[str, Any]:
+def _paths(words: Sequence[str], flag: str, names: Sequence[str]) -> dict[str, Any]:
     """Paths by domain: NAME=PATH, a name again for a further path; or a JSON or YAML file."""
     if len(words) == 1 and "=" not in words[0] and words[0].endswith(_FILES):
         value = _parsed(Path(words[0]))
@@ -75,8 +77,10 @@ def _paths(words: Sequence[str], flag: str) -> dict[str, Any]:
         return value
     found: dict[str, list[str]] = {}
     for word in words:
-        # A path may hold "=".
-        name, _, path = word.partition("=")
+        # A path may hold "=", and so may the name of a domain.
+        known = [name for name in names if word.startswith(f"{name}=")]
+        name = max(known, key=len) if known else word.partition("=")[0]
+        path = word[len(name) + 1 :]
         if not (name and path):
             raise ValueError(
                 f"--{flag} takes NAME=PATH ..., or one JSON or YAML file; got {word!r}."

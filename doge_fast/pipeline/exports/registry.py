@@ -193,8 +193,10 @@ def _lengths(
         raise ValueError(
             "This framework draws documents, and learned weights are shares of tokens: to convert "
             "them it takes the mean tokens of a document, which the file does not have for "
-            f"{', '.join(missing)}. Give mean_doc_tokens (--mean-doc-tokens NAME=NUMBER ...), or "
-            "rows='blocks' (--rows blocks) if every row of the data holds equally many tokens."
+            f"{', '.join(missing)} (of text files that doge_fast cut into pieces there is none). "
+            "Give mean_doc_tokens (--mean-doc-tokens NAME=NUMBER ...), the tokens of a row as the "
+            "framework reads it, or rows='blocks' (--rows blocks) if every row of the data holds "
+            "equally many tokens."
         )
     return found
 

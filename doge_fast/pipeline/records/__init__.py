@@ -65,6 +65,7 @@ from doge_fast.pipeline.records.runs import (
     WEIGHTS,
     WRITING,
     Json,
+    changed_domains,
     check_corpus,
     check_run,
     load_config,

@@ -1,6 +1,5 @@
 """How far a running average of domain weights has moved, and whether it has settled."""
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,12 +10,6 @@ Floats = npt.NDArray[np.float64]
 _DRIFT_FROM = 0.8
 # by at most so much of its distance from uniform.
 MOST_DRIFT = 0.05
-
-
-def nan_mean(values: Floats) -> Floats:
-    """Mean over the first axis of what is a number; nan where nothing is."""
-    mean: Floats = np.ma.filled(np.ma.masked_invalid(values).mean(0), math.nan)
-    return mean
 
 
 @dataclass(frozen=True)

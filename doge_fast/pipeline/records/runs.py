@@ -20,7 +20,7 @@ from doge_fast.pipeline.records.shapes import (
     Stage,
     check_shape,
 )
-from doge_fast.weights.weights_file import SCHEMA_VERSION, plain, write_json
+from doge_fast.weights.weights_file import SCHEMA_VERSION, plain, unique_keys, write_json
 
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"
@@ -84,7 +84,25 @@ def check_run(out: Path, *, stage: Stage, config: Any) -> Json | None:
 
 def check_corpus(out: Path, recorded: Json, corpus: Mapping[str, Any]) -> None:
     """Raise ValueError where a run, by its config.json, began with another corpus than this."""
-    check_same("corpus", out, recorded["corpus"], plain(corpus), ())
+    before, now = recorded["corpus"], plain(corpus)
+    digests = [name for name in _flat(now) if name.endswith(".digest")]
+    check_same("corpus", out, before, now, digests)
+    if changed := changed_domains(before, now):
+        raise ValueError(
+            f"{out} began with another text: the blocks of {', '.join(changed)} are as many as "
+            "then, and hold something else or stand in another order. Restore the files of the "
+            "corpus, or name another directory."
+        )
+
+
+def changed_domains(before: Json, now: Json) -> list[str]:
+    """Domains and targets of two descriptions of a corpus whose blocks differ, where both say."""
+    found = []
+    for name, of in (before["domains"] | before["targets"]).items():
+        digest = (now["domains"] | now["targets"]).get(name, {}).get("digest")
+        if of.get("digest") and digest and of["digest"] != digest:
+            found.append(name)
+    return found
 
 
 def _kept(config: Any) -> Any:
@@ -109,7 +127,7 @@ def open_run(
         stage: "proxy", "base", "doremi" or "select".
         config: the stage's dataclass.
         corpus: {"domains": {name: {"train_tokens", "train_blocks", "validation_blocks",
-            "documents"}}, "targets": likewise, "tokenizer_sha256", "block_size",
+            "documents", "digest"}}, "targets": likewise, "tokenizer_sha256", "block_size",
             "vocab_size"}.
         initial: where the run begins with what was read elsewhere: recorded once, so that
             resuming it asks nothing of what became of that place.
@@ -223,7 +241,7 @@ def versions() -> dict[str, str]:
 def read_json(path: Path) -> Json:
     """The object that the file holds; ValueError where it is absent or holds another thing."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist.") from None
     except (ValueError, RecursionError) as error:

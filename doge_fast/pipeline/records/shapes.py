@@ -52,6 +52,8 @@ class DomainSizes:
     train_blocks: CountOrZero
     validation_blocks: CountOrZero
     documents: CountOrZero
+    digest: str | None = None
+    """Of all blocks; runs of earlier releases have none."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +68,19 @@ class CorpusRecord:
 
 
 @dataclass(frozen=True)
-class InitialRecord:
-    """The weights that a run began with, in config.json: of a base run their digest."""
+class GivenWeights:
+    """What a base run began with, in config.json."""
 
     source: str
-    sha256: str | None = None
-    weights: dict[str, float] | None = None
+    sha256: str
+
+
+@dataclass(frozen=True)
+class LearnedFrom:
+    """What a proxy began with, in config.json."""
+
+    source: str
+    weights: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -122,7 +131,7 @@ class ConfigRecord:
     created: str = ""
     warnings: tuple[str, ...] = ()
     resolved: dict[str, float] = field(default_factory=dict)
-    initial: InitialRecord | None = None
+    initial: GivenWeights | LearnedFrom | None = None
     parameters: CountOrZero | None = None
 
 
@@ -271,7 +280,32 @@ class TasksGroup:
     kind: Literal["tasks"] = "tasks"
 
 
-Group = PerplexityGroup | TargetsGroup | WeightsGroup | CostGroup | TasksGroup
+@dataclass(frozen=True)
+class TemperaturePoint:
+    """Base models at weights of one temperature."""
+
+    inverse: PositiveOrZero
+    """1/T."""
+    arm: ArmRecord
+    weights: dict[str, PositiveOrZero]
+
+
+@dataclass(frozen=True)
+class TemperatureGroup:
+    """Base models at weights between uniform ones and far beyond a proxy's."""
+
+    title: str
+    points: Annotated[tuple[TemperaturePoint, ...], MinLen(1)]
+    aim: dict[str, PositiveOrZero]
+    """{domain: its weight in the loss that counts}; they sum to 1."""
+    chosen: PositiveOrZero
+    """1/T of the weights that were written."""
+    epochs: dict[str, PositiveOrZero]
+    """{domain: passes over its text} at the chosen weights."""
+    kind: Literal["temperature"] = "temperature"
+
+
+Group = TemperatureGroup | PerplexityGroup | TargetsGroup | WeightsGroup | CostGroup | TasksGroup
 """A table that an experiment ends in."""
 
 

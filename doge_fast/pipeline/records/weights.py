@@ -97,6 +97,11 @@ def read_weights(source: str | Path, *, domains: Sequence[str] | None = None) ->
         if not record.keys() & {"domains", "schema_version"}:
             record = _of_numbers(record)
     _check_weights(record, file)
+    if record.pop("sha256", None) not in (None, weights_file.digest_of(record)):
+        raise FileFailure(
+            f"{file} is not as it was written: its sha256 differs. Restore it; or remove its field "
+            "sha256, where it was edited on purpose."
+        )
     if domains is None:
         return record
     by_name = {entry["name"]: entry for entry in record["domains"]}

@@ -23,9 +23,10 @@ from doge_fast.pipeline.records.shapes import (
     PerplexityGroup,
     TargetsGroup,
     TasksGroup,
+    TemperatureGroup,
     WeightsGroup,
 )
-from doge_fast.pipeline.reporting import figures
+from doge_fast.pipeline.reporting import figures, temperature
 from doge_fast.pipeline.reporting.mixtures import effective_domains
 from doge_fast.pipeline.reporting.plotting import Drawing, drawing_of, style
 from doge_fast.pipeline.reporting.proxies import Proxy
@@ -33,11 +34,12 @@ from doge_fast.pipeline.reporting.runs import LEARNING, RecordedRun, open_runs
 from doge_fast.pipeline.reporting.statistics import (
     Arm,
     Line,
+    PairedDifference,
     change_of,
     change_text,
     stat_of,
 )
-from doge_fast.pipeline.reporting.study import Study
+from doge_fast.pipeline.reporting.study import Study, open_study
 from doge_fast.pipeline.reporting.wording import (
     count_text,
     listed,
@@ -82,12 +84,12 @@ class Section:
 def sections_of(study: Study) -> list[Section]:
     """The page from top to bottom, of the runs that there are so far."""
     found: list[Section | None] = [
+        *(temperature_section(study, group) for group in study.of(TemperatureGroup)),
         *(mixture_section(study, group) for group in study.of(WeightsGroup)),
         warnings_section(study),
         course_section(study.proxies),
         *(perplexity_section(study, group) for group in study.of(PerplexityGroup)),
         *(perplexity_section(study, group) for group in study.of(TargetsGroup)),
-        # Here is the place of one more section: loss against 1/temperature.
         *(tasks_section(study, group) for group in study.of(TasksGroup)),
         *(cost_section(study, group) for group in study.of(CostGroup)),
         provenance_section(study),
@@ -153,12 +155,43 @@ def mixture_section(study: Study, group: WeightsGroup) -> Section | None:
     )
 
 
+def temperature_section(study: Study, group: TemperatureGroup) -> Section:
+    """The loss along the line from uniform weights through the proxy's, and what was chosen."""
+    changes = temperature.changes_of(temperature.losses_of(study, group))
+    label = next(each.arm.label for each in group.points if each.inverse == group.chosen)
+    if group.chosen:
+        told = headline(label, "uniform", changes[group.chosen])
+    else:
+        told = "uniform: no temperature tried has a lower loss"
+    caption = (
+        "Held-out loss of base models at alpha^(1/T). Dotted: uniform weights. Bars: 95 % "
+        "intervals of the difference to uniform over paired seeds, where there are several. "
+        "Diamond: the weights that were written."
+    )
+    return Section(
+        group.title,
+        [told],
+        # Beside the page.
+        commands=["doge-fast export . --to json"],
+        tables=temperature.tables_of(study, group),
+        sketches=[Sketch("Loss over 1/T", caption, temperature.curve(study, group))],
+    )
+
+
 def drawings_of(path: Path) -> list[Drawing]:
     """The weights of one run and, named "-steps", their way over the steps where it learned them.
 
     Raises:
         ValueError: as `open_runs`.
     """
+    if (path / records.EXPERIMENT).exists():
+        study = open_study([path])
+        return [
+            drawing_of(f"-{place}" if place else "", sketch.title, sketch.caption, sketch.make())
+            for place, sketch in enumerate(
+                sketch for section in sections_of(study) for sketch in section.sketches
+            )
+        ]
     (run,) = open_runs([path])
     arm = ArmRecord(run.name, "", (run.name,))
     study = Study("", "", {run.name: run}, (), ())
@@ -250,10 +283,12 @@ def perplexity_section(study: Study, group: PerplexityGroup | TargetsGroup) -> S
 
 
 def _headline(line: Line, own: str, other: str) -> str:
+    where = "" if line.is_total else f" on {line.label}"
+    return headline(own, f"{other}{where}", line.difference(own, other))
+
+
+def headline(own: str, other: str, difference: PairedDifference) -> str:
     """DoGE: perplexity 0.6 % higher than uniform, undecided, one seed."""
-    difference = line.difference(own, other)
-    if not line.is_total:
-        other += f" on {line.label}"
     if not difference.pairs:
         return f"{own} and {other} have no seed in common"
     if not difference.is_known:
@@ -426,7 +461,8 @@ def provenance_section(study: Study) -> Section:
     remarks = [f"Made with {line}." for line in dict.fromkeys(lines) if line]
     if study.plan is not None:
         plan = study.plan
-        remarks.append(f"doge-fast experiment {plan.name} --preset {plan.preset}; {plan.data}.")
+        preset = f"experiment {plan.name} --preset {plan.preset}" if plan.preset else plan.name
+        remarks.append(f"doge-fast {preset}; {plan.data}.")
     runs = [
         (
             *(run.name, run.record.stage, _what(run), run.asked.model.model, str(run.steps)),

@@ -1,0 +1,229 @@
+"""Rows of files: the text, the domain where a column says it, and nothing else of a row.
+
+Other columns may hold anything and change from row to row, for they are not looked at. Files are
+opened by their paths, which no library takes for patterns or addresses.
+"""
+
+import codecs
+import io
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, cast
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from doge_fast.pipeline.corpus_files import COMPRESSIONS, CorpusFile
+from doge_fast.pipeline.failures import FileFailure, reading
+from doge_fast.weights.weights_file import unique_keys
+
+MEND = "Restore the file, or take it out of the corpus."
+# A text file is cut at the first blank line past this many characters, so that it has
+# documents to hold out; and anywhere past sixteen times as many.
+TEXT_DOCUMENT_CHARS = 16_384
+# Of less than a megabyte it is cut past fewer: else few documents would be held out.
+_TEXT_DOCUMENTS = 64
+_MIN_TEXT_DOCUMENT_CHARS = 512
+_ROWS_PER_READ = 128
+
+
+class Row(NamedTuple):
+    """What is read of a row."""
+
+    number: int
+    """1 is the first of its file."""
+    domain: Any
+    text: Any
+
+
+@dataclass(frozen=True)
+class Absent:
+    """In the place of a value: a row without the column."""
+
+    found: str
+    """What there is instead, as a clause."""
+
+
+def rows_of(file: CorpusFile, text_column: str, domain_column: str | None) -> Iterator[Row]:
+    """The rows of a parquet, arrow or json file.
+
+    Args:
+        file: which, and how it is read.
+        text_column: holds the documents.
+        domain_column: says the domain; dots reach into structs. None: `domain` is None.
+
+    Raises:
+        FileFailure: the file is damaged.
+    """
+    columns = [text_column] if domain_column is None else [text_column, domain_column]
+    with reading(file.path, MEND):
+        read = _json_rows if file.kind == "json" else _arrow_rows
+        for number, row in read(file, columns):
+            domain = None if domain_column is None else reach(row, domain_column)
+            yield Row(number, domain, reach(row, text_column))
+
+
+def reach(row: Mapping[str, Any], column: str, inside: str = "") -> Any:
+    """The value of a column, or `Absent`; dots reach into structs.
+
+    A column whose name holds the dots goes first.
+    """
+    if column in row:
+        return row[column]
+    root, dot, rest = column.partition(".")
+    if not dot or root not in row:
+        known = f"the keys of {inside} are" if inside else "its columns are"
+        return Absent(f"{known} {', '.join(map(str, row)) or 'none'}")
+    struct = row[root]
+    if isinstance(struct, Mapping):
+        return reach(struct, rest, f"{inside}.{root}" if inside else root)
+    return struct if struct is None else Absent(f"{root} holds no struct but {_kind_told(struct)}")
+
+
+def _kind_told(value: Any) -> str:
+    return {str: "text", list: "a list", bool: "true or false"}.get(type(value), "a number")
+
+
+def _arrow_rows(file: CorpusFile, columns: list[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    schema, batches = _arrow_batches(file, columns)
+    # Where a column is not there, a refusal names those that are.
+    is_whole = all(_root(schema, column) in schema.names for column in columns)
+    others = {} if is_whole else dict.fromkeys(schema.names)
+    labels = {column: names for column in columns if (names := class_labels(schema, column))}
+    rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+    for number, row in enumerate(rows, start=1):
+        for column, names in labels.items():
+            value = reach(row, column)
+            # -1 is a row without a label.
+            row[column] = names[value] if isinstance(value, int) and value >= 0 else None
+        yield number, others | row
+
+
+def _arrow_batches(
+    file: CorpusFile, columns: list[str]
+) -> tuple[pa.Schema, Iterable[pa.RecordBatch]]:
+    """The schema, and batches of the columns that are needed."""
+    if file.kind == "arrow":
+        reader = pa.ipc.open_stream(pa.memory_map(str(file.path)))
+        needed = _needed(reader.schema, columns)
+        parts = (batch.select(needed) for batch in reader)
+        return reader.schema, itertools.chain.from_iterable(map(_in_parts, parts))
+    opened = pq.ParquetFile(file.path)
+    needed = _needed(opened.schema_arrow, columns)
+    return opened.schema_arrow, opened.iter_batches(batch_size=_ROWS_PER_READ, columns=needed)
+
+
+def _needed(schema: pa.Schema, columns: list[str]) -> list[str]:
+    """The columns themselves, or the structs that they are in."""
+    roots = dict.fromkeys(_root(schema, column) for column in columns)
+    return [name for name in roots if name in schema.names]
+
+
+def _root(schema: pa.Schema, column: str) -> str:
+    return column if column in schema.names else column.partition(".")[0]
+
+
+def _in_parts(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    return (batch.slice(i, _ROWS_PER_READ) for i in range(0, batch.num_rows, _ROWS_PER_READ))
+
+
+def class_labels(schema: pa.Schema, column: str) -> list[str] | None:
+    """The names of a ClassLabel, whose rows hold numbers; None for another column."""
+    text = (schema.metadata or {}).get(b"huggingface")
+    features = json.loads(text).get("info", {}).get("features", {}) if text else {}
+    found = reach(features, column)
+    is_label = isinstance(found, Mapping) and found.get("_type") == "ClassLabel"
+    return list(found["names"]) if is_label else None
+
+
+def _json_rows(file: CorpusFile, columns: list[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """An object a line, or one array of objects."""
+    with opened(file.path) as handle:
+        lines = enumerate(handle, start=1)
+        filled = ((number, line) for number, line in lines if line.strip())
+        first = next(filled, None)
+        if first is None:
+            return
+        # Some editors begin a file with a mark of its encoding.
+        start = first[1].removeprefix(codecs.BOM_UTF8)
+        if start.lstrip().startswith(b"["):
+            array = _loaded(start + handle.read(), file.path, 1)
+            yield from ((n, _checked(row, file.path, n)) for n, row in enumerate(array, start=1))
+            return
+        for number, line in itertools.chain([(first[0], start)], filled):
+            yield number, _checked(_loaded(line, file.path, number), file.path, number)
+
+
+def _loaded(text: bytes, path: Path, number: int) -> Any:
+    try:
+        return json.loads(text.decode(), object_pairs_hook=unique_keys)
+    except RecursionError:
+        raise FileFailure(
+            f"{path}, line {number} cannot be read: it is nested too deep. {MEND}"
+        ) from None
+    except ValueError as error:
+        raise FileFailure(f"{path}, line {number} cannot be read: {error}. {MEND}") from None
+
+
+def _checked(row: Any, path: Path, number: int) -> Mapping[str, Any]:
+    if not isinstance(row, dict):
+        raise FileFailure(
+            f"{path}, line {number} cannot be read: a row is a JSON object, and this is "
+            f"{json.dumps(row)[:20]}. {MEND}"
+        )
+    return row
+
+
+def opened(path: Path) -> BinaryIO:
+    """The bytes of a file as they were before they were compressed."""
+    suffix = path.suffix.lower()
+    if suffix not in COMPRESSIONS:
+        return path.open("rb")
+    # Arrow's reader notices a file that was cut off.
+    stream = pa.input_stream(str(path), compression=COMPRESSIONS[suffix])
+    return cast(BinaryIO, io.BufferedReader(stream))
+
+
+def text_document_chars(files: Iterable[CorpusFile]) -> int:
+    """Characters past which a domain's text files are cut at a blank line; see the constants."""
+    num_bytes = sum(file.path.stat().st_size for file in files if file.kind == "text")
+    chars = max(_MIN_TEXT_DOCUMENT_CHARS, num_bytes // _TEXT_DOCUMENTS)
+    return min(chars, TEXT_DOCUMENT_CHARS) if num_bytes else TEXT_DOCUMENT_CHARS
+
+
+def text_documents(file: CorpusFile, chars: int) -> Iterator[Row]:
+    """A text file cut into documents: at blank lines past `chars`, anywhere past 16 times that.
+
+    Raises:
+        FileFailure: it is not UTF-8.
+    """
+    with reading(file.path, MEND), io.TextIOWrapper(opened(file.path), "utf-8-sig") as handle:
+        try:
+            filled = filter(str.strip, _cut(handle, chars))
+            yield from (Row(number, None, text) for number, text in enumerate(filled, start=1))
+        except UnicodeDecodeError as error:
+            raise FileFailure(
+                f"A text file must be UTF-8; {file.path} is not: {error}. {MEND}"
+            ) from None
+
+
+def _cut(handle: io.TextIOWrapper, chars: int) -> Iterator[str]:
+    lines: list[str] = []
+    size = 0
+    # A line may be all of the file.
+    for line in iter(lambda: handle.readline(16 * chars), ""):
+        if len(line) == 16 * chars:
+            yield "".join(lines)
+            yield from (line[start : start + chars] for start in range(0, len(line), chars))
+            lines, size = [], 0
+            continue
+        lines.append(line)
+        size += len(line)
+        is_blank = not line.strip()
+        if size >= (1 if is_blank else 16) * chars:
+            yield "".join(lines)
+            lines, size = [], 0
+    yield "".join(lines)

@@ -1,0 +1,34 @@
+"""Tokenizers, configurations and models by name: a folder here, the Hub's cache, then the Hub."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from huggingface_hub import HfApi
+
+Opened = TypeVar("Opened")
+
+_SECONDS = 10
+
+
+def from_pretrained(opener: Callable[..., Opened], name: str, **options: Any) -> Opened:
+    """What `opener`, a `from_pretrained` of transformers, makes of a folder, file or Hub id.
+
+    What is in the cache is not asked for again, and a Hub that does not answer is asked once,
+    where transformers would try for minutes. Code that comes with a model is never run.
+
+    Raises:
+        OSError: a path that is not there.
+        Exception: whatever the opener or the Hub raises.
+    """
+    options["trust_remote_code"] = False
+    path = Path(name).expanduser()
+    if path.exists():
+        return opener(str(path), **options)
+    if name.startswith((".", "/", "~")):
+        raise OSError(f"{name} is not a folder or a file")
+    try:
+        return opener(name, local_files_only=True, **options)
+    except (OSError, ValueError):
+        HfApi().model_info(name, timeout=_SECONDS)
+        return opener(name, **options)

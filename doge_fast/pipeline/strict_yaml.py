@@ -1,0 +1,50 @@
+"""YAML and JSON that a person wrote, without what a reader would pass over in silence."""
+
+import json
+import re
+from typing import Any
+
+import yaml
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """Refuses a key that is there twice, and whole numbers that begin with a zero."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
+        """As SafeLoader's, which lets the last of equal keys win."""
+        named = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        keys = [self.construct_object(key, deep=True) for key in named]
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"the key {twice[0]!r} is there twice", node.start_mark
+            )
+        return super().construct_mapping(node, deep=deep)
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        """As SafeLoader's, which reads 010 as 8."""
+        if re.fullmatch(r"[-+]?0[0-9_]+", node.value):
+            raise yaml.constructor.ConstructorError(
+                None,
+                None,
+                f"{node.value} is octal to some readers and decimal to others; write it without "
+                "the zero",
+                node.start_mark,
+            )
+        return int(super().construct_yaml_int(node))
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+
+
+def load(text: str) -> Any:
+    """What a YAML or JSON text holds.
+
+    Raises:
+        yaml.YAMLError: it is neither, or a key is there twice.
+        ValueError: a value contains itself.
+        RecursionError: it is nested too deep.
+    """
+    value = yaml.load(text, Loader=_Loader)
+    # An anchor may stand inside what it names.
+    json.dumps(value, default=str, skipkeys=True)
+    return value

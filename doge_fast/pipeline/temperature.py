@@ -1,0 +1,528 @@
+"""How far to follow a proxy's direction: base models at alpha^(1/T), and the best of them kept.
+
+A proxy learns which domains to raise. By how much is decided by mu, by its learning rate and by an
+average that starts uniform, and none of these knows the base model. So the distance is measured,
+along one line of mixtures:
+
+    w_j(T)  =  alpha_j^(1/T) / sum_i alpha_i^(1/T)
+
+1/T = 0 is uniform, 1 the proxy's own weights, more is sharper. "Temperature" is the word of
+multilingual training, where alpha are the shares of the text.
+"""
+
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from doge_fast.pipeline import ranks, records, training
+from doge_fast.pipeline.base import train_base
+from doge_fast.pipeline.config import (
+    BaseConfig,
+    EvaluateConfig,
+    ModelConfig,
+    ProxyConfig,
+    ReportConfig,
+    TemperatureConfig,
+)
+from doge_fast.pipeline.config.fields import filled
+from doge_fast.pipeline.config.ranges import check as check_ranges
+from doge_fast.pipeline.evaluation import evaluate
+from doge_fast.pipeline.health import Diverged
+from doge_fast.pipeline.records import Json
+from doge_fast.pipeline.records.shapes import (
+    ArmRecord,
+    CostGroup,
+    Group,
+    Method,
+    PerplexityGroup,
+    TemperatureGroup,
+    TemperaturePoint,
+)
+from doge_fast.pipeline.report import write_report
+from doge_fast.pipeline.reporting.mixtures import MAX_EPOCHS, epochs
+from doge_fast.pipeline.reporting.statistics import PairedDifference, paired_difference
+from doge_fast.pipeline.reporting.wording import to_float
+from doge_fast.pipeline.run import Run
+
+_LEAST_STEPS = 200
+_FIRST = (0.0, 1.0, 2.0)
+# Between uniform weights and the proxy's own.
+_INWARDS = (0.5, 0.25)
+_OUTWARDS = 2.0
+_RUNS, _MIXTURES = "runs", "mixtures"
+# Of the proxy's record: what holds of its weights at any temperature.
+_COPIED = ("target", "score", "mu", "tokenizer_sha256", "block_size", "seed", "versions")
+_OF_DOMAIN = ("prior", "tokens", "documents", "mean_doc_tokens")
+
+_log = logging.getLogger("doge_fast")
+
+
+def temperature(config: TemperatureConfig) -> Run:
+    """Measure base models along the line from uniform weights through a proxy's; keep the best.
+
+    It begins with 1/T = 0, 1 and 2. While the farthest is the best it goes on outwards (4, 6, ...);
+    where uniform weights beat the proxy's it goes inwards (0.5, 0.25); then once between the best
+    and its better neighbour. What counts is the proxy's objective: the mean held-out loss of its
+    training domains, or of its targets, by their weights. All models of a seed have the same
+    initialisation, batches and evaluation.
+
+    A killed search goes on with the same call; complete models are kept.
+
+    Args:
+        config: whose weights, how large and how long the base models are, with which seeds.
+
+    Returns:
+        The run: `config.out`, with weights.json (those with the lowest measured mean loss, the
+        temperature, and all that was measured), runs/, mixtures/ and report.html.
+
+    Raises:
+        ValueError: the run is no complete proxy, has one domain or equal weights, a setting is out
+            of its range, or `config.only` names no run to make; nothing has been trained.
+        Diverged: every base model diverged.
+    """
+    search = _Search.of(config)
+    while jobs := search.jobs():
+        chosen = _chosen(jobs, config.only)
+        search.begin(list(dict.fromkeys(job.inverse for job in jobs)))
+        search.make(chosen)
+        if config.only:
+            return Run(search.out)
+    search.write()
+    return Run(search.out)
+
+
+def plan_lines(config: TemperatureConfig, command: str) -> list[str]:
+    """The runs that are to be made next, as commands; nothing is written.
+
+    Args:
+        config: the search.
+        command: what was typed, without `--plan`.
+
+    Raises:
+        ValueError: as `temperature`.
+    """
+    jobs = _Search.of(config).jobs()
+    lines = [
+        f"{command} --only {job.name}  # 1/T = {job.inverse:g}, {job.config.model.model}, "
+        f"{job.config.training.steps} steps"
+        for job in jobs
+    ]
+    next_step = "then --plan again: what follows depends on these" if jobs else "weights, report"
+    return [*lines, f"{command}  # {next_step}"]
+
+
+def sharpened(weights: Mapping[str, float], inverse: float) -> dict[str, float]:
+    """w_j = alpha_j^inverse / sum_i alpha_i^inverse; a weight of zero stays zero, also at 0.
+
+    Args:
+        weights: {domain: alpha_j}, >= 0, with a positive sum.
+        inverse: 1/T, >= 0.
+    """
+    logs = {name: inverse * math.log(value) for name, value in weights.items() if value > 0}
+    most = max(logs.values())
+    shares = {name: math.exp(logs[name] - most) if name in logs else 0.0 for name in weights}
+    total = math.fsum(shares.values())
+    return {name: value / total for name, value in shares.items()}
+
+
+def next_inverses(losses: Mapping[float, float], most: int) -> tuple[float, ...]:
+    """Which 1/T to measure next; empty: the search has ended.
+
+    Args:
+        losses: {1/T: mean loss} of what has been measured; a diverged model has infinity.
+        most: how many may be measured in all.
+    """
+    if missing := tuple(each for each in _FIRST if each not in losses):
+        return missing
+    # The search so far is followed again: what was measured decides every turn of it.
+    tried: list[float] = []
+    for inverse in _turns(losses, tried):
+        if inverse not in losses:
+            return (inverse,) if len(tried) < most else ()
+        tried.append(inverse)
+    return ()
+
+
+def _turns(losses: Mapping[float, float], tried: Sequence[float]) -> Iterator[float]:
+    """Each 1/T in turn; the caller adds it to `tried` once its loss is known."""
+    yield from _FIRST
+    while _best(losses, tried) == max(tried):
+        yield max(tried) + _OUTWARDS
+    for inverse in _INWARDS:
+        if _best(losses, tried) == 0:
+            yield inverse
+    best, places = _best(losses, tried), sorted(tried)
+    at = places.index(best)
+    beside = places[max(at - 1, 0) : at] + places[at + 1 : at + 2]
+    yield (best + _best(losses, beside)) / 2
+
+
+def _best(losses: Mapping[float, float], places: Sequence[float]) -> float:
+    """Of equal losses the mixture nearer to uniform."""
+    return min(sorted(places), key=lambda place: losses[place])
+
+
+@dataclass(frozen=True)
+class Point:
+    """A temperature that has been measured."""
+
+    inverse: float
+    """1/T."""
+    weights: Mapping[str, float]
+    runs: tuple[str, ...]
+    losses: Mapping[int, float]
+    """{seed: the objective}; infinity where the model diverged."""
+
+    @property
+    def mean(self) -> float:
+        """Of the objective, over seeds."""
+        return fmean(self.losses.values())
+
+    def against(self, other: "Point") -> PairedDifference:
+        """Mean over seeds of this point's loss less the other's."""
+        return paired_difference(list(self.losses.values()), list(other.losses.values()))
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A base model to train and measure."""
+
+    inverse: float
+    config: BaseConfig
+
+    @property
+    def name(self) -> str:
+        return self.config.out.name
+
+
+@dataclass
+class _Search:
+    config: TemperatureConfig
+    proxy: ProxyConfig
+    record: Json
+    """The proxy's weights.json."""
+    diverged: set[Path] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, config: TemperatureConfig) -> "_Search":
+        """Read the proxy, and refuse what leaves nothing to measure."""
+        check_ranges(config)
+        if not config.seeds or len(set(config.seeds)) < len(config.seeds):
+            raise ValueError(f"seeds must be distinct, and at least one; got {config.seeds}.")
+        recorded = records.read_config(config.proxy)
+        if recorded["stage"] != "proxy":
+            raise ValueError(
+                f"{config.proxy} is a {recorded['stage']} run; name the directory of a proxy."
+            )
+        records.check_finished(config.proxy)
+        record = records.read_weights(config.proxy)
+        weights = records.weights_by_name(record)
+        if len(weights) == 1:
+            raise ValueError(f"{config.proxy} has one domain: every temperature gives it all.")
+        positive = [value for value in weights.values() if value > 0]
+        if math.log(max(positive) / min(positive)) < 1e-6:
+            raise ValueError(
+                f"The weights of {config.proxy} are equal: every temperature gives the same "
+                "mixture. Train the proxy longer, or with a smaller mu."
+            )
+        search = cls(config, filled(ProxyConfig(config.proxy), recorded["config"]), record)
+        for seed in config.seeds:
+            training.check(search._base(1.0, seed).training)
+        records.check_experiment(search.out, search._experiment([], None))
+        return search
+
+    @property
+    def out(self) -> Path:
+        own = self.config.proxy.resolve()
+        return self.config.out or own.with_name(f"{own.name}-temperature")
+
+    @property
+    def alpha(self) -> dict[str, float]:
+        return records.weights_by_name(self.record)
+
+    @property
+    def aim(self) -> dict[str, float]:
+        """{domain: its weight in the objective}; they sum to 1."""
+        target: Any = self.record.get("target")
+        if not isinstance(target, Mapping) or target.keys() <= {"mix"}:
+            target = dict.fromkeys(self.alpha, 1.0)
+        total = math.fsum(target.values())
+        return {name: value / total for name, value in target.items()}
+
+    def jobs(self) -> list[_Job]:
+        """The models to make next: those of the next temperatures that are not complete."""
+        # All processes look before the first one writes anything.
+        training.meet(training.device_of(self.config.device))
+        found = {point.inverse: point.mean for point in self.points()}
+        return [
+            _Job(inverse, job)
+            for inverse in next_inverses(found, self.config.most_runs)
+            for job in (self._base(inverse, seed) for seed in self.config.seeds)
+            if not self._is_made(job.out)
+        ]
+
+    def points(self) -> list[Point]:
+        """What has been measured with all seeds, by 1/T."""
+        found = []
+        for inverse in self._begun():
+            runs = {seed: self._base(inverse, seed).out for seed in self.config.seeds}
+            if all(self._is_made(out) for out in runs.values()):
+                names = tuple(out.name for out in runs.values())
+                losses = {seed: self._objective(out) for seed, out in runs.items()}
+                found.append(Point(inverse, sharpened(self.alpha, inverse), names, losses))
+        return found
+
+    def _begun(self) -> list[float]:
+        """Every 1/T that base models have been begun at."""
+        return sorted(float(file.stem) for file in (self.out / _MIXTURES).glob("*.json"))
+
+    def begin(self, inverses: Sequence[float]) -> None:
+        """Write the mixtures that are measured next, and warn of text that they repeat."""
+        if ranks.is_first():
+            records.write_experiment(self.out, self._experiment(self.points(), None))
+        for inverse in inverses:
+            weights = sharpened(self.alpha, inverse)
+            self._warn_of_epochs(inverse, weights)
+            if ranks.is_first():
+                self._write_mixture(inverse, weights)
+
+    def make(self, jobs: Sequence[_Job]) -> None:
+        """Train and measure models, one after the other."""
+        for number, job in enumerate(jobs, start=1):
+            training.meet(training.device_of(self.config.device))
+            _log.info("run %d of %d: %s, 1/T = %g", number, len(jobs), job.name, job.inverse)
+            out = job.config.out
+            try:
+                train_base(job.config)
+                blocks, device = self.config.eval_blocks, self.config.device
+                if not records.is_measured(out, blocks):
+                    evaluate(EvaluateConfig(run=out, blocks=blocks, device=device))
+            except Diverged as error:
+                _log.warning("%s diverged: its temperature is left out. %s", job.name, error)
+                self.diverged.add(out)
+
+    def write(self) -> None:
+        """weights.json, experiment.json and the report, of what has been measured."""
+        points = self.points()
+        best = min(points, key=lambda point: point.mean)
+        if not math.isfinite(best.mean):
+            raise Diverged(
+                f"Every base model in {self.out} diverged. Train a proxy with a lower "
+                "learning_rate (--learning-rate), or name another model."
+            )
+        if not ranks.is_first():
+            return
+        out = self.out
+        records.write_weights(out / records.WEIGHTS, self._weights(points, best))
+        records.write_experiment(out, self._experiment(points, best))
+        write_report(ReportConfig(runs=(out,)))
+
+    def _is_made(self, out: Path) -> bool:
+        if out in self.diverged:
+            return True
+        return records.is_finished(out) and records.is_measured(out, self.config.eval_blocks)
+
+    def _objective(self, out: Path) -> float:
+        if out in self.diverged:
+            return math.inf
+        loss = records.read_evaluation(out)["loss"]
+        return math.fsum(weight * to_float(loss[name]) for name, weight in self.aim.items())
+
+    def _base(self, inverse: float, seed: int) -> BaseConfig:
+        """The base model of a temperature and a seed."""
+        config, proxy = self.config, self.proxy
+        told = proxy.training
+        steps = config.steps or max(told.steps, _LEAST_STEPS)
+        names = tuple(self.alpha)
+        return BaseConfig(
+            out=self.out / _RUNS / f"base-{inverse:g}-seed{seed}",
+            corpus=replace(proxy.corpus, domains=names),
+            model=proxy.model if config.model is None else ModelConfig(model=config.model),
+            training=replace(told, steps=steps, seed=seed, device=config.device, eval_every=None),
+            weights=str(self._mixture(inverse)),
+            targets=tuple(name for name in self.aim if name not in names),
+            batch_size=proxy.sequences_per_domain * len(names),
+        )
+
+    def _mixture(self, inverse: float) -> Path:
+        return self.out / _MIXTURES / f"{inverse:g}.json"
+
+    def _write_mixture(self, inverse: float, weights: Mapping[str, float]) -> None:
+        file = self._mixture(inverse)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        domains = [{"name": name, "weight": weight} for name, weight in weights.items()]
+        copied = {key: self.record[key] for key in ("tokenizer_sha256",) if key in self.record}
+        records.write_weights(
+            file,
+            {"method": "doge", "inverse_temperature": inverse, "domains": domains, **copied},
+        )
+
+    def _epochs(self, weights: Mapping[str, float]) -> dict[str, float]:
+        """{domain: passes over its text} of the training that the weights are for."""
+        base = self._base(1.0, self.config.seeds[0])
+        own = base.training.steps * base.batch_size * base.corpus.block_size
+        budget = self.config.budget_tokens or own
+        tokens = {entry["name"]: entry.get("tokens") for entry in self.record["domains"]}
+        return {
+            name: epochs(weight, tokens[name], budget)
+            for name, weight in weights.items()
+            if tokens[name] is not None
+        }
+
+    def _warn_of_epochs(self, inverse: float, weights: Mapping[str, float]) -> None:
+        many = {name: n for name, n in self._epochs(weights).items() if n > MAX_EPOCHS}
+        if many:
+            told = ", ".join(f"{name} {number:.1f}" for name, number in many.items())
+            _log.warning(
+                "1/T = %g reads some domains more than %g times in the training that the weights "
+                "are for (%s): less than fresh text is worth. doge-fast weights constrain "
+                "--max-epochs bounds the weights.",
+                *(inverse, MAX_EPOCHS, told),
+            )
+
+    def _weights(self, points: Sequence[Point], best: Point) -> Json:
+        """weights.json."""
+        uniform = points[0]
+        entries = {entry["name"]: entry for entry in self.record["domains"]}
+        base = self._base(best.inverse, self.config.seeds[0])
+        measured: list[dict[str, Any]] = []
+        for point in points:
+            difference = point.against(uniform)
+            measured.append(
+                {
+                    "inverse_temperature": point.inverse,
+                    "weights": dict(point.weights),
+                    "losses": {str(seed): loss for seed, loss in point.losses.items()},
+                    "loss": point.mean,
+                    "change": difference.mean,
+                    "interval": None
+                    if difference.low is None
+                    else [difference.low, difference.high],
+                    "epochs": self._epochs(point.weights),
+                }
+            )
+        return {
+            "method": "doge",
+            "source": str(self.config.proxy),
+            "temperature": 1 / best.inverse if best.inverse else None,
+            "inverse_temperature": best.inverse,
+            "is_decided": best.against(uniform).is_decided,
+            "objective": self.aim,
+            "model": base.model.model,
+            "steps": base.training.steps,
+            "batch_size": base.batch_size,
+            "points": measured,
+            **{key: self.record[key] for key in _COPIED if self.record.get(key) is not None},
+            "domains": [
+                {
+                    "name": name,
+                    "weight": weight,
+                    **{key: entries[name][key] for key in _OF_DOMAIN if key in entries[name]},
+                }
+                for name, weight in best.weights.items()
+            ],
+        }
+
+    def _experiment(self, points: Sequence[Point], best: Point | None) -> Json:
+        """experiment.json: what a report is made of."""
+        config = self.config
+        labels = {0.0: "uniform", 1.0: "DoGE"}
+        arms = [
+            ArmRecord(
+                labels.get(point.inverse, f"1/T = {point.inverse:g}"),
+                f"1/T = {point.inverse:g}",
+                point.runs,
+                is_baseline=point.inverse == 0,
+            )
+            for point in points
+        ]
+        groups: list[Group] = []
+        if best is not None:
+            chosen = arms[list(points).index(best)]
+            seeds = tuple(zip(*(point.runs for point in points), strict=True))
+            groups = [
+                TemperatureGroup(
+                    "How far to follow the proxy",
+                    tuple(
+                        TemperaturePoint(point.inverse, arm, dict(point.weights))
+                        for point, arm in zip(points, arms, strict=True)
+                    ),
+                    self.aim,
+                    best.inverse,
+                    self._epochs(best.weights),
+                ),
+                PerplexityGroup(
+                    "Base models",
+                    tuple(arms),
+                    tuple(self.aim),
+                    focus=chosen.label if best.inverse else None,
+                ),
+                CostGroup(
+                    "Cost",
+                    (
+                        Method(f"{len(points)} base models", seeds),
+                        Method("one of them", tuple((name,) for name in points[0].runs)),
+                    ),
+                ),
+            ]
+        return {
+            "name": "temperature",
+            "preset": "",
+            "title": "Direction learned, distance measured",
+            "question": f"Base models at alpha^(1/T), alpha the weights of {config.proxy}.",
+            "settings": {
+                "seeds": config.seeds,
+                "eval_blocks": config.eval_blocks,
+                "model": self._base(1.0, 0).model.model,
+                "steps": self._base(1.0, 0).training.steps,
+                "proxy": str(config.proxy),
+            },
+            "data": self.proxy.corpus.data,
+            "config": config,
+            "runs": [
+                self._base(inverse, seed).out.name
+                for inverse in self._begun()
+                for seed in config.seeds
+            ],
+            "groups": groups,
+            "versions": records.versions(),
+        }
+
+
+def _chosen(jobs: Sequence[_Job], only: Sequence[str]) -> list[_Job]:
+    names = [job.name for job in jobs]
+    for name in only:
+        if name not in names:
+            raise ValueError(
+                f"only must name runs to make next, which are {', '.join(names)}; {name} is none. "
+                "--plan prints them."
+            )
+    return [job for job in jobs if not only or job.name in only]
+
+
+def lines_of(run: Path) -> list[str]:
+    """What a search came to, for a terminal."""
+    record = records.read_weights(run)
+    inverse, points = record["inverse_temperature"], record["points"]
+    best = next(point for point in points if point["inverse_temperature"] == inverse)
+    what = "uniform weights" if not inverse else f"1/T = {inverse:g}"
+    lines = []
+    for point in points:
+        mark = " *" if point is best else ""
+        lines.append(f"  1/T = {point['inverse_temperature']:<6g} loss {point['loss']:.4f}{mark}")
+    if not inverse:
+        told = "No temperature tried is better than uniform weights, which are written."
+    elif record["is_decided"]:
+        told = f"{what} has the lowest loss, and the 95 % interval leaves out uniform weights."
+    else:
+        told = (
+            f"{what} has the lowest loss and is written; it cannot be told apart from uniform "
+            "weights. More --seeds may."
+        )
+    if inverse and inverse == points[-1]["inverse_temperature"]:
+        told += " It is the farthest that was tried: a larger --most-runs may find a better one."
+    return [*lines, told, f"weights: {run / records.WEIGHTS}", f"report: {run / 'report.html'}"]

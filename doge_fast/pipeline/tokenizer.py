@@ -1,0 +1,148 @@
+"""The tokenizer of a corpus: opened or trained, and made to give the same tokens every time."""
+
+import functools
+import hashlib
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from doge_fast.pipeline import cache, hub, progress
+from doge_fast.pipeline.config import CorpusConfig
+from doge_fast.pipeline.failures import FileFailure, one_line
+from doge_fast.pipeline.sources import Part
+
+_log = logging.getLogger("doge_fast")
+
+END_OF_TEXT = "<|endoftext|>"
+
+_FORMAT = 2
+_TOKENIZER_CHARS_PER_DOMAIN = 1_000_000
+
+# Each part once, with the domains that are read from it.
+Groups = Mapping[Part, Sequence[str]]
+
+
+def open_tokenizer(config: CorpusConfig, parts: Groups) -> PreTrainedTokenizerFast:
+    """The tokenizer that `config` names, or one trained on these domains.
+
+    Raises:
+        ValueError: it does not open, is no fast one, has no end-of-text token, or gives one number
+            to two tokens.
+    """
+    name = config.tokenizer
+    if name == "train":
+        prints = {name: part.fingerprint for part, names in parts.items() for name in names}
+        key = cache.digest([_FORMAT, prints, config.text_column, config.vocab_size])
+        make = functools.partial(_train_tokenizer, parts, config.vocab_size)
+        name = str(cache.made(config, "tokenizers", key, make))
+    try:
+        tokenizer = hub.from_pretrained(AutoTokenizer.from_pretrained, name)
+    except Exception as error:
+        # Whatever it stumbles over is in the file.
+        kind = FileFailure if Path(name).expanduser().exists() else ValueError
+        raise kind(
+            f"The tokenizer {name} does not open: {one_line(error)}. Give a folder with a "
+            'tokenizer.json, a Hub id, or "train".'
+        ) from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ValueError(f"Packing needs a fast tokenizer, a tokenizer.json; {name} has none.")
+    vocabulary = tokenizer.get_vocab()
+    if len(set(vocabulary.values())) < len(vocabulary):
+        numbers = list(vocabulary.values())
+        twice = [repr(token) for token, id in vocabulary.items() if numbers.count(id) > 1]
+        raise FileFailure(
+            f"A token has a number of its own; in the tokenizer {name} {', '.join(twice[:4])} "
+            "share one. Mend its tokenizer.json, or name another."
+        )
+    end_of_text_id(tokenizer)
+    return tokenizer
+
+
+def end_of_text_id(tokenizer: PreTrainedTokenizerFast) -> int:
+    """The token between documents: the tokenizer's eos_token, or <|endoftext|>."""
+    found = tokenizer.eos_token_id
+    if found is None and (found := tokenizer.get_vocab().get(END_OF_TEXT)) is None:
+        raise ValueError(
+            f"Documents are joined by an end-of-text token; the tokenizer "
+            f"{tokenizer.name_or_path} has neither an eos_token nor {END_OF_TEXT}."
+        )
+    return int(found)
+
+
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """One more than the largest number of a token: their numbers may have gaps."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def tokenizer_sha256(tokenizer: PreTrainedTokenizerFast) -> str:
+    """Of the tokenizer's own serialisation: the same for every folder it is saved in."""
+    return hashlib.sha256(packing_tokenizer(tokenizer).to_str().encode()).hexdigest()
+
+
+def packing_tokenizer(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
+    """A copy without padding, truncation and chance, to which special tokens in text are text."""
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.no_padding()
+    backend.no_truncation()
+    # Else a document that mentions <|endoftext|> would end there.
+    backend.encode_special_tokens = True
+    if getattr(backend.model, "dropout", None):
+        # Merges left out at random are for training a translator.
+        backend.model.dropout = None
+    return backend
+
+
+def unknown_ids(tokenizer: PreTrainedTokenizerFast) -> set[int]:
+    """Tokens that stand for what the tokenizer does not know."""
+    name = getattr(tokenizer.backend_tokenizer.model, "unk_token", None)
+    found = [tokenizer.unk_token_id, tokenizer.get_vocab().get(name) if name else None]
+    return {int(id) for id in found if id is not None}
+
+
+def lost_characters(text: str, encoding: Encoding, unknown: set[int]) -> tuple[int, int]:
+    """(those that no token stands for but an unknown one, all of them), white space aside."""
+    is_kept = bytearray(len(text))
+    for id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+        if id not in unknown:
+            is_kept[start:end] = b"\1" * (end - start)
+    is_lost = [not kept for kept, char in zip(is_kept, text, strict=True) if not char.isspace()]
+    return sum(is_lost), len(is_lost)
+
+
+def _train_tokenizer(parts: Groups, vocab_size: int, folder: Path) -> None:
+    """A byte-level BPE of an equal share of every domain's text."""
+    # In the order of the names, targets among them: another target trains no other tokenizer.
+    texts = list(_tokenizer_texts(sorted(parts.items(), key=lambda each: min(each[1]))))
+    _log.info("Training a tokenizer of %d entries on %d documents.", vocab_size, len(texts))
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=backend,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        unk_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
+    ).save_pretrained(folder)
+
+
+def _tokenizer_texts(parts: Iterable[tuple[Part, Sequence[str]]]) -> Iterator[str]:
+    """The same number of characters from every domain that has them."""
+    for part, names in parts:
+        left = dict.fromkeys(names, _TOKENIZER_CHARS_PER_DOMAIN)
+        for name, text in progress.over(part.train(), "reading for the tokenizer"):
+            if left.get(name, 0) > 0:
+                yield text[: left[name]]
+                left[name] -= len(text)
+                if all(chars <= 0 for chars in left.values()):
+                    break

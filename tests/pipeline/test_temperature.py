@@ -1,0 +1,221 @@
+"""The distance along a proxy's direction: which temperatures are tried, and what is written."""
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from doge_fast import cli
+from doge_fast.pipeline import records
+from doge_fast.pipeline import temperature as module
+from doge_fast.pipeline.config import ProxyConfig, TemperatureConfig
+from doge_fast.pipeline.health import Diverged
+from doge_fast.pipeline.proxy import learn_weights
+from doge_fast.pipeline.report import terminal_table
+from doge_fast.pipeline.temperature import next_inverses, sharpened, temperature
+from tests.pipeline.conftest import settings_of
+from tests.pipeline.stages import NAMES, write_weights
+
+Losses = Callable[[float], float]
+
+
+def search(loss: Losses, most: int = 6) -> dict[float, float]:
+    """Every 1/T that is tried where the loss is a function of it."""
+    losses: dict[float, float] = {}
+    while new := next_inverses(losses, most):
+        losses |= {inverse: loss(inverse) for inverse in new}
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("loss", "tried"),
+    [
+        # 1 is the best, 2 its better neighbour, then between them and no further.
+        (lambda x: (x - 1.2) ** 2, [0, 1, 2, 1.5]),
+        (lambda x: (x - 0.8) ** 2, [0, 1, 2, 0.5]),
+        # Outwards while the farthest is the best, then back between.
+        (lambda x: (x - 3) ** 2, [0, 1, 2, 4, 3]),
+        (lambda x: (x - 3.9) ** 2, [0, 1, 2, 4, 6, 3]),
+        (lambda x: -x, [0, 1, 2, 4, 6, 8]),
+        # Uniform is the best: inwards, and one more beside it.
+        (lambda x: x, [0, 1, 2, 0.5, 0.25, 0.125]),
+        (lambda x: abs(x - 0.4), [0, 1, 2, 0.5, 0.25]),
+        # A model that diverged is no best one, and no neighbour that is gone towards.
+        (lambda x: math.inf if x > 1 else -x, [0, 1, 2, 0.5]),
+    ],
+)
+def test_the_search_goes_where_the_loss_falls(loss: Losses, tried: list[float]) -> None:
+    losses = search(loss)
+    assert list(losses) == tried
+
+
+def test_the_search_takes_no_more_runs_than_it_may() -> None:
+    assert list(search(lambda x: -x, most=4)) == [0, 1, 2, 4]
+    assert list(search(lambda x: x, most=3)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("inverse", [0, 0.25, 1, 2, 4, 300])
+def test_sharpened_weights_are_powers(inverse: float) -> None:
+    weights = {"a": 0.5, "b": 0.3, "c": 0.2, "none": 0.0}
+    found = sharpened(weights, inverse)
+    powers = {name: value**inverse if value else 0.0 for name, value in weights.items()}
+    total = sum(powers.values())
+    assert list(found) == list(weights)
+    assert found == pytest.approx({name: value / total for name, value in powers.items()})
+    assert math.fsum(found.values()) == pytest.approx(1, abs=1e-15)
+    assert found["none"] == 0
+
+
+def test_sharpened_weights_do_not_underflow() -> None:
+    assert sharpened({"a": 1e-300, "b": 1e-301}, 50) == pytest.approx({"a": 1.0, "b": 0.0})
+
+
+@pytest.fixture(scope="module")
+def trained(
+    tmp_path_factory: pytest.TempPathFactory, small_corpus: Path, blocks_cache: Path
+) -> Path:
+    """A proxy whose weights are far from uniform."""
+    out = tmp_path_factory.mktemp("temperature") / "proxy"
+    settings = settings_of(small_corpus, blocks_cache)
+    return learn_weights(ProxyConfig(out=out, sequences_per_domain=2, mu=1e-3, **settings)).path
+
+
+@pytest.fixture
+def learned(trained: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(trained, tmp_path / "proxy"))
+
+
+def asked(learned: Path, **changes: Any) -> TemperatureConfig:
+    told: dict[str, Any] = {"steps": 4, "seeds": (0, 1), "most_runs": 4, "device": "cpu"}
+    return TemperatureConfig(learned, **(told | changes))
+
+
+def test_the_lowest_measured_loss_is_written(learned: Path) -> None:
+    config = asked(learned)
+    run = temperature(config)
+    record, alpha = run.record, records.weights_by_name(records.read_weights(learned))
+    assert len(record["points"]) == 4
+    for point in record["points"]:
+        inverse, weights = point["inverse_temperature"], point["weights"]
+        total = sum(value**inverse for value in alpha.values())
+        assert weights == pytest.approx({k: v**inverse / total for k, v in alpha.items()})
+        # Each loss again from what the base models' own evaluations say.
+        for seed in config.seeds:
+            base = run.path / "runs" / f"base-{inverse:g}-seed{seed}"
+            loss = json.loads((base / "evaluation.json").read_text())["loss"]
+            assert point["losses"][str(seed)] == pytest.approx(sum(loss.values()) / len(NAMES))
+            used = records.weights_by_name(records.read_weights(base))
+            assert used == pytest.approx(weights)
+        assert point["loss"] == pytest.approx(sum(point["losses"].values()) / 2)
+    best = min(record["points"], key=lambda point: point["loss"])
+    assert record["inverse_temperature"] == best["inverse_temperature"]
+    assert run.weights == best["weights"]
+    assert (record["method"], record["target"]) == ("doge", "universal")
+    # A directory like a proxy's: it is drawn, exported and trained at.
+    assert run.figures()
+    assert (run.path / "report.html").exists()
+    assert "Loss at each temperature" in terminal_table([run.path])
+    assert cli.main(["export", str(run.path), "--to", "json"]) == 0
+    assert cli.main(["weights", "show", str(run.path)]) == 0
+
+
+def test_a_complete_search_is_left_as_it_is(learned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = temperature(asked(learned, most_runs=3))
+    before = (run.path / "weights.json").read_bytes()
+    monkeypatch.setattr(module, "train_base", lambda config: pytest.fail("it was trained already"))
+    temperature(asked(learned, most_runs=3))
+    assert (run.path / "weights.json").read_bytes() == before
+
+
+def test_runs_are_planned_and_made_one_by_one(
+    learned: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["temperature", str(learned), "--steps", "2", "--seeds", "0", "--most-runs", "3"]
+    whole = [*words, "--out", str(learned.parent / "whole")]
+    assert cli.main(whole) == 0
+    words += ["--out", str(learned.parent / "parts")]
+    capsys.readouterr()
+    assert cli.main([*words, "--plan"]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert [line.split("  #")[0].split()[-1] for line in lines] == [
+        "base-0-seed0",
+        "base-1-seed0",
+        "base-2-seed0",
+    ]
+    assert "--only" not in last
+    for line in reversed(lines):
+        assert cli.main([*words, "--only", line.split("  #")[0].split()[-1]]) == 0
+    capsys.readouterr()
+    assert cli.main([*words, "--plan"]) == 0
+    assert capsys.readouterr().out.count("\n") == 1
+    assert cli.main(words) == 0
+    found = [
+        json.loads((learned.parent / each / "weights.json").read_text())
+        for each in ("whole", "parts")
+    ]
+    assert found[0]["points"] == found[1]["points"]
+
+
+def test_targets_count_by_their_weights(proxy: Callable[..., ProxyConfig]) -> None:
+    learned = learn_weights(proxy(target=("verse=0.75", "table=0.25"), mu=1e-3)).path
+    run = temperature(asked(learned, seeds=(0,), most_runs=3))
+    assert run.record["objective"] == {"verse": 0.75, "table": 0.25}
+    for point in run.record["points"]:
+        base = run.path / "runs" / f"base-{point['inverse_temperature']:g}-seed0"
+        loss = records.read_evaluation(base)["loss"]
+        assert point["loss"] == pytest.approx(0.75 * loss["verse"] + 0.25 * loss["table"])
+        assert set(point["weights"]) == {"code", "prose"}
+
+
+def test_a_model_that_diverges_is_no_choice(learned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = module.train_base
+
+    def diverging(config: Any) -> Any:
+        if "base-0-" not in config.out.name:
+            raise Diverged("no numbers")
+        return train(config)
+
+    monkeypatch.setattr(module, "train_base", diverging)
+    run = temperature(asked(learned, seeds=(0,)))
+    assert run.record["inverse_temperature"] == 0
+    assert run.weights == pytest.approx(dict.fromkeys(NAMES, 0.25))
+    monkeypatch.setattr(module, "train_base", lambda config: diverging(None))
+    with pytest.raises((Diverged, AttributeError)):
+        temperature(asked(learned, out=learned.parent / "other", seeds=(0,)))
+
+
+def test_it_refuses_what_leaves_nothing_to_measure(
+    learned: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for changes, word in (
+        ({"seeds": ()}, "seeds"),
+        ({"seeds": (1, 1)}, "distinct"),
+        ({"most_runs": 2}, "most_runs"),
+        ({"only": ("base-7-seed0",)}, "only"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            temperature(asked(learned, **changes))
+    with pytest.raises(ValueError, match=r"config\.json"):
+        temperature(asked(tmp_path / "nowhere"))
+    write_weights(learned / "weights.json", dict.fromkeys(NAMES, 0.25))
+    with pytest.raises(ValueError, match="equal"):
+        temperature(asked(learned))
+    write_weights(learned / "weights.json", {"code": 1.0})
+    with pytest.raises(ValueError, match="one domain"):
+        temperature(asked(learned))
+
+
+def test_epochs_beyond_four_are_said_before_training(
+    learned: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = temperature(asked(learned, seeds=(0,), most_runs=3, budget_tokens=1e9))
+    assert "constrain" in caplog.text
+    tokens = {each["name"]: each["tokens"] for each in run.record["domains"]}
+    for point in run.record["points"]:
+        expected = {k: v * 1e9 / tokens[k] for k, v in point["weights"].items()}
+        assert point["epochs"] == pytest.approx(expected)
