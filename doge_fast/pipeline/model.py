@@ -49,7 +49,7 @@ def build_model(
     tokenizer: PreTrainedTokenizerBase,
     *,
     block_size: int,
-    told_size: Callable[[int], None] | None = None,
+    on_size: Callable[[int], None] | None = None,
 ) -> PreTrainedModel:
     """The causal language model that `config` describes, for this tokenizer and block size.
 
@@ -60,7 +60,7 @@ def build_model(
         config: a size of the family, or a folder or Hub id of any causal language model.
         tokenizer: gives the vocabulary and the end-of-text token.
         block_size: tokens in a training example; positions that the model needs.
-        told_size: called with the number of parameters before there are any; may refuse.
+        on_size: called with the number of parameters before there are any; may refuse.
 
     Returns:
         The model, in float32 (a pretrained one too).
@@ -87,8 +87,8 @@ def build_model(
         architecture.bos_token_id = architecture.eos_token_id = end_of_text_id(tokenizer)
         # Blocks hold no padding, and the embedding of a padding token never learns.
         architecture.pad_token_id = None
-    if told_size is not None and (size := _num_parameters(architecture)) is not None:
-        told_size(size)
+    if on_size is not None and (size := _num_parameters(architecture)) is not None:
+        on_size(size)
     if config.pretrained:
         model = open_model(config.model)
     else:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from doge_fast.pipeline.config.ranges import (
     Count,
@@ -111,6 +111,12 @@ class ExperimentConfig:
     Options that are not given take the preset's values.
     """
 
+    main: ClassVar = ("name", "data", "out", "preset", "targets", "seeds", "plan", "only")
+    examples: ClassVar = (
+        "universal --data corpus",
+        "ood --preset tiny --plan   # prints a command for every run",
+    )
+
     name: Experiment
     """universal: learned weights against uniform, natural and DoReMi's. doremi: both variants of
     DoReMi beside DoGE, with their costs. ood: each domain in turn as the target of the others.
@@ -153,6 +159,8 @@ class DemoConfig:
     It learns weights for all domains, and for one domain that is not trained on; trains base models
     at learned, uniform and natural weights; and writes a table and a report.
     """
+
+    examples: ClassVar = ("", "--data corpus --target wiki")
 
     out: Path = Path("demo")
     """Directory of the runs and the report."""
