@@ -157,6 +157,8 @@ def _reshape(config: ModelConfig, architecture: Any) -> None:
             _set_layers(architecture, value)
         else:
             setattr(architecture, name, value)
+    heads: int | None
+    width: int | None
     heads, width = (
         getattr(architecture, _SHAPE[each], None) for each in ("num_heads", "embed_dim")
     )
@@ -167,7 +169,12 @@ def _reshape(config: ModelConfig, architecture: Any) -> None:
     if config.num_heads is not None and getattr(architecture, _KEYS, None) == old_heads:
         setattr(architecture, _KEYS, heads)
     head_dim = getattr(architecture, "head_dim", None)
-    if heads > 0 and head_dim == old_width // max(1, old_heads) != width // heads:
+    if (
+        heads > 0
+        and old_heads
+        and old_width
+        and head_dim == old_width // old_heads != width // heads
+    ):
         architecture.head_dim = width // heads
     if heads < 1 or (width % heads and (head_dim is None or _asked_shape(config))):
         raise ValueError(
@@ -213,7 +220,7 @@ def _num_parameters(architecture: Any) -> int | None:
     one, two = counts
     if one is None or two is None:
         return None
-    return two + (two - one) * (layers - 2 * _COUNTED_LAYERS) // _COUNTED_LAYERS
+    return int(two + (two - one) * (layers - 2 * _COUNTED_LAYERS) // _COUNTED_LAYERS)
 
 
 def _counted(architecture: Any) -> int | None:

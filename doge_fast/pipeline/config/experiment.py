@@ -184,6 +184,9 @@ class DemoConfig:
 class TemperatureConfig:
     """How far to follow a proxy's weights, measured: base models at alpha^(1/T) for a few T."""
 
+    main: ClassVar = ("proxy", "out", "model", "steps", "seeds", "most_runs", "plan", "only")
+    examples: ClassVar = ("runs/proxy", "runs/proxy --out runs/far --seeds 0 1 2 --plan")
+
     proxy: Path
     """The run directory of a proxy: its weights, and the corpus, model and settings of the base
     models."""

@@ -251,7 +251,7 @@ def _preset(unsaid: Any, said: dict[tuple[str, ...], Any], given: Json) -> Any:
     corpus = given.get("corpus")
     data = corpus.get("data") if isinstance(corpus, dict) else None
     # Of the file, where they are words that are known.
-    named = {key: given[key] for key in ("name", "preset") if key in given}
+    named: Json = {key: given[key] for key in ("name", "preset") if key in given}
     chosen = filled(dataclasses.replace(unsaid, name="universal"), named)
     name, preset = (said.get((key,), getattr(chosen, key)) for key in ("name", "preset"))
     made = preset_of(name, preset, data=said.get(("corpus", "data"), data))
