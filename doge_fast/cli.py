@@ -8,6 +8,7 @@ pipeline's dependencies can say which are missing.
 import difflib
 import json
 import logging
+import math
 import os
 import shlex
 import signal
@@ -22,9 +23,11 @@ from typing import Any, NamedTuple
 import doge_fast
 from doge_fast.pipeline import config as configs
 from doge_fast.pipeline import failures, named, ranks
-from doge_fast.pipeline.config.ranges import check as check_ranges
+from doge_fast.pipeline.config import checks, flags
 
 TRACEBACK = "DOGE_FAST_TRACEBACK"
+_log = logging.getLogger("doge_fast")
+
 EXIT_REFUSED, EXIT_INTERRUPTED = failures.USAGE, failures.INTERRUPTED
 
 # {package: the extra that installs it}; for all others it is `pipeline`.
@@ -41,7 +44,7 @@ class Verb(NamedTuple):
     """Returns lines to print."""
     is_positional: bool = False
     """Whether required fields are positional arguments."""
-    loads: tuple[str, ...] = ("torch", "datasets", "transformers", "transformers.trainer")
+    loads: tuple[str, ...] = ("torch", "datasets", "transformers")
     """Packages that the verb needs and that take seconds to import."""
     takes_ranks: bool = False
     """Whether it may run in several processes of a launcher."""
@@ -72,11 +75,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if name not in VERBS:
                 return _print([overview(f"{name} ")])
             config = _configured(name, words)
-            _load(VERBS[name].loads)
+            _load(VERBS[name].loads, config)
             is_plan = getattr(config, "plan", False)
             lines = _plan(config, words) if is_plan else VERBS[name].run(config)
-    except KeyboardInterrupt:
-        return _refuse(EXIT_INTERRUPTED, f"Interrupted. {_RESUMES}")
+    except KeyboardInterrupt as end:
+        return _refuse(EXIT_INTERRUPTED, f"Interrupted. {str(end) or _RESUMES}")
     except failures.Terminated as end:
         return _refuse(failures.TERMINATED, f"Ended by SIGTERM. {str(end) or _RESUMES}")
     except SystemExit:
@@ -167,7 +170,7 @@ def _configured(name: str, words: list[str]) -> Any:
         # parse() prints help, and its reader has closed the pipe.
         _mute()
         raise SystemExit(0) from None
-    check_ranges(config)
+    checks.check(config)
     return config
 
 
@@ -203,11 +206,9 @@ def parse(words: Sequence[str]) -> Any:
     """The dataclass of the verb that the words begin with, made from the words after it.
 
     Raises:
-        ValueError: there is no such verb, or the file of `--config` is malformed.
-        SystemExit: help was asked for, or a flag is wrong.
+        ValueError: there is no such verb, an option is wrong, or the file of `--config` is.
+        SystemExit: help was asked for.
     """
-    from doge_fast.pipeline.config import flags
-
     name, others = _verb_of(words)
     verb = VERBS[name]
     return flags.parse(others, verb.config, verb=name, is_positional=verb.is_positional)
@@ -227,16 +228,18 @@ def overview(first: str = "") -> str:
     return f"{usage}\n\n{_DESCRIPTION}\n\n{table}"
 
 
-def _load(packages: Sequence[str]) -> None:
-    """Import slow packages, with a spinner on a terminal."""
+def _load(packages: Sequence[str], config: Any) -> None:
+    """Import slow packages, after a line that says what comes then."""
     missing = [package for package in packages if package not in sys.modules]
-    if missing:
-        from rich.console import Console
-
-        with Console(stderr=True, quiet=not ranks.is_first()).status("") as status:
-            for package in missing:
-                status.update(f"loading {package} ...")
-                import_module(package)
+    if not missing:
+        return
+    told = ""
+    if isinstance(config, configs.StageConfig):
+        corpus, training = config.corpus, config.training
+        told = f"{config.out}: {config.stage} of {training.steps} steps on {corpus.data}; "
+    _log.info("%sloading %s ...", told, ", ".join(missing))
+    for package in missing:
+        import_module(package)
 
 
 def _in(module: str, function: str) -> Callable[[Any], list[str]]:
@@ -252,10 +255,10 @@ def _demo(config: configs.DemoConfig) -> list[str]:
 
 
 def _proxy(config: configs.ProxyConfig) -> list[str]:
-    from doge_fast.pipeline.proxy import ProxyStage, learn_weights
+    from doge_fast.pipeline.proxy import learn_weights
 
     if config.dry_run:
-        return _rehearsed(ProxyStage(config))
+        return _rehearsed(config)
     return _learned(learn_weights(config).path)
 
 
@@ -269,18 +272,25 @@ def _temperature(config: configs.TemperatureConfig) -> list[str]:
 
 
 def _base(config: configs.BaseConfig) -> list[str]:
-    from doge_fast.pipeline.base import BaseStage, train_base
+    from doge_fast.pipeline.base import train_base
 
     if config.dry_run:
-        return _rehearsed(BaseStage(config))
-    return [f"model: {train_base(config).path / 'model'}"]
+        return _rehearsed(config)
+    run = train_base(config)
+    losses = run.metrics("eval")[-1]["loss"].values()
+    perplexity = math.exp(sum(losses) / len(losses))
+    return [
+        f"held-out perplexity: {perplexity:.2f}, the exponential of the domains' mean loss",
+        f"model: {run.path / 'model'}",
+        f"for each domain: doge-fast evaluate {shlex.quote(str(run.path))}",
+    ]
 
 
-def _rehearsed(stage: Any) -> list[str]:
+def _rehearsed(config: configs.ProxyConfig | configs.BaseConfig) -> list[str]:
     from doge_fast.pipeline.rehearsal import rehearse
 
     ranks.refuse_several("A dry run")
-    return [rehearse(stage)]
+    return [rehearse(config)]
 
 
 def _doremi(config: configs.DoReMiConfig) -> list[str]:
@@ -348,8 +358,7 @@ def _info(config: configs.InfoConfig) -> list[str]:
 def _profile(config: configs.ProfileConfig) -> list[str]:
     from doge_fast.pipeline.profiling import profile, table
 
-    files = {"json": config.json, "trace": config.trace, "operators": config.trace_operators}
-    written = [f"{name}: {path}" for name, path in files.items() if path is not None]
+    written = [] if config.json is None else [f"json: {config.json}"]
     return [table(profile(config)), *written]
 
 

@@ -19,7 +19,7 @@ from tests.processes import printed_by
 
 ROOT = Path(__file__).resolve().parents[1]
 FEW = ("torch", "numpy", "triton", "einops")
-ABSENT = ("transformers", "datasets", "scipy", "lm_eval", "ninja", "tyro")
+ABSENT = ("transformers", "datasets", "scipy", "lm_eval", "ninja")
 
 
 def environment_of(folder: Path, *packages: str) -> Path:

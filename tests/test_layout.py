@@ -163,7 +163,7 @@ def test_library_needs_torch_numpy_and_einops_only() -> None:
     """Importing the optimizer and the operators pulls in neither the pipeline nor triton."""
     code = (
         "import sys, doge_fast, doge_fast.kernels\n"
-        "heavy = {'transformers', 'datasets', 'accelerate', 'triton', 'matplotlib', 'tyro'}\n"
+        "heavy = {'transformers', 'datasets', 'accelerate', 'triton', 'matplotlib'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
     assert printed_by(sys.executable, "-c", code, cwd=ROOT).strip() == "[]"
@@ -179,7 +179,7 @@ def test_the_method_needs_nothing_but_torch_and_einops() -> None:
     """As on a machine that has a GPU, torch and little else."""
     code = """
 import sys
-for name in ("numpy", "transformers", "datasets", "tyro", "matplotlib"):
+for name in ("numpy", "transformers", "datasets", "matplotlib"):
     sys.modules[name] = None
 import warnings
 warnings.simplefilter("ignore")

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from transformers import PreTrainedModel
+
 from doge_fast.mixture.counts import Phase
 from doge_fast.pipeline import records, stage
 from doge_fast.pipeline.baselines import BASELINES
@@ -18,7 +20,8 @@ from doge_fast.pipeline.config import BaseConfig
 from doge_fast.pipeline.domains import Corpus
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.run import Run
-from doge_fast.pipeline.stage import MixtureStage
+from doge_fast.pipeline.stage import ExistingRun
+from doge_fast.pipeline.trainer import MixtureTrainer, from_first
 
 _log = logging.getLogger(__name__)
 
@@ -43,64 +46,82 @@ def train_base(config: BaseConfig) -> Run:
 
     Source: DoGE, stage two of the method.
     """
-    return Run(stage.run(BaseStage(config)))
+    existing = existing_run(config)
+    if existing.is_complete:
+        return Run(config.out)
+    trainer = prepare(config, existing)
+    with stage.directory(trainer, existing, initial=trainer.initial) as checkpoint:
+        from_first(lambda: _write_weights(trainer))
+        trainer.go_on(checkpoint)
+        from_first(lambda: stage.leave_model(trainer))
+    return Run(config.out)
 
 
-class BaseStage(MixtureStage[BaseConfig]):
-    """A model trained at weights that are known."""
+def existing_run(config: BaseConfig) -> ExistingRun:
+    """What the directory holds; ValueError where a setting is wrong."""
+    return stage.existing_run(config, needs_float64=False, further="doge-fast base --weights")
 
-    name = "base"
+
+def prepare(config: BaseConfig, existing: ExistingRun) -> "BaseTrainer":
+    """The trainer of a run: its corpus and weights read, its model made.
+
+    Raises:
+        ValueError: what of them does not fit the settings, or the run began with other weights.
+    """
+    corpus = stage.read_corpus(config, existing)
+    phases = resolve_phases(config, corpus)
+    initial = None
+    if config.weights not in BASELINES:
+        initial = _initial(config, phases, existing.record)
+        _warn_of_other_tokens(Path(config.weights), corpus)
+    model = stage.make_model(config, corpus, needs_float64=False)
+    return BaseTrainer(config, corpus, model, phases, initial)
+
+
+class BaseTrainer(MixtureTrainer):
+    """An ordinary training at weights that are known.
+
+    Args:
+        config: of the stage.
+        corpus: of the domains.
+        model: what is trained.
+        phases: the weights, and the steps at which they change.
+        initial: where they come from, as config.json keeps it.
+    """
+
     needs_float64 = False
-    further = "doge-fast base --weights"
-    weights: tuple[Phase, ...]
+    config: BaseConfig
 
-    def check(self) -> None:
-        """Beside its own settings, that the weights are there."""
-        config = self.config
-        is_given = records.is_typed(config.weights) or Path(config.weights).exists()
-        if config.weights not in BASELINES and not is_given:
-            raise ValueError(
-                f"weights must be {' or '.join(BASELINES)}, a weights.json, the run directory of a "
-                f"proxy, or NAME=NUMBER,...; {config.weights!r} is none of them and no such path "
-                "exists."
-            )
-        is_run = (Path(config.weights) / records.METRICS).exists()
-        if config.stages > 1 and (config.weights in BASELINES or not is_run):
-            raise ValueError(
-                f"stages={config.stages} needs the run directory of a proxy, whose weights changed "
-                f"from step to step; got weights={config.weights!r}."
-            )
-        if config.stages > config.training.steps:
-            raise ValueError(
-                f"stages must be at most the {config.training.steps} steps of the run; got "
-                f"{config.stages}."
-            )
+    def __init__(
+        self,
+        config: BaseConfig,
+        corpus: Corpus,
+        model: PreTrainedModel,
+        phases: Sequence[Phase],
+        initial: Json | None,
+    ) -> None:
+        self.phases, self.initial = phases, initial
+        super().__init__(config, corpus, model, phases)
 
-    def prepare(self, recorded: Json) -> None:
-        """The weights; of a run that is resumed, those that it began with."""
-        self.weights = resolve_phases(self.config, self.corpus)
-        if self.config.weights not in BASELINES:
-            self.resolved = {"initial": _initial(self.config, self.weights, recorded)}
-            _warn_of_other_tokens(Path(self.config.weights), self.corpus)
-        phases = f", {len(self.weights)} phases" if len(self.weights) > 1 else ""
-        self.outline = [("weights", self.config.weights + phases)]
 
-    def begin(self) -> None:
-        """What is used: the mean over the run's steps, and of a curriculum its phases."""
-        config, phases = self.config, self.weights
-        ends = [*(phase.first_step for phase in phases[1:]), config.training.steps]
-        mean = dict.fromkeys(self.corpus.names, 0.0)
-        for phase, end in zip(phases, ends, strict=True):
-            share = (end - phase.first_step) / config.training.steps
-            for name in mean:
-                mean[name] += phase.weights[name] * share
-        steps = [asdict(phase) for phase in phases]
-        self.write_weights(
-            {"weight": mean},
-            method=config.weights if config.weights in BASELINES else "given",
-            source=config.weights,
-            **({"stages": steps} if len(phases) > 1 else {}),
-        )
+def _write_weights(trainer: BaseTrainer) -> None:
+    """What is used: the mean over the run's steps, and of a curriculum its phases."""
+    config, phases = trainer.config, trainer.phases
+    ends = [*(phase.first_step for phase in phases[1:]), config.training.steps]
+    mean = dict.fromkeys(trainer.corpus.names, 0.0)
+    for phase, end in zip(phases, ends, strict=True):
+        share = (end - phase.first_step) / config.training.steps
+        for name in mean:
+            mean[name] += phase.weights[name] * share
+    steps = [asdict(phase) for phase in phases]
+    stage.write_weights(
+        config.out,
+        trainer.corpus,
+        {"weight": mean},
+        method=config.weights if config.weights in BASELINES else "given",
+        source=config.weights,
+        **({"stages": steps} if len(phases) > 1 else {}),
+    )
 
 
 def resolve_phases(config: BaseConfig, corpus: Corpus) -> tuple[Phase, ...]:

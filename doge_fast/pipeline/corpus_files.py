@@ -70,8 +70,8 @@ class Listing:
         """Log what is read, and what is not."""
         read = []
         for domain, files in self.files.items():
-            names = shortened([str(file.path.relative_to(data)) for file in files])
-            read.append(f"{domain} of {names}" if domain else names)
+            told = shortened([str(file.path.relative_to(data)) for file in files])
+            read.append(f"{domain} of {told}" if domain else told)
         _log.info("%s: read are %s.", data, "; ".join(read))
         for why, names in self.left_out.items():
             _log.info("%s: not read are %s: %s.", data, shortened(names), why)
@@ -112,7 +112,7 @@ def list_files(data: Path, chosen: Collection[str] | None) -> Listing:
         domain = "" if chosen is None else stem_of(inside.parts[0], is_file=len(inside.parts) == 1)
         told = inside.parts if chosen is None else inside.parts[1:]
         # The first folder or file name that states a split decides.
-        split = next(filter(None, map(split_of, told)), "train")
+        split: Split = next(filter(None, map(split_of, told)), "train")
         found.append(CorpusFile(path, domain, split, kind_of(path)))
         if split == "train" and any(map(_begins_as_held_out, told)):
             doubtful.append(str(inside))

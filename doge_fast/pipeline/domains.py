@@ -106,7 +106,7 @@ class Corpus:
 
     def sizes(self, name: str) -> dict[str, float]:
         """What there is of a domain, as an entry of weights.json says it."""
-        tokens = {"tokens": self.train_tokens[name]}
+        tokens: dict[str, float] = {"tokens": self.train_tokens[name]}
         if name in self.cut:
             return tokens
         # What "mix" holds out came from the same documents.

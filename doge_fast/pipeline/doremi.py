@@ -10,7 +10,7 @@ paper, its authors' code and DoGE's differ, are in `doge_fast.weights.group_dro`
 import hashlib
 import math
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,8 @@ from doge_fast.pipeline.domains import Corpus
 from doge_fast.pipeline.model import open_model
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.run import Run
-from doge_fast.pipeline.stage import MixtureStage
-from doge_fast.pipeline.trainer import ByName, RecordedTrainer
+from doge_fast.pipeline.stage import ExistingRun
+from doge_fast.pipeline.trainer import ByName, MixtureTrainer, from_first
 from doge_fast.weights import group_dro
 from doge_fast.weights.group_dro import SMOOTHING, STEP_SIZE, ExcessWeights
 
@@ -51,26 +51,65 @@ def learn_by_excess_loss(config: DoReMiConfig) -> Run:
 
     Source: DoReMi (Xie et al., NeurIPS 2023), steps 1 and 2; DoGE, section 4, the baseline.
     """
-    return Run(stage.run(DoReMiStage(config)))
+    existing = stage.existing_run(config)
+    if existing.is_complete:
+        return Run(config.out)
+    trainer = _prepare(config, existing)
+    with stage.directory(trainer, existing) as checkpoint:
+        trainer.go_on(checkpoint)
+        from_first(lambda: _leave(trainer))
+    return Run(config.out)
 
 
-class DoReMiTrainer(RecordedTrainer):
-    """Trainer whose loss is weighted by domain, with weights that follow the excess loss."""
+def _prepare(config: DoReMiConfig, existing: ExistingRun) -> "DoReMiTrainer":
+    """The trainer of a run: its corpus and reference read, its model made."""
+    corpus = stage.read_corpus(config, existing)
+    reference = _open_reference(config.reference, corpus)
+    return DoReMiTrainer(config, corpus, stage.make_model(config, corpus), reference)
+
+
+class Reference(NamedTuple):
+    """The model that the proxy's losses are compared with."""
+
+    model: PreTrainedModel
+    weights: dict[str, float]
+    """What it was trained at: batches are drawn at them, and the learned ones start there."""
+    record: Json
+    """What weights.json says of it."""
+
+
+class DoReMiTrainer(MixtureTrainer):
+    """Trainer whose loss is weighted by domain, with weights that follow the excess loss.
+
+    Args:
+        config: of the stage.
+        corpus: of the domains.
+        model: the proxy.
+        reference: what its losses are compared with.
+    """
 
     state_file = "doremi.safetensors"
+    has_domain_ids = True
+    config: DoReMiConfig
 
-    def __init__(self, *args: Any, stage: "DoReMiStage", **kwargs: Any) -> None:
-        super().__init__(*args, stage=stage, **kwargs)
+    def __init__(
+        self, config: DoReMiConfig, corpus: Corpus, model: PreTrainedModel, reference: Reference
+    ) -> None:
+        super().__init__(config, corpus, model, reference.weights)
         device = self.args.device
-        self.reference = stage.reference.train(False).requires_grad_(False)
+        self.against = reference
+        self.reference = reference.model.train(False).requires_grad_(False)
         nn.Module.to(self.reference, device)
-        self.rule = stage.rule
-        self.variant = stage.config.variant
-        alpha_K = torch.tensor(list(stage.weights.values()), dtype=torch.float64)
+        # Settings, those of the variant where none is given.
+        self.variant = variant = config.variant
+        given = {"step_size": config.step_size, "smoothing": config.smoothing}
+        usual = {"step_size": STEP_SIZE[variant], "smoothing": SMOOTHING[variant]}
+        self.rule = {name: usual[name] if value is None else value for name, value in given.items()}
+        alpha_K = torch.tensor(list(reference.weights.values()), dtype=torch.float64)
         self.sampling_K = (alpha_K / alpha_K.sum()).to(device)
         # The excess that no batch has shown: log V, the loss of a model that knows nothing, is what
         # the code of DoReMi's authors begins with; DoGE's begins with none.
-        unseen = math.log(stage.corpus.vocab_size) if self.variant == "doremi" else 0.0
+        unseen = math.log(corpus.vocab_size) if variant == "doremi" else 0.0
         self.weights = ExcessWeights(
             alpha=self.sampling_K,
             alpha_mean=self.sampling_K,
@@ -123,87 +162,58 @@ class DoReMiTrainer(RecordedTrainer):
 
     def own_state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The weights, and which reference they follow from."""
-        return self.weights._asdict(), {_SHA256: self.stage.reference_record["model_sha256"]}
+        return self.weights._asdict(), {_SHA256: self.against.record["model_sha256"]}
 
     def load_own_state(self, state: dict[str, Tensor], text: dict[str, str]) -> None:
         """Raises ValueError where the reference is another model now."""
-        before, now = text[_SHA256], self.stage.reference_record["model_sha256"]
+        before, now = text[_SHA256], self.against.record["model_sha256"]
         if before != now:
             raise ValueError(
-                f"{self.stage.out} began with a reference model of hash {before[:12]}; that run's "
+                f"{self.config.out} began with a reference model of hash {before[:12]}; that run's "
                 f"model has {now[:12]} now. Restore it, or start anew in another directory."
             )
         device = self.args.device
         self.weights = ExcessWeights(**{key: value.to(device) for key, value in state.items()})
 
+    def first_weights(self) -> dict[str, float]:
+        """The reference's."""
+        return self.against.weights
 
-class DoReMiStage(MixtureStage[DoReMiConfig]):
-    """Domains weighed by how much worse the proxy predicts them than the reference."""
-
-    name = "doremi"
-    trainer = DoReMiTrainer
-    domain_ids = True
-    weights: dict[str, float]
-
-    def check(self) -> None:
-        """Settings, those of the variant where none is given."""
-        config, variant = self.config, self.config.variant
-        given = {"step_size": config.step_size, "smoothing": config.smoothing}
-        usual = {"step_size": STEP_SIZE[variant], "smoothing": SMOOTHING[variant]}
-        self.rule = {name: usual[name] if value is None else value for name, value in given.items()}
-
-    def prepare(self, recorded: Json) -> None:
-        """The reference, whose weights are where the learned ones start."""
-        run = self.config.reference
-        record = records.read_config(run)
-        self.weights = self.start = _reference_weights(run, record, self.corpus)
-        self.reference = open_model(run / records.MODEL)
-        config = record["config"]
-        steps = config["training"]["steps"]
-        self.reference_record = {
-            "run": str(run),
-            "model": config["model"]["model"],
-            "model_sha256": _sha256(run / records.MODEL),
-            "parameters": self.reference.num_parameters(),
-            "steps": steps,
-            "tokens": steps * config["batch_size"] * self.corpus.block_size,
-            "seed": config["training"]["seed"],
-        }
-
-    def measure(self, trainer: "DoReMiTrainer", step: int) -> Json:
+    def line(self, step: int) -> Json:
         """What a step leaves in the records; losses are null for a domain not in its batch."""
-        names, weights = self.corpus.names, trainer.weights
+        names, weights = self.corpus.names, self.weights
         return {
-            "loss": ByName(names, trainer.domain_losses),
-            "reference_loss": ByName(names, trainer.reference_losses),
+            "loss": ByName(names, self.domain_losses),
+            "reference_loss": ByName(names, self.reference_losses),
             "excess": ByName(names, weights.excess),
             "alpha": ByName(names, weights.alpha),
             "alpha_mean": ByName(names, weights.alpha_mean),
             "tokens": self.tokens(step),
         }
 
-    def lost_domains(self, trainer: "DoReMiTrainer") -> list[str]:
+    def lost_domains(self) -> list[str]:
         """Of the first step that was lost: it leaves no number in the weights of the model."""
-        found = zip(self.corpus.names, trainer.is_lost_K.tolist(), strict=True)
+        found = zip(self.corpus.names, self.is_lost_K.tolist(), strict=True)
         return [name for name, is_lost in found if is_lost]
 
-    def end(self, trainer: "DoReMiTrainer") -> None:
-        """The average of the weights, then the model."""
-        config, weights = self.config, trainer.weights
-        model = cast(PreTrainedModel, trainer.model)
-        self.write_learned(
-            ByName(self.corpus.names, weights.alpha_mean).read(),
-            weights.alpha,
-            {"reference_weight": self.weights},
-            method="doremi",
-            variant=config.variant,
-            **self.rule,
-            parameters=model.num_parameters(),
-            batch_size=config.batch_size,
-            tokens=sum(self.tokens(config.training.steps).values()),
-            reference=self.reference_record,
-        )
-        super().end(trainer)
+
+def _leave(trainer: DoReMiTrainer) -> None:
+    """The average of the weights, then the model."""
+    config, weights = trainer.config, trainer.weights
+    stage.write_learned(
+        trainer,
+        ByName(trainer.corpus.names, weights.alpha_mean).read(),
+        weights.alpha,
+        columns={"reference_weight": trainer.against.weights},
+        method="doremi",
+        variant=trainer.variant,
+        **trainer.rule,
+        parameters=cast(PreTrainedModel, trainer.model).num_parameters(),
+        batch_size=config.batch_size,
+        tokens=sum(trainer.tokens(config.training.steps).values()),
+        reference=trainer.against.record,
+    )
+    stage.leave_model(trainer)
 
 
 def _not_finite(losses_BT: Tensor, domain_ids_B: Tensor, num_domains: int) -> Tensor:
@@ -211,6 +221,24 @@ def _not_finite(losses_BT: Tensor, domain_ids_B: Tensor, num_domains: int) -> Te
     ids_K1 = torch.arange(num_domains, device=domain_ids_B.device).unsqueeze(1)
     is_lost_B = ~losses_BT.isfinite().all(1)
     return ((domain_ids_B == ids_K1) & is_lost_B).any(1)
+
+
+def _open_reference(run: Path, corpus: Corpus) -> Reference:
+    """The model of a finished base run on the corpus; ValueError where it is none."""
+    record = records.read_config(run)
+    weights = _reference_weights(run, record, corpus)
+    model, config = open_model(run / records.MODEL), record["config"]
+    steps = config["training"]["steps"]
+    record_of_it = {
+        "run": str(run),
+        "model": config["model"]["model"],
+        "model_sha256": _sha256(run / records.MODEL),
+        "parameters": model.num_parameters(),
+        "steps": steps,
+        "tokens": steps * config["batch_size"] * corpus.block_size,
+        "seed": config["training"]["seed"],
+    }
+    return Reference(model, weights, record_of_it)
 
 
 def _reference_weights(run: Path, record: Json, corpus: Corpus) -> dict[str, float]:

@@ -49,7 +49,7 @@ def evaluate(config: EvaluateConfig) -> Json:
     held_out = _own(config, record) if config.data is None else _other(config, config.data, record)
     _log.info("%s: opening the model", config.run)
     model = open_model(config.run / records.MODEL)
-    torch.nn.Module.to(model, training.meet(training.device_of(config.device)))
+    torch.nn.Module.to(model, training.wait_for_ranks(training.device_of(config.device)))
     names = dict.fromkeys((*(config.domains or held_out), *config.target))
     loss, blocks = held_out_losses(
         model,
@@ -103,6 +103,11 @@ def _check(config: EvaluateConfig, record: Json) -> None:
         raise ValueError(
             f"{config.run} was trained on {own}. Leave out data (--data) to measure what was held "
             "out of it."
+        )
+    file = _file(config)
+    if config.out is None and file.exists() and records.read_json(file).get("data") != config.data:
+        raise ValueError(
+            f"{file} holds the perplexities of other text; name a file with out (--out)."
         )
     if config.out is not None:
         if config.out.is_dir():

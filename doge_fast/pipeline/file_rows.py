@@ -30,7 +30,7 @@ _MIN_TEXT_DOCUMENT_CHARS = 512
 _ROWS_PER_READ = 128
 
 
-class Row(NamedTuple):
+class DocumentRow(NamedTuple):
     """What is read of a row."""
 
     number: int
@@ -47,7 +47,7 @@ class Absent:
     """What there is instead, as a clause."""
 
 
-def rows_of(file: CorpusFile, text_column: str, domain_column: str | None) -> Iterator[Row]:
+def rows_of(file: CorpusFile, text_column: str, domain_column: str | None) -> Iterator[DocumentRow]:
     """The rows of a parquet, arrow or json file.
 
     Args:
@@ -63,7 +63,7 @@ def rows_of(file: CorpusFile, text_column: str, domain_column: str | None) -> It
         read = _json_rows if file.kind == "json" else _arrow_rows
         for number, row in read(file, columns):
             domain = None if domain_column is None else reach(row, domain_column)
-            yield Row(number, domain, reach(row, text_column))
+            yield DocumentRow(number, domain, reach(row, text_column))
 
 
 def reach(row: Mapping[str, Any], column: str, inside: str = "") -> Any:
@@ -194,7 +194,7 @@ def text_document_chars(files: Iterable[CorpusFile]) -> int:
     return min(chars, TEXT_DOCUMENT_CHARS) if num_bytes else TEXT_DOCUMENT_CHARS
 
 
-def text_documents(file: CorpusFile, chars: int) -> Iterator[Row]:
+def text_documents(file: CorpusFile, chars: int) -> Iterator[DocumentRow]:
     """A text file cut into documents: at blank lines past `chars`, anywhere past 16 times that.
 
     Raises:
@@ -202,8 +202,11 @@ def text_documents(file: CorpusFile, chars: int) -> Iterator[Row]:
     """
     with reading(file.path, MEND), io.TextIOWrapper(opened(file.path), "utf-8-sig") as handle:
         try:
-            filled = filter(str.strip, _cut(handle, chars))
-            yield from (Row(number, None, text) for number, text in enumerate(filled, start=1))
+            # A disk that was full may leave zeros.
+            filled = (text for text in _cut(handle, chars) if text.strip().strip("\0"))
+            yield from (
+                DocumentRow(number, None, text) for number, text in enumerate(filled, start=1)
+            )
         except UnicodeDecodeError as error:
             raise FileFailure(
                 f"A text file must be UTF-8; {file.path} is not: {error}. {MEND}"

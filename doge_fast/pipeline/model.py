@@ -49,7 +49,7 @@ def build_model(
     tokenizer: PreTrainedTokenizerBase,
     *,
     block_size: int,
-    told_size: Callable[[int], None] | None = None,
+    on_size: Callable[[int], None] | None = None,
 ) -> PreTrainedModel:
     """The causal language model that `config` describes, for this tokenizer and block size.
 
@@ -60,7 +60,7 @@ def build_model(
         config: a size of the family, or a folder or Hub id of any causal language model.
         tokenizer: gives the vocabulary and the end-of-text token.
         block_size: tokens in a training example; positions that the model needs.
-        told_size: called with the number of parameters before there are any; may refuse.
+        on_size: called with the number of parameters before there are any; may refuse.
 
     Returns:
         The model, in float32 (a pretrained one too).
@@ -87,8 +87,8 @@ def build_model(
         architecture.bos_token_id = architecture.eos_token_id = end_of_text_id(tokenizer)
         # Blocks hold no padding, and the embedding of a padding token never learns.
         architecture.pad_token_id = None
-    if told_size is not None and (size := _num_parameters(architecture)) is not None:
-        told_size(size)
+    if on_size is not None and (size := _num_parameters(architecture)) is not None:
+        on_size(size)
     if config.pretrained:
         model = open_model(config.model)
     else:
@@ -157,6 +157,8 @@ def _reshape(config: ModelConfig, architecture: Any) -> None:
             _set_layers(architecture, value)
         else:
             setattr(architecture, name, value)
+    heads: int | None
+    width: int | None
     heads, width = (
         getattr(architecture, _SHAPE[each], None) for each in ("num_heads", "embed_dim")
     )
@@ -167,7 +169,12 @@ def _reshape(config: ModelConfig, architecture: Any) -> None:
     if config.num_heads is not None and getattr(architecture, _KEYS, None) == old_heads:
         setattr(architecture, _KEYS, heads)
     head_dim = getattr(architecture, "head_dim", None)
-    if heads > 0 and head_dim == old_width // max(1, old_heads) != width // heads:
+    if (
+        heads > 0
+        and old_heads
+        and old_width
+        and head_dim == old_width // old_heads != width // heads
+    ):
         architecture.head_dim = width // heads
     if heads < 1 or (width % heads and (head_dim is None or _asked_shape(config))):
         raise ValueError(
@@ -213,7 +220,7 @@ def _num_parameters(architecture: Any) -> int | None:
     one, two = counts
     if one is None or two is None:
         return None
-    return two + (two - one) * (layers - 2 * _COUNTED_LAYERS) // _COUNTED_LAYERS
+    return int(two + (two - one) * (layers - 2 * _COUNTED_LAYERS) // _COUNTED_LAYERS)
 
 
 def _counted(architecture: Any) -> int | None:

@@ -309,7 +309,7 @@ class _BlockWriter:
         if whole := len(self.pending) // self.block_size * self.block_size:
             values = np.array(self.pending[:whole])
             # The same for both widths of a number.
-            self.sha256.update(values.astype("<i4"))
+            self.sha256.update(values.astype("<i4").tobytes())
             blocks = pa.FixedSizeListArray.from_arrays(pa.array(values), self.block_size)
             self.writer.write_batch(pa.record_batch([blocks], schema=self.schema))
             del self.pending[:whole]

@@ -66,7 +66,7 @@ class ProfiledPlainStep:
             ModelConfig(model=config.model),
             vocabulary,
             block_size=config.sequence_length,
-            told_size=check,
+            on_size=check,
         )
         # Dropout would draw numbers, other ones for each side.
         self.model = model.train(False).to(self.device)

@@ -13,11 +13,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.profiler import profile as operators_seen
 
 from doge_fast import atomic_file
 from doge_fast.alternation import alternated, ratio_of, synchronize
@@ -28,7 +26,6 @@ from doge_fast.pipeline import failures, tables
 from doge_fast.pipeline.config import ProfileConfig
 from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.profile_steps import (
-    SIDES,
     WARM_UP,
     ProfiledDogeStep,
     ProfiledPlainStep,
@@ -112,7 +109,7 @@ class Profile:
 def profile(config: ProfileConfig) -> Profile:
     """Measure a step, its phases and its memory.
 
-    Writes `config.json`, `config.trace` and `config.trace_operators` where they are asked for.
+    Writes `config.json` where it is asked for.
 
     Raises:
         ValueError: a setting outside its range, an unknown model, a device that is not there.
@@ -132,7 +129,8 @@ def profile(config: ProfileConfig) -> Profile:
     finally:
         torch.set_num_threads(threads)
     if config.json is not None:
-        _write(config.json, {"schema_version": SCHEMA_VERSION, **asdict(measured)})
+        record = {"schema_version": SCHEMA_VERSION, **asdict(measured)}
+        atomic_file.write(config.json, json.dumps(record, indent=1) + "\n")
     return measured
 
 
@@ -148,13 +146,6 @@ def _of_steps(config: ProfileConfig) -> tuple[Profile, int]:
     ratio = ratio_of(times["doge"], times["plain"])
     spans = _spans(list(calls.values()), config.steps)
     limits = bandwidth(device)
-    if config.trace is not None:
-        _write(config.trace, trace_of(spans))
-    if config.trace_operators is not None:
-        with operators_seen() as seen:
-            doge_step()
-            synchronize(device)
-        seen.export_chrome_trace(str(config.trace_operators))
     measured = Profile(
         settings=plain(config),
         device=device_name(device),
@@ -256,17 +247,14 @@ def _check(config: ProfileConfig) -> None:
         )
     if config.threads is not None and config.threads > MOST_THREADS:
         raise ValueError(f"threads must be at most {MOST_THREADS}; got {config.threads}.")
-    # What cannot be written is said before anything is measured.
-    files = [path for path in (config.json, config.trace, config.trace_operators) if path]
-    if len({path.absolute() for path in files}) < len(files):
-        raise ValueError(f"json, trace and trace_operators must be different files; got {files}.")
-    for path in files:
-        with failures.writing(path):
-            was_there = path.exists()
-            path.open("a").close()
+    if config.json is not None:
+        # What cannot be written is refused before anything is measured.
+        with failures.writing(config.json):
+            was_there = config.json.exists()
+            config.json.open("a").close()
             if not was_there:
                 # Not the link that leads there.
-                path.resolve().unlink()
+                config.json.resolve().unlink()
 
 
 def _device(config: ProfileConfig) -> torch.device:
@@ -284,10 +272,6 @@ def _device(config: ProfileConfig) -> torch.device:
             "--device cpu."
         )
     return torch.device("cuda", int(index) if index else torch.cuda.current_device())
-
-
-def _write(path: Path, record: dict[str, Any]) -> None:
-    atomic_file.write(path, json.dumps(record, indent=1) + "\n")
 
 
 def table(measured: Profile) -> str:
@@ -335,19 +319,3 @@ def _row(phase: TimedPhase) -> list[str]:
     least = f"{phase.num_bytes / 1e6:.1f}" if phase.num_bytes >= 5e4 else "< 0.1"
     rate = phase.num_bytes / phase.milliseconds / 1e6 if phase.milliseconds else 0.0
     return [*row, least, f"{rate:.1f}", f"{100 * phase.fraction:.0f} %"]
-
-
-def trace_of(spans: list[TimedSpan]) -> dict[str, Any]:
-    """A timeline in the trace event format: one track for each side, phases inside steps."""
-    tracks = {side: track for track, side in enumerate(SIDES)}
-    names = [("process_name", 0, "doge_fast")]
-    names += [("thread_name", track, f"{side} step") for side, track in tracks.items()]
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "pid": 0, "tid": track, "name": what, "args": {"name": name}}
-        for what, track, name in names
-    ]
-    for span in sorted(spans, key=lambda span: (span.start, -span.end)):
-        where = {"ph": "X", "pid": 0, "tid": tracks[span.side], "name": span.name, "cat": span.side}
-        duration = max(0.0, 1e6 * (span.end - span.start))
-        events.append({**where, "ts": 1e6 * span.start, "dur": duration})
-    return {"traceEvents": events, "displayTimeUnit": "ms"}

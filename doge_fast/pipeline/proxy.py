@@ -7,10 +7,9 @@ are kept beside them.
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,20 +18,17 @@ from transformers import PreTrainedModel
 from doge_fast.integrations.transformers import DoGETrainer
 from doge_fast.pipeline import records, stage
 from doge_fast.pipeline.config import ProxyConfig
+from doge_fast.pipeline.config.checks import parse_target
 from doge_fast.pipeline.domains import Batch, Corpus, mix_sampler, proxy_batch
+from doge_fast.pipeline.failures import FileFailure
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.reporting.wording import listed, to_floats
 from doge_fast.pipeline.run import Run
-from doge_fast.pipeline.stage import Stage
-from doge_fast.pipeline.trainer import ByName, RecordedTrainer
+from doge_fast.pipeline.stage import ExistingRun
+from doge_fast.pipeline.trainer import ByName, RecordedTrainer, from_first
 from doge_fast.pipeline.weights.warm_start import warm_start
-from doge_fast.step import parameters
-from doge_fast.weights.defaults import default_mu
-from doge_fast.weights.objective import UNIVERSAL, Objective
-from doge_fast.weights.scores import PUBLISHED, PUBLISHED_BOUNDS, cosine, score_of
-from doge_fast.weights.state import DomainWeights, UpdateRule
-
-Target = str | dict[str, float]
+from doge_fast.weights.objective import Objective
+from doge_fast.weights.scores import PUBLISHED, PUBLISHED_BOUNDS, cosine
 
 _log = logging.getLogger("doge_fast")
 
@@ -57,67 +53,87 @@ def learn_weights(config: ProxyConfig) -> Run:
 
     Source: DoGE, Algorithms 1 and 2, stage one.
     """
-    return Run(stage.run(ProxyStage(config)))
+    existing = existing_run(config)
+    if existing.is_complete:
+        return Run(config.out)
+    trainer = prepare(config, existing)
+    resolved = {} if config.mu is not None else {"mu": trainer.mu}
+    with stage.directory(
+        trainer, existing, initial=trainer.initial, resolved=resolved
+    ) as checkpoint:
+        trainer.go_on(checkpoint)
+        from_first(lambda: _leave(trainer))
+    return Run(config.out)
+
+
+def existing_run(config: ProxyConfig) -> ExistingRun:
+    """What the directory holds; ValueError where a setting is wrong."""
+    return stage.existing_run(config, further="doge-fast proxy --init-weights")
+
+
+def prepare(config: ProxyConfig, existing: ExistingRun) -> "ProxyTrainer":
+    """The trainer of a run: its corpus read, its model made, its optimizer wrapped.
+
+    Raises:
+        ValueError: what of them does not fit the settings.
+    """
+    corpus = stage.read_corpus(config, existing)
+    # A resumed run keeps the weights and the mu it began with, whatever became of the file.
+    initial = existing.record.get("initial") or _initial(config, corpus)
+    mu = existing.record.get("resolved", {}).get("mu", config.mu)
+    objective = Objective.of(corpus.names, parse_target(config.target))
+    model = stage.make_model(config, corpus, num_rows=len(objective.rows))
+    return ProxyTrainer(config, corpus, model, objective=objective, initial=initial, mu=mu)
 
 
 class ProxyTrainer(RecordedTrainer, DoGETrainer):
-    """DoGETrainer over ready-made batches, with records and whole checkpoints."""
+    """DoGETrainer over ready-made batches: as many blocks of every domain in each.
 
+    Args:
+        config: of the stage.
+        corpus: of the domains and targets.
+        model: the proxy.
+        objective: the domains, the targets and their weights.
+        initial: the weights that the run begins with, as config.json keeps them; None: uniform.
+        mu: the Bregman coefficient; None: the default of the learning rate and the targets.
+    """
 
-class ProxyStage(Stage[ProxyConfig]):
-    """Domains weighed while a proxy learns them."""
+    config: ProxyConfig
 
-    name = "proxy"
-    further = "doge-fast proxy --init-weights"
-    trainer = ProxyTrainer
-
-    def check(self) -> None:
-        """Beside its own settings, the words of the target."""
-        self.target = parse_target(self.config.target)
-
-    def prepare(self, recorded: Json) -> None:
-        """Where the weights start and how they move: everything that the optimizer would refuse."""
-        corpus, config = self.corpus, self.config
-        # A resumed run keeps the weights and the mu it began with, whatever became of the file.
-        initial = recorded.get("initial") or _initial(config, corpus)
-        mu = recorded.get("resolved", {}).get("mu", config.mu)
-        objective = Objective.of(corpus.names, self.target)
-        self.rows = objective.rows
-        if mu is None:
-            mu = default_mu(config.training.learning_rate, sum(objective.tau))
-        self.mu = mu
-        rule: dict[str, Any] = {
-            "mu": mu,
-            # On the command line 0 is easier to say than None.
-            "domain_max_grad_norm": config.domain_max_grad_norm or None,
-            "smoothing": config.smoothing,
-        }
-        begun = DomainWeights(
-            objective,
-            UpdateRule(score=score_of(config.score), **rule),
-            initial=initial and initial["weights"],
-        )
-        if config.score == PUBLISHED.name:
-            self.most_score = PUBLISHED_BOUNDS[1]
-        uniform = dict(zip(corpus.names, begun.read("alpha").tolist(), strict=True))
-        self.start = initial["weights"] if initial else uniform
-        self.options = rule | {
-            "domains": corpus.names,
-            "target": self.target,
-            "score": config.score,
-            "initial": initial and initial["weights"],
-            "mode": config.mode,
-        }
+    def __init__(
+        self,
+        config: ProxyConfig,
+        corpus: Corpus,
+        model: PreTrainedModel,
+        *,
+        objective: Objective,
+        initial: Json | None,
+        mu: float | None,
+    ) -> None:
+        self.initial = initial
+        self.num_rows = len(objective.rows)
         size, seed = config.sequences_per_domain, config.training.seed
         self.mix = mix_sampler(corpus, size=size, seed=seed)
-        resolved = {} if config.mu is not None else {"mu": self.mu}
-        self.resolved = {"initial": initial, "resolved": resolved}
-        self.outline = [("target", ", ".join(config.target)), ("mu", f"{self.mu:g}")]
-
-    def fit(self, model: PreTrainedModel) -> None:
-        """The parameters that are selected."""
-        if self.config.selection is not None:
-            self.options["selection"] = _read_selection(self.config.selection, model)
+        super().__init__(
+            config,
+            corpus,
+            model,
+            domains=corpus.names,
+            target=objective.target,
+            mu=mu,
+            score=config.score,
+            # On the command line 0 is easier to say than None.
+            domain_max_grad_norm=config.domain_max_grad_norm or None,
+            smoothing=config.smoothing,
+            selection=None if config.selection is None else _read_selection(config.selection),
+            initial=initial and initial["weights"],
+            mode=config.mode,
+        )
+        # What the optimizer refuses is refused before anything is written.
+        self.create_optimizer()
+        self.mu = self.doge.mu
+        if config.score == PUBLISHED.name:
+            self.most_score = PUBLISHED_BOUNDS[1]
 
     def batch(self, step: int) -> dict[str, Batch]:
         """As many blocks of every domain."""
@@ -129,11 +145,15 @@ class ProxyStage(Stage[ProxyConfig]):
         each = steps * self.config.sequences_per_domain * self.corpus.block_size
         return dict.fromkeys(self.rows, each)
 
-    def measure(self, trainer: "ProxyTrainer", step: int) -> Json:
+    def first_weights(self) -> dict[str, float]:
+        """Uniform, or those of `initial`."""
+        return ByName(self.doge.domains, self.doge.alpha).read()
+
+    def line(self, step: int) -> Json:
         """What a step leaves in the records; everything K x K, read when the line is written."""
-        doge, last = trainer.doge, trainer.doge.last
+        doge, last = self.doge, self.doge.last
         assert last is not None
-        losses_R = torch.stack([trainer.domain_losses[name] for name in doge.rows])
+        losses_R = torch.stack([self.domain_losses[name] for name in doge.rows])
         return {
             "loss": ByName(doge.rows, losses_R),
             "alpha": ByName(doge.domains, last.alpha),
@@ -149,83 +169,63 @@ class ProxyStage(Stage[ProxyConfig]):
             "tokens": self.tokens(step),
         }
 
-    def is_lost(self, trainer: "ProxyTrainer") -> Tensor:
+    def is_lost(self) -> Tensor:
         """Also where a gradient was not finite, and the step was skipped."""
-        last = trainer.doge.last
+        last = self.doge.last
         assert last is not None
-        return super().is_lost(trainer).logical_or(last.skipped)
+        return super().is_lost().logical_or(last.skipped)
 
-    def lost_domains(self, trainer: "ProxyTrainer") -> list[str]:
+    def num_lost(self) -> int:
+        """Those that the optimizer skipped."""
+        return self.doge.num_skipped
+
+    def lost_domains(self) -> list[str]:
         """Rows of which the last step has no numbers."""
-        last, losses = trainer.doge.last, trainer.domain_losses
+        last, losses = self.doge.last, self.domain_losses
         assert last is not None
-        norms = ByName(trainer.doge.rows, last.grad_norms).read()
+        norms = ByName(self.doge.rows, last.grad_norms).read()
         return [name for name in norms if not math.isfinite(norms[name] + float(losses[name]))]
 
-    def num_lost(self, trainer: "ProxyTrainer") -> int:
-        """Those that the optimizer skipped; a checkpoint keeps their number."""
-        return trainer.doge.num_skipped
 
-    def end(self, trainer: "ProxyTrainer") -> None:
-        """The average of the weights, then the model."""
-        config, initial = self.config, self.resolved["initial"]
-        self.write_learned(
-            # Not trainer.weights, which would warn of what the lines and the verb's answer say.
-            self._average(ByName(trainer.doge.domains, trainer.doge.alpha_mean).read()),
-            trainer.doge.alpha,
-            {},
-            method="doge",
-            score=config.score,
-            target=self.target,
-            mu=self.mu,
-            average_from=config.average_from,
-            **({"initial": initial} if initial else {}),
-        )
-        super().end(trainer)
-
-    def _average(self, mean: Mapping[str, float]) -> dict[str, float]:
-        """Of the mean over all T steps, that over those after `average_from` of them.
-
-        mean over (a, T]  =  (T mean_T - a mean_a) / (T - a)
-        """
-        steps, lines = self.config.training.steps, records.read_metrics(self.out, kind="train")
-        first = [line for line in lines if line["step"] <= self.config.average_from * steps][-1]
-        if not first["step"]:
-            return dict(mean)
-        before = to_floats(first["alpha_mean"])
-        sums = {n: max(0.0, steps * w - first["step"] * before[n]) for n, w in mean.items()}
-        total = sum(sums.values())
-        return {name: value / total for name, value in sums.items()}
+def _leave(trainer: ProxyTrainer) -> None:
+    """The average of the weights, then the model."""
+    config, doge = trainer.config, trainer.doge
+    # Not trainer.weights, which would warn of what the lines and the verb's answer say.
+    mean = ByName(doge.domains, doge.alpha_mean).read()
+    stage.write_learned(
+        trainer,
+        _average(config, mean),
+        doge.alpha,
+        method="doge",
+        score=config.score,
+        target=doge.objective.target,
+        mu=trainer.mu,
+        average_from=config.average_from,
+        **({"initial": trainer.initial} if trainer.initial else {}),
+    )
+    stage.leave_model(trainer)
 
 
-def parse_target(names: Sequence[str]) -> Target:
-    """What `target` on the command line means: "universal" or {name: tau}.
+def _average(config: ProxyConfig, mean: Mapping[str, float]) -> dict[str, float]:
+    """Of the mean over all T steps, that over those after `average_from` of them.
 
-    `names` is this word alone; or "mix" and held-out domains, each NAME or NAME=WEIGHT.
-
-    Raises:
-        ValueError: no name, one twice, that word with others, or a weight that is no number
-            greater than zero.
+    mean over (a, T]  =  (T mean_T - a mean_a) / (T - a)
     """
-    if tuple(names) == (UNIVERSAL,):
-        return UNIVERSAL
-    tau: dict[str, float] = {}
-    for item in names:
-        name, _, weight = item.partition("=")
-        if name in tau or name in ("", UNIVERSAL):
-            raise ValueError(
-                "target must be universal alone, or distinct names, each NAME or "
-                f"NAME=WEIGHT; got {' '.join(names)}."
-            )
-        try:
-            tau[name] = float(weight or 1)
-        except ValueError:
-            tau[name] = math.nan
-        if not 0 < tau[name] < math.inf:
-            raise ValueError(f"A target's weight must be a number greater than zero; got {item!r}.")
-    if not tau:
-        raise ValueError("target must name something: universal, mix, or held-out domains.")
-    return tau
+    if not config.average_from:
+        return dict(mean)
+    steps, lines = config.training.steps, records.read_metrics(config.out, kind="train")
+    logged = [line for line in lines if line["step"] <= config.average_from * steps]
+    if not logged:
+        raise FileFailure(
+            f"{config.out / records.METRICS} has lost its first lines, and the average leaves out "
+            f"the first {config.average_from:.0%} of the steps. Restore them, or begin again with "
+            "average_from=0."
+        )
+    before = to_floats(logged[-1]["alpha_mean"])
+    left_out = logged[-1]["step"]
+    sums = {n: max(0.0, steps * w - left_out * before[n]) for n, w in mean.items()}
+    total = sum(sums.values())
+    return {name: value / total for name, value in sums.items()}
 
 
 def _initial(config: ProxyConfig, corpus: Corpus) -> Json | None:
@@ -245,14 +245,12 @@ def _initial(config: ProxyConfig, corpus: Corpus) -> Json | None:
     return {"source": str(config.init_weights), **asdict(start)}
 
 
-def _read_selection(path: Path, model: PreTrainedModel) -> list[str]:
-    """Names of parameters that the model trains."""
+def _read_selection(path: Path) -> list[str]:
+    """Names of parameters."""
     try:
         names = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"selection must be a JSON file; {path} is not ({error}).") from None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"selection must be a JSON list of parameter names; {path} is not.")
-    by_name = dict(model.named_parameters())
-    parameters.resolve(names, (each for each in by_name.values() if each.requires_grad), by_name)
     return names

@@ -25,8 +25,8 @@ from doge_fast.pipeline.config import SelectConfig
 from doge_fast.pipeline.domains import Batch
 from doge_fast.pipeline.failures import FileFailure
 from doge_fast.pipeline.records import Json
-from doge_fast.pipeline.stage import MixtureStage
-from doge_fast.pipeline.trainer import RecordedTrainer, from_first
+from doge_fast.pipeline.stage import ExistingRun
+from doge_fast.pipeline.trainer import MixtureTrainer, from_first
 from doge_fast.stacked.example_norms import ExampleNorms
 from doge_fast.stacked.layers.batch import refuse_coupled_examples
 from doge_fast.weights import weights_file
@@ -58,12 +58,52 @@ def measure_cancellation(config: SelectConfig) -> Path:
 
     Source: DoGE, appendix cancellation.
     """
-    scored = SelectStage(config)
-    stage.run(scored)
-    # A complete run has not met yet.
-    training.meet(scored.device)
+    existing = _existing_run(config)
+    if existing.is_complete:
+        training.wait_for_ranks(training.device_of(config.training.device, needs_float64=True))
+    else:
+        trainer = prepare(config, existing)
+        with stage.directory(trainer, existing, is_finished=_is_scored) as checkpoint:
+            trainer.go_on(checkpoint)
+            from_first(lambda: _leave(trainer))
     from_first(lambda: _write_selections(config))
     return config.out
+
+
+def _existing_run(config: SelectConfig) -> ExistingRun:
+    """What the directory holds; ValueError where a setting is wrong."""
+    for strategy in config.strategies:
+        parse_strategy(strategy)
+    if not config.strategies or len(set(config.strategies)) < len(config.strategies):
+        raise ValueError(
+            "strategies must be distinct, and at least one; got "
+            f"{' '.join(config.strategies) or 'none'}."
+        )
+    if config.training.compile:
+        raise ValueError(
+            "The cancellation effect is read off between the modules of the model, which a "
+            "compiler fuses. Run select without compile."
+        )
+    return stage.existing_run(config, is_finished=_is_scored)
+
+
+def _is_scored(run: Path) -> bool:
+    return (run / CANCELLATION).exists() and bool(_read(run))
+
+
+def prepare(config: SelectConfig, existing: ExistingRun) -> "SelectionTrainer":
+    """The trainer of a run, with a model whose examples can be told apart.
+
+    Raises:
+        ValueError: what does not fit the settings.
+    """
+    corpus = stage.read_corpus(config, existing)
+    model = stage.make_model(config, corpus)
+    _check_strategies(config, sum(param.requires_grad for param in model.parameters()))
+    refuse_coupled_examples(model)
+    trainer = SelectionTrainer(config, corpus, model, baselines.uniform(corpus.tokens))
+    trainer.is_together = _is_together(config, model, trainer.batch(0))
+    return trainer
 
 
 def is_selected(config: SelectConfig) -> bool:
@@ -94,10 +134,13 @@ def table(run: Path) -> str:
     return tables.text(tables.table_of(("selection", "parameters", "of columns"), rows))
 
 
-class SelectionTrainer(RecordedTrainer):
-    """RecordedTrainer whose steps are scored, with the sums so far in its checkpoints."""
+class SelectionTrainer(MixtureTrainer):
+    """MixtureTrainer whose steps are scored, with the sums so far in its checkpoints."""
 
     state_file = "cancellation.safetensors"
+    config: SelectConfig
+    is_together: bool
+    """Whether the examples of a batch go through the model at once."""
     effect: CancellationEffect
     """The scores; there once training has begun."""
 
@@ -128,7 +171,7 @@ class SelectionTrainer(RecordedTrainer):
     ) -> tuple[Tensor, int]:
         """The mean loss, and by what the gradients are too large."""
         num_examples = len(inputs["input_ids"])
-        if self.stage.is_together:
+        if self.is_together:
             with self.effect.watching(num_examples):
                 return super().training_step(model, inputs, num_items_in_batch), 1
         losses = []
@@ -149,55 +192,20 @@ class SelectionTrainer(RecordedTrainer):
         self.effect.load_state_dict(state)
 
 
-class SelectStage(MixtureStage[SelectConfig]):
-    """Parameters scored while a fresh model trains on all domains alike."""
-
-    name = "select"
-    trainer = SelectionTrainer
-
-    def check(self) -> None:
-        """Strategies, reading and mode."""
-        config = self.config
-        for strategy in config.strategies:
-            parse_strategy(strategy)
-        if not config.strategies or len(set(config.strategies)) < len(config.strategies):
-            raise ValueError(
-                "strategies must be distinct, and at least one; got "
-                f"{' '.join(config.strategies) or 'none'}."
-            )
-        if config.training.compile:
-            raise ValueError(
-                "The cancellation effect is read off between the modules of the model, which a "
-                "compiler fuses. Run select without compile."
-            )
-
-    def prepare(self, recorded: Json) -> None:
-        """Uniform weights."""
-        self.weights = baselines.uniform(self.corpus.tokens)
-
-    def fit(self, model: PreTrainedModel) -> None:
-        """Whether the examples of a batch can go through the model at once."""
-        _check_strategies(self.config, sum(param.requires_grad for param in model.parameters()))
-        refuse_coupled_examples(model)
-        self.is_together = _is_together(self.config, model, self.batch(0))
-
-    def is_finished(self) -> bool:
-        """Whether the scores are there."""
-        return (self.out / CANCELLATION).exists() and bool(_read(self.out))
-
-    def end(self, trainer: "SelectionTrainer") -> None:
-        """The scores; the model is of no more use."""
-        effect = trainer.effect
-        record = {
-            "schema_version": weights_file.SCHEMA_VERSION,
-            "steps": effect.num_steps,
-            "columns": effect.columns,
-            "scores": {reading: effect.scores(reading) for reading in READINGS},
-            "terms": {reading: effect.terms(reading) for reading in READINGS},
-            "selections": [],
-            "versions": records.versions(),
-        }
-        weights_file.write_json(self.out / CANCELLATION, record)
+def _leave(trainer: SelectionTrainer) -> None:
+    """The scores; the model is of no more use."""
+    records.keep_metrics(trainer.config.out)
+    effect = trainer.effect
+    record = {
+        "schema_version": weights_file.SCHEMA_VERSION,
+        "steps": effect.num_steps,
+        "columns": effect.columns,
+        "scores": {reading: effect.scores(reading) for reading in READINGS},
+        "terms": {reading: effect.terms(reading) for reading in READINGS},
+        "selections": [],
+        "versions": records.versions(),
+    }
+    weights_file.write_json(trainer.config.out / CANCELLATION, record)
 
 
 def _check_strategies(config: SelectConfig, num_parameters: int) -> None:

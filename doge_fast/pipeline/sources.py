@@ -25,7 +25,7 @@ from doge_fast.pipeline import cache, corpus_files, file_rows, local_corpus, nam
 from doge_fast.pipeline.config import CorpusConfig
 from doge_fast.pipeline.corpus_files import CorpusFile, Listing
 from doge_fast.pipeline.failures import FileFailure, one_line, reading
-from doge_fast.pipeline.file_rows import MEND, Absent, Row, reach
+from doge_fast.pipeline.file_rows import MEND, Absent, DocumentRow, reach
 
 _log = logging.getLogger("doge_fast")
 
@@ -53,7 +53,7 @@ class Shard:
 
     where: str
     """For refusals: the file or data set."""
-    read: Callable[[], Iterator[Row]]
+    read: Callable[[], Iterator[DocumentRow]]
 
 
 @dataclass(frozen=True)
@@ -385,7 +385,7 @@ def _hub_rows(
     rows: datasets.IterableDataset,
     columns: Callable[[], Sequence[str]],
     domain_column: str | None,
-) -> Iterator[Row]:
+) -> Iterator[DocumentRow]:
     with reading(where, MEND):
         others = dict.fromkeys(columns())
         asked = [column for column in (config.text_column, domain_column) if column]
@@ -398,7 +398,7 @@ def _hub_rows(
             if isinstance(label, datasets.ClassLabel) and isinstance(domain, int):
                 # -1 is a row without a label.
                 domain = label.int2str(domain) if domain >= 0 else None
-            yield Row(number, domain, reach(row, config.text_column))
+            yield DocumentRow(number, domain, reach(row, config.text_column))
 
 
 @contextlib.contextmanager

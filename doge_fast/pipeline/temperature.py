@@ -256,7 +256,7 @@ class _Search:
     def jobs(self) -> list[_Job]:
         """The models to make next: those of the next temperatures that are not complete."""
         # All processes look before the first one writes anything.
-        training.meet(training.device_of(self.config.device))
+        training.wait_for_ranks(training.device_of(self.config.device))
         found = {point.inverse: point.mean for point in self.points()}
         return [
             _Job(inverse, job)
@@ -293,7 +293,7 @@ class _Search:
     def make(self, jobs: Sequence[_Job]) -> None:
         """Train and measure models, one after the other."""
         for number, job in enumerate(jobs, start=1):
-            training.meet(training.device_of(self.config.device))
+            training.wait_for_ranks(training.device_of(self.config.device))
             _log.info("run %d of %d: %s, 1/T = %g", number, len(jobs), job.name, job.inverse)
             out = job.config.out
             try:

@@ -61,7 +61,7 @@ def open_tokenizer(config: CorpusConfig, parts: Groups) -> PreTrainedTokenizerFa
     return tokenizer
 
 
-def end_of_text_id(tokenizer: PreTrainedTokenizerFast) -> int:
+def end_of_text_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """The token between documents: the tokenizer's eos_token, or <|endoftext|>."""
     found = tokenizer.eos_token_id
     if found is None and (found := tokenizer.get_vocab().get(END_OF_TEXT)) is None:

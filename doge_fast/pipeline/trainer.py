@@ -1,18 +1,21 @@
-"""Trainer over ready-made batches: records, held-out losses, whole checkpoints, progress.
+"""Trainer over ready-made batches, and the callbacks that record it and end it in order.
 
-Checkpoints are in Trainer's own format; `records.checkpoints` makes generations of them. Batch t is
-a function of (seed, t), so a resumed run starts its data at the checkpoint's step and replays
-nothing.
+Batch t is a function of (seed, t), so a resumed run starts its data at the checkpoint's step and
+replays nothing. Checkpoints are in Trainer's own format; `records.checkpoints` makes generations of
+them.
 """
 
 import copy
+import functools
 import logging
+import math
 import signal
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -28,18 +31,24 @@ from transformers import (
     TrainerCallback,
     TrainerControl,
     TrainerState,
+    set_seed,
 )
 from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.trainer_callback import PrinterCallback
 
-from doge_fast.pipeline import failures, health, progress, ranks, records
+from doge_fast.mixture.counts import Phase
+from doge_fast.pipeline import domains, failures, health, progress, ranks, records, training
+from doge_fast.pipeline.config import StageConfig
+from doge_fast.pipeline.domains import Batch, Batches, BlockSampler, Corpus
 from doge_fast.pipeline.failures import FileFailure
+from doge_fast.pipeline.named import visible
+from doge_fast.pipeline.records import Json
 from doge_fast.weights import weights_file
 
 TENSORBOARD = "tensorboard"
 # A line waits this long on the device at most: reading it makes the host wait for the step.
 FLUSH_SECONDS = 1.0
-# A second SIGTERM within this time is the first one again: torchrun passes on what a cluster has
+# A second signal within this time is the first one again: torchrun passes on what a cluster has
 # sent to its processes too.
 ECHO_SECONDS = 5.0
 
@@ -83,121 +92,110 @@ class ByName(NamedTuple):
         return dict(zip(self.names, self.values.tolist(), strict=True))
 
 
-class StopWhenTold(TrainerCallback):
-    """Ends a training at the next step after SIGTERM, with a checkpoint of it.
+class RecordedTrainer(Trainer):
+    """Trainer over ready-made batches, and what a step of it leaves in the records.
 
-    A cluster sends it before it takes a machine away, and waits for some seconds. The command line
-    has a handler of it, which this one takes the place of while `watching`. Where there is none, or
-    another, nothing is done: it belongs to whoever set it.
+    A stage's own trainer gives `batch`, `tokens` and `line`, and where it has them the domain
+    weights that it learns and a state of its own for the checkpoints.
+
+    Args:
+        config: of the stage.
+        corpus: of which held-out losses are measured.
+        model: as `stage.build` makes it.
+        **kwargs: as for Trainer.
     """
 
-    def __init__(self) -> None:
-        # When it came, by the clock that goes on.
-        self._told_at: float | None = None
-        self._is_stopped = False
-        self.saved: int | None = None
-        """The step of the last checkpoint that is whole."""
-        # Of several ranks: what they heard in the step before, while it is on its way.
-        self._heard: tuple[Any, torch.Tensor] | None = None
-        self._group: Any = None
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Train within; raises `Terminated` where the training was ended."""
-        if signal.getsignal(signal.SIGTERM) is not failures.raise_terminated:
-            yield
-            return
-        if ranks.number() > 1:
-            # Of the host alone, so that no step waits for the device.
-            self._group = dist.new_group(backend="gloo")
-        signal.signal(signal.SIGTERM, self._hear)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, failures.raise_terminated)
-        if self._is_stopped:
-            # That of a lost step is not written.
-            raise failures.Terminated(
-                "No checkpoint has been written; the same command begins anew."
-                if self.saved is None
-                else f"A checkpoint holds step {self.saved}; the same command goes on from there."
-            )
-        if self._told_at is not None:
-            # It came too late to stop anything: the run is closed in a moment.
-            _log.warning("SIGTERM has come after the last step; the run is completed.")
-
-    def _hear(self, number: int, frame: object) -> None:
-        now = time.monotonic()
-        if self._told_at is None:
-            self._told_at = now
-        elif now - self._told_at > ECHO_SECONDS:
-            # Somebody does not want to wait.
-            raise failures.Terminated
-
-    def on_step_end(
-        self, args: Any, state: TrainerState, control: TrainerControl, **__: Any
-    ) -> None:
-        """Stop where this rank, or any of several, has heard of it."""
-        is_stopping = self._told_at is not None if self._group is None else self._have_all_heard()
-        if is_stopping and state.global_step < state.max_steps:
-            self._is_stopped = True
-            control.should_save = control.should_training_stop = True
-
-    def _have_all_heard(self) -> bool:
-        """Whether a rank had heard by the step before this one; the same answer on every rank."""
-        before = self._heard
-        told = torch.tensor([int(self._told_at is not None)])
-        self._heard = dist.all_reduce(told, group=self._group, async_op=True), told
-        if before is None:
-            return False
-        work, sum_of_ranks = before
-        work.wait()
-        return bool(sum_of_ranks.item())
-
-
-class RecordedTrainer(Trainer, TrainerCallback):
-    """Trainer over ready-made batches that keeps metrics.jsonl and whole checkpoints only.
-
-    `stage` is a `Stage`. It follows its own steps: lines, held-out losses, lost steps, whole
-    checkpoints, progress bar.
-    """
-
-    state_file = ""
+    needs_float64: ClassVar[bool] = True
+    """Whether float64 is computed on the device."""
+    state_file: ClassVar[str] = ""
     """What a checkpoint holds beside Trainer's own files; empty: nothing."""
+    num_rows = 0
+    """Domains and targets of which a step keeps a gradient each."""
+    mu, most_score = 1.0, math.inf
+    """How scores move the weights: the Bregman coefficient, and what scores are clipped to."""
 
-    def __init__(self, *args: Any, stage: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self, config: StageConfig, corpus: Corpus, model: PreTrainedModel, **kwargs: Any
+    ) -> None:
+        self.config, self.corpus = config, corpus
+        arguments = training.training_arguments(
+            config.training, config.out, needs_float64=self.needs_float64
+        )
+        # A checkpoint holds a shared matrix once; Trainer takes the other name for missing and
+        # says so.
+        model._keys_to_ignore_on_save = set(model.all_tied_weights_keys)
+        # Trainer makes its directory at once, and this one is made when the run begins.
+        out, arguments.output_dir = arguments.output_dir, tempfile.gettempdir()
+        super().__init__(model=model, args=arguments, **kwargs)
+        arguments.output_dir = out
         # One micro-batch is the whole step: the model's own mean is the loss, and Trainer need
         # not count targets for it (some versions count one too many in every block).
         self.model_accepts_loss_kwargs = False
-        self.stage = stage
         # Where the run goes on from, until its first step.
         self._checkpoint: str | None = None
         self.step_loss: Tensor | None = None
         self.step_lr = 0.0
         self.held_out: dict[str, float] = {}
-        self.warned: set[str] = set()
-        self.lost = health.LostSteps(stage.config.training.max_skipped_steps, self.args.device)
-        self.bar: Any = None
-        # Lines for metrics.jsonl, whose tensors are read at the next flush.
-        self._pending: list[dict[str, Any]] = []
-        self._last_flush = self._last_line = time.monotonic()
-        self._last_step = 0
         self.remove_callback(PrinterCallback)
         for callback in self.callback_handler.callbacks:
             # Its own choice lies among the checkpoints, which are removed in the end.
             if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None:
-                callback.logging_dir = str(stage.config.out / TENSORBOARD)
-        self._stop = StopWhenTold()
-        self.add_callback(self._stop)
-        self.add_callback(self)
+                callback.logging_dir = str(config.out / TENSORBOARD)
 
     def go_on(self, checkpoint: Path | None) -> None:
-        """Train to the end, from a checkpoint or from the beginning; `Terminated` by SIGTERM."""
+        """Train to the end, from a checkpoint or from the beginning.
+
+        Raises:
+            Diverged: the training computes no numbers any more.
+            Terminated, KeyboardInterrupt: a signal has ended it, at a checkpoint.
+        """
+        start, out = 0, self.config.out
         if checkpoint is not None:
-            self._checkpoint, self._stop.saved = str(checkpoint), records.step_of(checkpoint)
-        with self._stop.watching():
+            start, self._checkpoint = records.step_of(checkpoint), str(checkpoint)
+            _log.info("%s: resuming at step %d of %d", out, start, self.args.max_steps)
+        self.train_dataset = Batches(self.batch, start)
+        stop = StopOnSignal(out)
+        recorder = Recorder(self)
+        self.add_callback(stop)
+        self.add_callback(recorder)
+        set_seed(self.args.seed)
+        with closing(recorder), stop.watching():
             self.train(resume_from_checkpoint=self._checkpoint)
+
+    # What a stage says of itself.
+
+    def batch(self, step: int) -> Any:
+        """The batch of a step (0 is the first), whatever was asked for before."""
+        raise NotImplementedError
+
+    def tokens(self, steps: int) -> dict[str, int]:
+        """{domain: tokens of it in the first steps}."""
+        raise NotImplementedError
+
+    def line(self, step: int) -> Json:
+        """Fields of the last step's line in metrics.jsonl; tensors and `ByName` are read later."""
+        raise NotImplementedError
+
+    def first_weights(self) -> Mapping[str, float] | None:
+        """Domain weights before the first step, where they are learned."""
+        return None
+
+    def is_lost(self) -> Tensor:
+        """Whether the last step lost its numbers; bool scalar, the same on all ranks."""
+        assert self.step_loss is not None
+        return ~self.step_loss.isfinite()
+
+    def num_lost(self) -> int:
+        """Steps of the whole run that moved nothing; a checkpoint keeps their number."""
+        return 0
+
+    def lost_domains(self) -> list[str]:
+        """Domains whose loss or gradient is not finite in the last step, where that is known."""
+        return []
+
+    def batches_text(self, step: int) -> str:
+        """What to know of the batches up to the first lost step (1 is the run's first)."""
+        return ""
 
     def own_state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         """Tensors and text that a checkpoint keeps in `state_file`."""
@@ -206,6 +204,8 @@ class RecordedTrainer(Trainer, TrainerCallback):
     def load_own_state(self, state: dict[str, Tensor], text: dict[str, str]) -> None:
         """Go on with what `own_state` gave."""
         raise NotImplementedError
+
+    # What Trainer calls.
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, state_dict)
@@ -247,114 +247,288 @@ class RecordedTrainer(Trainer, TrainerCallback):
 
     def evaluate_domains(self) -> dict[str, float]:
         """Held-out loss of every domain that is followed, in nats per token."""
-        model, count = cast(PreTrainedModel, self.model), self.stage.config.training.eval_blocks
-        domains = self.stage.corpus.validation
-        self.held_out = held_out_losses(model, domains, num_blocks=count)[0]
+        model, count = cast(PreTrainedModel, self.model), self.config.training.eval_blocks
+        self.held_out = held_out_losses(model, self.corpus.validation, num_blocks=count)[0]
         return self.held_out
+
+
+class MixtureTrainer(RecordedTrainer):
+    """RecordedTrainer whose batches mix the domains at given weights.
+
+    Args:
+        weights: {domain: weight}, or a curriculum's phases.
+    """
+
+    has_domain_ids: ClassVar[bool] = False
+    """Whether a batch says of which domain each of its rows is."""
+
+    def __init__(
+        self,
+        config: StageConfig,
+        corpus: Corpus,
+        model: PreTrainedModel,
+        weights: Mapping[str, float] | Sequence[Phase],
+        **kwargs: Any,
+    ) -> None:
+        num_blocks = {name: len(corpus.train[name]) for name in corpus.names}
+        size = cast(Any, config).batch_size
+        self.mixture = BlockSampler(config.training.seed, weights, size, num_blocks)
+        super().__init__(config, corpus, model, **kwargs)
+
+    def batch(self, step: int) -> Batch:
+        """Blocks drawn at the weights, of which each rank has its own."""
+        batch = domains.mixed_batch(self.corpus, self.mixture.blocks(step), ranks.place())
+        if not self.has_domain_ids:
+            del batch["domain_ids"]
+        return batch
+
+    def tokens(self, steps: int) -> dict[str, int]:
+        """As the mixture rounds them."""
+        drawn = zip(self.corpus.names, self.mixture.drawn(steps).tolist(), strict=True)
+        return {name: blocks * self.corpus.block_size for name, blocks in drawn}
+
+    def line(self, step: int) -> Json:
+        """Loss of the step, and tokens of each domain in all steps so far."""
+        return {"loss": self.step_loss, "tokens": self.tokens(step)}
+
+    def batches_text(self, step: int) -> str:
+        """Of which domains they were."""
+        told = f"; the first, step {step}, had a batch of {self._drawn_text(step)}"
+        # The weights are what the gradient of the step before has made of them.
+        return told + (f", after one of {self._drawn_text(step - 1)}" if step > 1 else "")
+
+    def _drawn_text(self, step: int) -> str:
+        drawn = self.mixture.blocks(step - 1)
+        return health.domains_told([name for name, blocks in drawn.items() if len(blocks)])
+
+
+class StopOnSignal(TrainerCallback):
+    """Ends a training at the next step after SIGTERM or Ctrl-C, with a checkpoint of it.
+
+    A cluster sends SIGTERM before it takes a machine away, and waits for some seconds. The command
+    line has a handler of it, which this one takes the place of while `watching`. Where there is
+    none, or another, nothing is done: signals belong to whoever handles them.
+
+    Args:
+        run: the run directory.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        # Which signal, and when it came by the clock that goes on.
+        self._signal: int | None = None
+        self._received_at = 0.0
+        self._is_stopped = False
+        # Of several ranks: the sum of what they received, on its way since the step before.
+        self._reduction: tuple[Any, torch.Tensor] | None = None
+        self._group: Any = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Train within; raises `Terminated` or KeyboardInterrupt where the training was ended."""
+        if signal.getsignal(signal.SIGTERM) is not failures.raise_terminated:
+            yield
+            return
+        if ranks.number() > 1:
+            # Of the host alone, so that no step waits for the device.
+            self._group = dist.new_group(backend="gloo")
+        before = {
+            each: signal.signal(each, self._receive) for each in (signal.SIGTERM, signal.SIGINT)
+        }
+        try:
+            yield
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
+        if self._is_stopped:
+            # That of a lost step is not written.
+            left = records.newest_checkpoint(self._run)
+            raise self._ending(
+                "No checkpoint has been written; the same command begins anew."
+                if left is None
+                else f"A checkpoint holds step {records.step_of(left)}; the same command goes on "
+                "from there."
+            )
+        if self._signal is not None:
+            # It came too late to stop anything: the run is closed in a moment.
+            name = signal.Signals(self._signal).name
+            _log.warning("%s has come after the last step; the run is completed.", name)
+
+    def _ending(self, told: str = "") -> BaseException:
+        is_typed = self._signal == signal.SIGINT
+        return KeyboardInterrupt(told) if is_typed else failures.Terminated(told)
+
+    def _receive(self, number: int, frame: object) -> None:
+        now = time.monotonic()
+        # A launcher passes on Ctrl-C too.
+        is_passed_on = number != signal.SIGINT or ranks.number() > 1
+        is_echo = is_passed_on and now - self._received_at <= ECHO_SECONDS
+        if self._signal is None:
+            self._signal, self._received_at = number, now
+        elif not is_echo:
+            # Somebody does not want to wait.
+            self._signal = number
+            raise self._ending()
+
+    def on_step_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, **__: Any
+    ) -> None:
+        """Stop where this rank, or any of several, has received a signal."""
+        is_stopping = self._signal is not None if self._group is None else self._any_rank_received()
+        if is_stopping and state.global_step < state.max_steps:
+            self._is_stopped = True
+            control.should_save = control.should_training_stop = True
+
+    def _any_rank_received(self) -> bool:
+        """Whether a rank had received one by the step before this; the same on every rank."""
+        before = self._reduction
+        told = torch.tensor([int(self._signal is not None)])
+        self._reduction = dist.all_reduce(told, group=self._group, async_op=True), told
+        if before is None:
+            return False
+        work, sum_of_ranks = before
+        work.wait()
+        return bool(sum_of_ranks.item())
+
+
+class Recorder(TrainerCallback):
+    """Keeps metrics.jsonl, whole checkpoints and the progress bar, and ends a run that is lost.
+
+    Args:
+        trainer: whose steps they are.
+    """
+
+    def __init__(self, trainer: RecordedTrainer) -> None:
+        self.trainer, self.run = trainer, trainer.config.out
+        patience = trainer.config.training.max_skipped_steps
+        self.lost = health.LostSteps(patience, trainer.args.device)
+        self.warned: set[str] = set()
+        self._bar: Any = None
+        # What stands behind the bar: the domain that has most of the weight.
+        self._largest: dict[str, str] = {}
+        # Lines for metrics.jsonl, whose tensors are read at the next flush.
+        self._pending: list[dict[str, Any]] = []
+        self._last_flush = self._last_line = time.monotonic()
+        self._last_step = 0
+
+    def close(self) -> None:
+        """No bar any more, so that what is said next has a line of its own."""
+        if self._bar is not None:
+            self._bar.close()
 
     def flush(self) -> None:
         """Write the lines that wait. Waits for the device."""
-        is_writing = bool(self._pending) and self.args.should_save
-        if is_writing:
-            records.check_alone(self.stage.config.out)
-        for line in self._pending if is_writing else ():
+        trainer, pending = self.trainer, self._pending
+        self._pending, self._last_flush = [], time.monotonic()
+        if not pending or not trainer.args.should_save:
+            return
+        records.check_alone(self.run)
+        for line in pending:
             plain: dict[str, Any] = {
                 key: value.read() if isinstance(value, ByName) else value
                 for key, value in line.items()
             }
-            is_learned = "alpha" in plain and plain["step"] > 0
-            limits = {"mu": self.stage.mu, "high": self.stage.most_score}
-            if is_learned and (found := health.warnings_of(plain, **limits)):
-                plain["warnings"] = found
-                self._warn(plain["step"], found)
-            records.append_metrics(self.stage.config.out, plain)
-            if self.args.report_to:
+            if "alpha" in plain and plain["step"] > 0:
+                self._look_at_weights(plain)
+                mean = plain["alpha_mean"]
+                largest = max(mean, key=mean.__getitem__)
+                self._largest = {visible(largest): f"{mean[largest]:.3f}"}
+            records.append_metrics(self.run, plain)
+            if trainer.args.report_to:
                 told = weights_file.plain(plain)
                 # At the line's own step.
-                state = copy.copy(self.state)
+                state = copy.copy(trainer.state)
                 state.global_step = told["step"]
-                self.callback_handler.on_log(self.args, state, self.control, scalars_of(told))
-        self._pending.clear()
-        self._last_flush = time.monotonic()
+                handler = trainer.callback_handler
+                handler.on_log(trainer.args, state, trainer.control, scalars_of(told))
 
-    def _warn(self, step: int, found: Mapping[str, list[str]]) -> None:
-        """Say on the terminal what is found of the weights, each once in a run."""
+    def _look_at_weights(self, line: dict[str, Any]) -> None:
+        """Note what is found of the weights in the line, and say each once in a run."""
+        limits = {"mu": self.trainer.mu, "high": self.trainer.most_score}
+        if not (found := health.warnings_of(line, **limits)):
+            return
+        line["warnings"] = found
         for what in found.keys() - self.warned:
             told = f"{health.domains_told(found[what])} {health.TOLD[what]}"
-            _log.warning("%s, step %d: %s.", self.stage.config.out, step, told)
+            _log.warning("%s, step %d: %s.", self.run, line["step"], told)
         self.warned |= found.keys()
 
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         """Weights before the first step, and the bar."""
-        stage = self.stage
-        if state.global_step == 0 and stage.start is not None:
+        if state.global_step == 0 and (weights := self.trainer.first_weights()) is not None:
             # Their average too.
-            weights = {"alpha": stage.start, "alpha_mean": stage.start}
-            self._pending.append({"step": 0, "kind": "train", **weights})
+            both = {"alpha": weights, "alpha_mean": weights}
+            self._pending.append({"step": 0, "kind": "train", **both})
             self.flush()
         self._last_line, self._last_step = time.monotonic(), state.global_step
-        self.bar = progress.bar(
-            state.max_steps, stage.config.out.name, "step", initial=state.global_step
-        )
+        self._bar = progress.bar(state.max_steps, self.run.name, "step", initial=state.global_step)
 
     def on_step_end(
         self, args: Any, state: TrainerState, control: TrainerControl, **__: Any
     ) -> None:
         """The step's line, held-out losses where they are due, and whether the run is lost."""
-        step, config = state.global_step, self.stage.config
+        trainer, step = self.trainer, state.global_step
         is_last = step >= state.max_steps
-        self.lost.add(self.stage.is_lost(self))
+        self.lost.add(trainer.is_lost())
         if too_many := self.lost.too_many(step):
             self._add_line(step)
             self._end_as_lost(self._lost_in_a_row(step, too_many))
-        if step % config.log_every == 0 or is_last:
+        if step % trainer.config.log_every == 0 or is_last:
             self._add_line(step)
-        every = config.training.eval_every
+        every = trainer.config.training.eval_every
         if is_last or (every is not None and step % every == 0):
-            losses = self.evaluate_domains()
-            self._pending.append({"step": step, "kind": "eval", "loss": losses})
-            # At the end the stage looks at it.
-            if not is_last and (names := health.not_finite(self.held_out)):
-                told = health.domains_told(names)
-                self._end_as_lost(f"at step {step} the held-out loss of {told} is not finite")
-            # Not part of what a step costs.
-            self._last_line, self._last_step = time.monotonic(), step
+            self._evaluate(step, is_last=is_last)
         if control.should_save and (is_last or self.lost.in_a_row()):
             # The run is closed at once; a checkpoint of the last step would start one step more.
             # And what goes on from a lost step would count anew how many there are.
             control.should_save = False
         # Nothing waits for a CPU.
         waited = time.monotonic() - self._last_flush
-        if is_last or self.args.device.type == "cpu" or waited > FLUSH_SECONDS:
+        if is_last or trainer.args.device.type == "cpu" or waited > FLUSH_SECONDS:
             self.flush()
-            assert self.step_loss is not None
-            self.bar.set_postfix(loss=f"{float(self.step_loss):.3f}", refresh=False)
-        self.bar.update()
+            assert trainer.step_loss is not None
+            loss = {"loss": f"{float(trainer.step_loss):.3f}"}
+            self._bar.set_postfix(loss | self._largest, refresh=False)
+        self._bar.update()
 
     def on_save(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         """The checkpoint becomes one, whole, with the lines that it remembers."""
         self.flush()
         # Every rank writes the state of its random generators.
-        self.accelerator.wait_for_everyone()
-        run, step = self.stage.out, state.global_step
-        from_first(lambda: records.complete_checkpoint(run, step))
-        self._stop.saved = step
+        self.trainer.accelerator.wait_for_everyone()
+        from_first(functools.partial(records.complete_checkpoint, self.run, state.global_step))
 
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        """No bar any more."""
-        self.bar.close()
+    def on_train_end(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
+        """A result that would mean nothing is none."""
+        lost = self.trainer.num_lost()
+        if state.global_step >= state.max_steps and lost > health.MOST_LOST * state.max_steps:
+            raise health.diverged(
+                self.run,
+                f"{lost} of its {state.max_steps} steps were lost, for a gradient is not finite in "
+                "them",
+            )
+
+    def _evaluate(self, step: int, *, is_last: bool) -> None:
+        """A line of held-out losses; the run ends where they are not finite."""
+        losses = self.trainer.evaluate_domains()
+        self._pending.append({"step": step, "kind": "eval", "loss": losses})
+        if names := health.not_finite(losses):
+            where = "" if is_last else f"at step {step} "
+            told = health.domains_told(names)
+            self._end_as_lost(f"{where}the held-out loss of {told} is not finite")
+        # Not part of what a step costs.
+        self._last_line, self._last_step = time.monotonic(), step
 
     def _end_as_lost(self, what: str) -> None:
         """Keep the lines up to here, and raise `Diverged`; every rank does."""
         self.flush()
-        self.bar.close()
         # A launcher ends the others as soon as one has ended.
-        self.accelerator.wait_for_everyone()
-        raise health.diverged(self.stage.out, what)
+        self.trainer.accelerator.wait_for_everyone()
+        raise health.diverged(self.run, what)
 
     def _lost_in_a_row(self, step: int, number: int) -> str:
         """How many steps were lost up to this one, and whose; else, in which batches."""
-        names = self.stage.lost_domains(self)
+        names = self.trainer.lost_domains()
         whose = f" of {health.domains_told(names)}" if names else ""
         first = step - self.lost.in_a_row() + 1
         # Of a row that has ended since somebody looked, the first step is not known.
@@ -362,7 +536,7 @@ class RecordedTrainer(Trainer, TrainerCallback):
         return (
             f"up to step {step}, {number} steps in a row were lost, for the loss or the "
             f"gradient{whose} is not finite"
-            f"{self.stage.batches_told(first) if is_known and not names else ''}"
+            f"{self.trainer.batches_text(first) if is_known and not names else ''}"
         )
 
     def _add_line(self, step: int) -> None:
@@ -370,8 +544,8 @@ class RecordedTrainer(Trainer, TrainerCallback):
         line = {
             "step": step,
             "kind": "train",
-            "lr": self.step_lr,
-            **self.stage.measure(self, step),
+            "lr": self.trainer.step_lr,
+            **self.trainer.line(step),
             "seconds": (now - self._last_line) / (step - self._last_step),
         }
         self._pending.append(line)

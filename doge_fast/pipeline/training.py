@@ -83,18 +83,8 @@ def training_arguments(
 
 
 def check(config: TrainingConfig, *, needs_float64: bool = False) -> None:
-    """Raise ValueError where a setting is out of its range, or the device is not there."""
+    """Raise ValueError where the device or a tracker is not there."""
     device_of(config.device, needs_float64=needs_float64)
-    if config.min_learning_rate > config.learning_rate:
-        raise ValueError(
-            "min_learning_rate must be at most learning_rate; got "
-            f"{config.min_learning_rate} and {config.learning_rate}. Lower the first with the "
-            "second."
-        )
-    if config.warmup_steps is not None and config.warmup_steps >= config.steps:
-        raise ValueError(
-            f"warmup_steps must be less than steps; got {config.warmup_steps} of {config.steps}."
-        )
     for name in config.report_to:
         if name not in INTEGRATION_TO_CALLBACK:
             known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
@@ -106,7 +96,7 @@ def check(config: TrainingConfig, *, needs_float64: bool = False) -> None:
             )
 
 
-def meet(device: torch.device) -> torch.device:
+def wait_for_ranks(device: torch.device) -> torch.device:
     """Wait for the other processes of the launcher; this one's device, of the given kind."""
     if ranks.number() == 1:
         return device

@@ -35,7 +35,7 @@ def test_every_device_says_what_runs_and_why_not() -> None:
 
 
 def test_the_verb(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("tyro", reason="the command line needs the pipeline's packages")
+    pytest.importorskip("transformers", reason="the command line needs the pipeline's packages")
     assert cli.main(["info"]) == 0
     assert "weighted_sum" in capsys.readouterr().out
     monkeypatch.setenv("DOGE_FAST_BACKEND", "torch")

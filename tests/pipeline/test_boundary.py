@@ -327,13 +327,13 @@ def test_sigterm_leaves_a_checkpoint_and_loses_nothing(
 
 
 def test_a_second_sigterm_ends_at_once_where_it_is_not_the_first_one_again(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     clock = [0.0]
     monkeypatch.setattr(trainer, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     before = signal.signal(signal.SIGTERM, failures.raise_terminated)
     try:
-        with trainer.StopWhenTold().watching():
+        with trainer.StopOnSignal(tmp_path).watching():
             for clock[0] in (100.0, 100.1, 100.0 + trainer.ECHO_SECONDS):
                 signal.raise_signal(signal.SIGTERM)
             clock[0] += 0.1

@@ -21,6 +21,7 @@ from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import BaseConfig, ProxyConfig
 from doge_fast.pipeline.proxy import ProxyTrainer, learn_weights
 from doge_fast.pipeline.records import manifest
+from doge_fast.pipeline.reporting.proxies import remarks_on
 from tests.pipeline.conftest import settings_of
 from tests.pipeline.stages import assert_same_run, killed_at, words_of
 
@@ -246,58 +247,115 @@ def lines_of(run: Path) -> list[bytes]:
     return (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
 
 
-def beyond(lines: list[bytes]) -> list[bytes]:
-    return [*lines, *(line.replace(b'"step": 1,', b'"step": 11,') for line in lines[1:2])]
-
-
-DROPPED: dict[str, Callable[[list[bytes]], list[bytes]]] = {
-    "as it was": lambda lines: lines,
-    "torn last line": lambda lines: [*lines, lines[-1][:20]],
-    "lines after the checkpoint": beyond,
-    "all of it twice": lambda lines: lines * 2,
-}
-
-
-@pytest.mark.parametrize("damage", DROPPED)
-def test_what_lies_after_the_checkpoint_is_dropped(run: Path, damage: str) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda lines: lines,
+        lambda lines: [*lines, lines[-1][:20]],
+        lambda lines: [
+            *lines,
+            *(line.replace(b'"step": 1,', b'"step": 11,') for line in lines[1:2]),
+        ],
+    ],
+    ids=["as it was", "a torn last line", "lines after the checkpoint"],
+)
+def test_what_came_after_the_checkpoint_goes(
+    run: Path, change: Callable[[list[bytes]], list[bytes]]
+) -> None:
     before = lines_of(run)
-    (run / "metrics.jsonl").write_bytes(b"".join(DROPPED[damage](before)))
+    (run / "metrics.jsonl").write_bytes(b"".join(change(before)))
     assert records.resume_checkpoint(run) == run / "checkpoints" / NEWEST
     assert lines_of(run) == before[:9]
 
 
+def without(*indices: int) -> Callable[[list[bytes]], list[bytes]]:
+    return lambda lines: [line for n, line in enumerate(lines) if n not in indices]
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (without(8, 9, 10), "holds 8 of the 9 lines"),
+        (without(7), "holds other lines"),
+        (lambda lines: [*lines[:8], lines[8][:30]], "line 9 of metrics.jsonl is damaged"),
+    ],
+    ids=["last lines lost", "a line lost", "a known line torn"],
+)
 def test_lines_that_are_lost_lead_to_the_generation_before(
-    run: Path, caplog: pytest.LogCaptureFixture
+    run: Path,
+    damage: Callable[[list[bytes]], list[bytes]],
+    why: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     before = lines_of(run)
-    (run / "metrics.jsonl").write_bytes(b"".join([*before[:8], before[8][:30]]))
+    (run / "metrics.jsonl").write_bytes(b"".join(damage(before)))
     with caplog.at_level("WARNING", logger="doge_fast"):
         assert records.resume_checkpoint(run) == run / "checkpoints" / BEFORE
-    (told,) = caplog.messages
-    assert all(word in told for word in (NEWEST, "metrics.jsonl", "9 lines", BEFORE))
+    (said,) = caplog.messages
+    assert why in said
     assert lines_of(run) == before[:6]
 
 
-REFUSED: dict[str, Callable[[list[bytes]], list[bytes]]] = {
-    "a line lost": lambda lines: lines[1:],
-    "a line twice": lambda lines: [lines[0], *lines],
-    "a torn line and the rest": lambda lines: [*lines[:3], lines[3][:9] + b"\n", *lines[3:]],
-    "a digit changed": lambda lines: [lines[0].replace(b"0.25", b"0.26", 1), *lines[1:]],
-    "empty": lambda lines: [],
+REFUSED: dict[str, tuple[Callable[[list[bytes]], list[bytes]], str]] = {
+    "gone": (lambda lines: [], "holds 0 of the 9 lines"),
+    "no first line": (without(0), "holds other lines"),
+    "every line twice": (lambda lines: [each for line in lines for each in (line, line)], "other"),
+    "a digit changed": (
+        lambda lines: [lines[0].replace(b"0.25", b"0.26", 1), *lines[1:]],
+        "holds other lines",
+    ),
+    "a torn line": (
+        lambda lines: [*lines[:3], lines[3][:9] + b"\n", *lines[3:]],
+        "line 4 of metrics.jsonl is damaged",
+    ),
+    "nested brackets": (
+        lambda lines: [*lines[:2], b"[" * 100_000 + b"\n", *lines[2:]],
+        "line 3 of metrics.jsonl is damaged",
+    ),
+    "bytes that are no text": (
+        lambda lines: [*lines[:2], b"\xff\x00\n", *lines[2:]],
+        "line 3 of metrics.jsonl is damaged",
+    ),
 }
 
 
-@pytest.mark.parametrize("damage", [*REFUSED, "gone"])
-def test_a_record_that_something_else_changed_is_refused_and_left(run: Path, damage: str) -> None:
+@pytest.mark.parametrize("damage", REFUSED)
+def test_a_damaged_record_is_refused_and_left(run: Path, damage: str) -> None:
     path = run / "metrics.jsonl"
-    if damage == "gone":
-        path.unlink()
-    else:
-        path.write_bytes(b"".join(REFUSED[damage](lines_of(run))))
-    before = path.read_bytes() if path.exists() else None
-    with pytest.raises(ValueError, match=r"no checkpoint is whole .*metrics\.jsonl"):
+    change, why = REFUSED[damage]
+    path.write_bytes(b"".join(change(lines_of(run))))
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="no checkpoint is whole") as error:
         records.resume_checkpoint(run)
-    assert (path.read_bytes() if path.exists() else None) == before
+    assert why in str(error.value)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("average_from", [0.0, 0.3])
+def test_a_record_that_is_lost_on_the_way_does_not_lose_the_training(
+    config: ProxyConfig,
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    average_from: float,
+) -> None:
+    """The weights are the optimizer's; those of a part of the run need the lines before it."""
+    out, step = tmp_path / "run", ProxyTrainer.training_step
+
+    def losing(self: ProxyTrainer, *args: Any, **kwargs: Any) -> Any:
+        if self.state.global_step == 3:
+            (out / "metrics.jsonl").unlink()
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(ProxyTrainer, "training_step", losing)
+    asked = replace(config, out=out, average_from=average_from)
+    if average_from:
+        with pytest.raises(ValueError, match=r"metrics\.jsonl has lost its first lines"):
+            learn_weights(asked)
+        return
+    found, expected = (records.read_weights(run) for run in (learn_weights(asked).path, whole))
+    assert records.weights_by_name(found) == records.weights_by_name(expected)
+    assert remarks_on(out)
 
 
 # What is on the disk before a name says that it is there.

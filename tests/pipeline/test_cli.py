@@ -46,7 +46,9 @@ def test_the_verbs_run_one_after_the_other(
     assert records.read_weights(learned.out)["target"] == {"verse": 1.0}
     words = ["--weights", str(learned.out), "--targets", "verse", "--batch-size", "8"]
     assert cli.main(["base", *words_of(trained), *words]) == 0
-    assert capsys.readouterr().out == f"model: {trained.out / 'model'}\n"
+    told = capsys.readouterr().out.splitlines()
+    assert told[1] == f"model: {trained.out / 'model'}"
+    assert told[2].endswith(f"doge-fast evaluate {trained.out}")
     assert cli.main(["evaluate", str(trained.out), "--device", "cpu"]) == 0
     printed = capsys.readouterr().out
     assert [line.split()[0] for line in printed.splitlines()] == [
@@ -55,6 +57,8 @@ def test_the_verbs_run_one_after_the_other(
     ]
     average = records.read_evaluation(trained.out)["average_perplexity"]
     assert f"{average:.2f}" in printed
+    # On 8 of the held-out blocks of each.
+    assert float(told[0].split()[2].rstrip(",")) == pytest.approx(average, rel=0.1)
 
 
 def test_flags_are_the_fields(tmp_path: Path) -> None:
@@ -72,49 +76,92 @@ def test_flags_are_the_fields(tmp_path: Path) -> None:
     assert cli.parse(["base", "--out", "x", "--pretrained"]).model.pretrained
 
 
-@pytest.mark.parametrize(
-    "verb",
-    [
-        *("demo", "proxy", "base", "doremi", "select", "evaluate", "target", "report"),
-        *("experiment", "export"),
-    ],
-)
-def test_every_verb_has_help_for_every_flag(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("verb", list(cli.VERBS))
+def test_every_option_is_explained(
+    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as end:
-        cli.main([verb, "--help"])
+        cli.main([*verb.split(), "--help-all"])
     assert end.value.code == 0
     printed = capsys.readouterr().out
     assert f"usage: doge-fast {verb}" in printed
-    named = {"evaluate": "run", "target": "tasks", "experiment": "name", "export": "file"}
-    for flag in (name.strip("_").replace("_", "-") for name in fields_of(cli.VERBS[verb].config)):
-        if flag == named.get(verb):
-            assert "positional arguments" in printed
-            continue
+    for name in (name.strip("_").replace("_", "-") for name in fields_of(cli.VERBS[verb].config)):
         # A sentence below or beside it.
-        found = re.search(rf"--{re.escape(flag)}\b[^(]*?[A-Za-z]{{3,}}[^(]*\(", printed)
-        assert found, f"--{flag} has no help in:\n{printed}"
+        option = rf"(--(no-)?{re.escape(name)}|{name.upper()})"
+        assert re.search(rf"^  {option}\b.*(\n {{20,}}.*)?[a-z]{{3}}", printed, re.M), (
+            f"{name}:\n{printed}"
+        )
 
 
-@pytest.mark.parametrize("width", [80, 119])
-def test_help_breaks_where_the_terminal_ends(
+@pytest.mark.parametrize("width", [60, 80, 119])
+def test_help_fits_one_screen_and_begins_with_what_must_be_given(
     width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    with pytest.raises(SystemExit):
-        cli.main(["proxy", "--help"])
-    printed = capsys.readouterr().out.splitlines()
-    lines = [line.strip("│ ") for line in printed]
-    text = " ".join(lines)
-    assert "by lr W / mu, so a larger mu makes slower weights. None: 20 times" in text
-    # A line ends only where the next word would not fit, or a text ends.
-    place = next(i for i, line in enumerate(printed) if "Bregman" in line)
-    # From the column of the texts to the border and the space before it.
-    room = width - printed[place].index("Bregman") - len(" │")
-    assert len(printed[place]) <= width
-    for line, below in zip(lines[place + 1 :], lines[place + 2 :], strict=False):
-        if "(default:" in line:
-            break
-        assert len(line) + 1 + len(below.split()[0]) > room, (line, below)
+    for verb in cli.VERBS:
+        with pytest.raises(SystemExit):
+            cli.main([*verb.split(), "--help"])
+        lines = capsys.readouterr().out.splitlines()
+        about = lines[: next((i for i, line in enumerate(lines) if line == "examples:"), None)]
+        assert max(map(len, about[1:])) <= width, verb
+        needed = set(re.findall(r"--[\w-]+", lines[0]))
+        flags = [line.split()[0] for line in about if line.startswith("  --")]
+        assert set(flags[: len(needed)]) == needed, verb
+        if verb == "proxy" and width == 80:
+            assert len(lines) <= 50
+            assert "doge-fast proxy --help-all" in " ".join(about)
+            for word in ("--out", "--data", "--target", "--model", "--steps", "--tokenizer"):
+                assert any(line.startswith(f"  {word} ") for line in about), word
+            assert "resumes" in " ".join(about)
+
+
+@pytest.mark.parametrize(
+    ("words", "word"),
+    [
+        ("proxy --lr 3", "Did you mean --learning-rate?"),
+        ("proxy --batch-size 3", "Did you mean --sequences-per-domain?"),
+        ("base --batch-sise 3", "Did you mean --batch-size?"),
+        ("proxy --stepz 3", "Did you mean --steps?"),
+        ("proxy --xyzzy 3", "--help-all"),
+        ("proxy --mode fast", "auto, sequential, stacked"),
+        ("proxy --mode stackd", "Did you mean stacked?"),
+        ("proxy --steps", "one value"),
+        ("proxy --steps x", "whole number"),
+        ("proxy --steps 1.0005k", "whole number"),
+        ("proxy runs/x", "without an option"),
+        ("base --dry-run=yes", "--dry-run"),
+        ("proxy --config", "--config"),
+    ],
+)
+def test_a_typo_gets_the_nearest(words: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*words.split(), "--out", "never"]) == cli.EXIT_REFUSED
+    said = capsys.readouterr().err
+    assert word in said
+    assert said.count("\n") == 1
+
+
+def test_numbers_may_be_said_in_thousands_and_billions() -> None:
+    config = cli.parse(
+        [
+            "proxy",
+            "--out",
+            "x",
+            "--max-tokens-per-domain",
+            "10k",
+            "--mu",
+            "1e-3",
+            "--min-learning-rate",
+            "-1",
+        ]
+    )
+    assert config.corpus.max_tokens_per_domain == 10_000
+    assert (config.mu, config.training.min_learning_rate) == (1e-3, -1)
+    assert (
+        cli.parse(["weights", "show", "w.json", "--budget-tokens", "1.5B"]).budget_tokens == 1.5e9
+    )
+    assert cli.parse(["proxy", "--out", "x", "--mu", "2", "--mu", "None"]).mu is None
+    assert not cli.parse(["evaluate", "x", "--no-perplexity"]).perplexity
 
 
 def test_the_version_and_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,6 +237,9 @@ def test_a_runs_own_record_can_be_fed_back(tmp_path: Path) -> None:
         ("1: 2", "1 is no field"),
         ("schema_version: 1", "is a record, and holds no fields of proxy"),
         ("[1, 2]", "must hold a mapping of fields"),
+        ("training: {seed: 1, seed: 2}", "is there twice"),
+        ("training: {seed: 010}", "010 is octal"),
+        ("target: &self [ca, *self]", "ircular"),
         ("a: [", "must be YAML or JSON"),
         (None, "must be a file of fields"),
     ],
@@ -255,16 +305,15 @@ def test_an_interruption_says_how_to_go_on(
 
 
 def test_a_missing_extra_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "tyro", None)
-    monkeypatch.delitem(sys.modules, "doge_fast.pipeline.config.flags", raising=False)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.setitem(cli.VERBS, "info", cli.VERBS["info"]._replace(loads=("datasets",)))
+    monkeypatch.setattr(cli, "_load", lambda packages, _: cli.import_module(*packages))
     monkeypatch.delenv(cli.TRACEBACK, raising=False)
-    assert cli.main(["proxy", "--out", str(tmp_path)]) == cli.EXIT_REFUSED
+    assert cli.main(["info"]) == cli.EXIT_REFUSED
     said = capsys.readouterr().err
-    assert said == "doge-fast: This verb needs tyro, which is not installed: pip install " + (
-        "'doge-fast[pipeline]'.\n"
-    )
+    assert "This verb needs datasets, which is not installed: pip install 'doge-fast[pipe" in said
 
 
 @pytest.mark.exhaustive
@@ -308,11 +357,14 @@ def test_variables_of_a_launcher_that_are_empty_say_nothing(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_first_rank_alone_shows_what_is_loading(
-    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_first_rank_alone_says_what_comes_before_it_loads(
+    rank: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
-    for name, value in {"RANK": str(rank), "WORLD_SIZE": "2", "FORCE_COLOR": "1"}.items():
-        monkeypatch.setenv(name, value)
-    cli._load(["colorsys"])
-    assert ("loading colorsys" in capsys.readouterr().err) == (rank == 0)
+    monkeypatch.setenv("RANK", str(rank))
+    config = ProxyConfig(Path("runs/x"))
+    monkeypatch.setattr(cli, "import_module", lambda _: cli._log.info("loaded"))
+    cli._log_visibly()
+    cli._load(["colorsys"], config)
+    told = ["runs/x: proxy of 300 steps on installed; loading colorsys ...", "loaded"]
+    assert caplog.messages == (told if rank == 0 else [])

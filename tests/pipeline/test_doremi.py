@@ -25,186 +25,14 @@ from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.weights.group_dro import (
     SMOOTHING,
     STEP_SIZE,
-    ExcessWeights,
     Variant,
     domain_means,
-    example_shares,
-    excess_losses,
     token_losses,
 )
+from tests.method.test_group_dro import ULPS, VARIANTS, loss_by_loop, moved_by_loop
 from tests.pipeline.stages import NAMES, assert_resumes, killed_at, words_of, write_weights
 
-VARIANTS: tuple[Variant, ...] = ("doremi", "doge")
 Make = Callable[..., DoReMiConfig]
-# Sums of a few float64 numbers in another order.
-ULPS = 1e-14
-
-
-def start(alpha: list[float], excess: float = 0.0) -> ExcessWeights:
-    alpha_K = torch.tensor(alpha, dtype=torch.float64)
-    zero = torch.zeros((), dtype=torch.float64)
-    return ExcessWeights(alpha_K, alpha_K, torch.full_like(alpha_K, excess), zero)
-
-
-# The update, against loops
-
-
-def excess_by_loop(
-    losses: list[list[float]],
-    reference: list[list[float]],
-    ids: list[int],
-    last: list[float],
-    variant: str,
-) -> list[float]:
-    found = list(last)
-    for k in range(len(last)):
-        own, other = [], []
-        for b, domain in enumerate(ids):
-            if domain == k:
-                own += losses[b]
-                other += reference[b]
-        if not own:
-            continue
-        if variant == "doremi":
-            clipped = [max(0.0, x - y) for x, y in zip(own, other, strict=True)]
-            found[k] = math.fsum(clipped) / len(clipped)
-        else:
-            found[k] = max(0.0, (math.fsum(own) - math.fsum(other)) / len(own))
-    return found
-
-
-def moved_by_loop(
-    alpha: list[float], excess: list[float], step_size: float, smoothing: float
-) -> list[float]:
-    grown = [a * math.exp(step_size * x) for a, x in zip(alpha, excess, strict=True)]
-    return [(1 - smoothing) * g / math.fsum(grown) + smoothing / len(alpha) for g in grown]
-
-
-def loss_by_loop(
-    losses: list[list[float]],
-    ids: list[int],
-    alpha: list[float],
-    sampling: list[float],
-    variant: str,
-) -> float:
-    if variant == "doremi":
-        ratios = [a / s for a, s in zip(alpha, sampling, strict=True)]
-        tokens = [(ratios[k], loss) for k, row in zip(ids, losses, strict=True) for loss in row]
-        return math.fsum(w * loss for w, loss in tokens) / math.fsum(w for w, _ in tokens)
-    total = 0.0
-    for k in sorted(set(ids)):
-        own = [loss for b, domain in enumerate(ids) if domain == k for loss in losses[b]]
-        total += alpha[k] * math.fsum(own) / len(own)
-    return total
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_many_steps_equal_a_loop(variant: Variant) -> None:
-    """Domains of unequal size, one of them missing from some batches and one from all."""
-    generator = torch.Generator().manual_seed(7)
-    num_domains, num_tokens = 4, 5
-    sampling = [0.4, 0.3, 0.2, 0.1]
-    weights = start(sampling, excess=2.0)
-    alpha, excess, seen = list(sampling), [2.0] * num_domains, []
-    for step in range(30):
-        ids = [0, 0, 0, 1] if step % 3 == 0 else [0, 1, 1, 2]
-        losses_BT = torch.rand(4, num_tokens, generator=generator, dtype=torch.float64) * 6
-        reference_BT = torch.rand(4, num_tokens, generator=generator, dtype=torch.float64) * 6
-        ids_B = torch.tensor(ids)
-        excess_K = excess_losses(losses_BT, reference_BT, ids_B, weights.excess, variant=variant)
-        weights = weights.moved(excess_K, step_size=0.3, smoothing=0.02)
-        sampling_K = torch.tensor(sampling, dtype=torch.float64)
-        shares_B = example_shares(weights.alpha, sampling_K, ids_B, variant=variant)
-        loss = losses_BT.mean(1) @ shares_B
-
-        rows, others = losses_BT.tolist(), reference_BT.tolist()
-        excess = excess_by_loop(rows, others, ids, excess, variant)
-        alpha = moved_by_loop(alpha, excess, 0.3, 0.02)
-        seen.append(alpha)
-        close = {"rel": (step + 1) * 10 * ULPS, "abs": ULPS}
-        assert weights.excess.tolist() == pytest.approx(excess, **close)
-        assert weights.alpha.tolist() == pytest.approx(alpha, **close)
-        mean = [math.fsum(each) / len(seen) for each in zip(*seen, strict=True)]
-        assert weights.alpha_mean.tolist() == pytest.approx(mean, **close)
-        expected = loss_by_loop(rows, ids, alpha, sampling, variant)
-        assert float(loss) == pytest.approx(expected, **close)
-    assert weights.excess[3] == 2.0
-    assert weights.num_steps == 30
-
-
-def test_tokens_are_clipped_one_by_one_and_not_their_mean() -> None:
-    losses_BT = torch.tensor([[3.0, 1.0], [2.0, 2.0]])
-    reference_BT = torch.tensor([[1.0, 3.0], [1.0, 1.5]])
-    ids_B, last_K = torch.tensor([0, 1]), torch.zeros(2, dtype=torch.float64)
-    per_token = excess_losses(losses_BT, reference_BT, ids_B, last_K, variant="doremi")
-    of_means = excess_losses(losses_BT, reference_BT, ids_B, last_K, variant="doge")
-    # Two nats worse on one token and two better on the other.
-    assert per_token.tolist() == [1.0, 0.75]
-    assert of_means.tolist() == [0.0, 0.75]
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_domain_that_the_reference_predicts_better_gains_weight(variant: Variant) -> None:
-    reference_BT = torch.full((4, 3), 2.0)
-    losses_BT = reference_BT + torch.tensor([[-1.0], [0.0], [0.5], [1.5]])
-    weights = start([0.25] * 4)
-    excess_K = excess_losses(
-        losses_BT, reference_BT, torch.arange(4), weights.excess, variant=variant
-    )
-    assert excess_K.tolist() == [0.0, 0.0, 0.5, 1.5]
-    alpha = weights.moved(excess_K, step_size=STEP_SIZE[variant], smoothing=0.0).alpha.tolist()
-    assert alpha[0] == alpha[1] < 0.25 < alpha[3]
-    assert alpha[0] < alpha[2] < alpha[3]
-
-
-def test_equal_excess_moves_nothing_and_smoothing_is_a_floor() -> None:
-    weights = start([0.7, 0.2, 0.1])
-    still = weights.moved(torch.full((3,), 0.8, dtype=torch.float64), step_size=1, smoothing=0)
-    assert still.alpha.tolist() == pytest.approx([0.7, 0.2, 0.1], rel=ULPS)
-    huge = torch.tensor([1e4, 0.0, 0.0], dtype=torch.float64)
-    floor = weights.moved(huge, step_size=1, smoothing=0.03).alpha.tolist()
-    assert floor == pytest.approx([0.98, 0.01, 0.01], rel=ULPS)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_weights_move_with_the_domains_names(variant: Variant) -> None:
-    generator = torch.Generator().manual_seed(3)
-    losses_BT, reference_BT = torch.rand(2, 6, 4, generator=generator, dtype=torch.float64)
-    ids_B, order = torch.tensor([0, 0, 1, 2, 2, 2]), torch.tensor([2, 0, 1])
-    last_K = torch.zeros(3, dtype=torch.float64)
-    there = excess_losses(losses_BT, reference_BT, ids_B, last_K, variant=variant)
-    here = excess_losses(losses_BT, reference_BT, order[ids_B], last_K, variant=variant)
-    assert here[order].tolist() == pytest.approx(there.tolist(), rel=ULPS)
-
-
-def test_at_the_sampling_weights_the_loss_is_the_ordinary_one() -> None:
-    sampling_K = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64)
-    shares_B = example_shares(sampling_K, sampling_K, torch.tensor([0, 0, 0, 1, 2]))
-    assert shares_B.tolist() == pytest.approx([0.2] * 5, rel=ULPS)
-
-
-def test_token_losses_are_the_models_own() -> None:
-    generator = torch.Generator().manual_seed(1)
-    logits_BLV = torch.randn(2, 5, 11, generator=generator)
-    labels_BL = torch.randint(11, (2, 5), generator=generator)
-    losses_BT = token_losses(logits_BLV.bfloat16(), labels_BL)
-    assert losses_BT.shape == (2, 4)
-    assert losses_BT.dtype == torch.float32
-    wide = logits_BLV.bfloat16().double().log_softmax(-1)
-    for b in range(2):
-        for t in range(4):
-            exact = -float(wide[b, t, labels_BL[b, t + 1]])
-            assert float(losses_BT[b, t]) == pytest.approx(exact, rel=8 * 2**-23)
-
-
-def test_a_domain_without_tokens_has_no_mean() -> None:
-    means_K = domain_means(torch.tensor([[1.0, 3.0]]), torch.tensor([1]), 3).tolist()
-    assert means_K[1] == 2.0
-    assert math.isnan(means_K[0])
-    assert math.isnan(means_K[2])
-
-
-# Runs
 
 
 @pytest.fixture
@@ -437,27 +265,12 @@ def test_a_run_does_not_go_on_against_another_reference(
         learn_by_excess_loss(config)
 
 
-def test_a_complete_run_is_left_as_it_is(
-    doremi: Make, reference: Callable[..., Path], caplog: pytest.LogCaptureFixture
-) -> None:
-    config = doremi(reference=reference())
-    learn_by_excess_loss(config)
-    before = {file: file.stat().st_mtime_ns for file in config.out.rglob("*")}
-    with caplog.at_level("INFO", logger="doge_fast"):
-        learn_by_excess_loss(config)
-    assert "complete already, nothing to do" in caplog.text
-    assert {file: file.stat().st_mtime_ns for file in config.out.rglob("*")} == before
-
-
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
         ({"variant": "dro"}, "variant must be one of doremi, doge; got 'dro'"),
         ({"step_size": 0.0}, "step_size must be greater than 0; got 0.0"),
         ({"smoothing": 1.0}, "smoothing must be at least 0 and less than 1; got 1.0"),
-        ({"batch_size": 0}, "batch_size must be at least 1; got 0"),
-        ({"log_every": 0}, "log_every must be at least 1; got 0"),
-        ({"steps": 0}, "steps must be at least 1; got 0"),
         ({"domains": ("code", "prose")}, "weights for table, verse, which are not trained on"),
         ({"targets": ("verse",)}, "weights for verse, which are not trained on"),
         ({"block_size": 32}, "was trained with blocks of 16; this corpus has 32"),

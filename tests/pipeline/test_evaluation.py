@@ -146,6 +146,10 @@ def test_other_text_is_measured_whole_or_by_its_validation_split(
     assert list(result["loss"]) == ["novels", "numbers", "poetry"]
     assert result == records.read_json(run.out / "evaluation-their-text.json")
     assert result["data"] == str(other)
+    # Other text in a folder of the same name does not take its place.
+    same_name = shutil.copytree(other, other.parent / "elsewhere" / other.name)
+    with pytest.raises(ValueError, match="--out"):
+        evaluate(EvaluateConfig(run=run.out, data=str(same_name), device="cpu"))
     assert records.read_evaluation(run.out) == own
     tokenizer = AutoTokenizer.from_pretrained(run.out / "model")
     for name, file in (("poetry", "poetry.jsonl"), ("novels", "novels/validation.jsonl")):

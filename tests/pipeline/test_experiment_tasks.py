@@ -9,12 +9,13 @@ import pytest
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: the extra fewshot")
 
-from doge_fast.pipeline import fewshot, records, stage
+from doge_fast.pipeline import fewshot, records
 from doge_fast.pipeline.config import ExperimentConfig
 from doge_fast.pipeline.experiments.runner import run_experiment
 from doge_fast.pipeline.reporting.sections import sections_of
 from doge_fast.pipeline.reporting.study import open_study
 from doge_fast.pipeline.tables import Table
+from doge_fast.pipeline.trainer import RecordedTrainer
 from tests.pipeline.task_documents import write_documents
 from tests.pipeline.written_runs import write_experiment
 
@@ -43,7 +44,7 @@ def test_tasks_may_be_added_to_what_was_trained_and_are_scored_once(
     config = experiment("curriculum", seeds=(0, 1))
     before, _ = run_experiment(config)
     assert "copa" not in before
-    monkeypatch.setattr(stage, "train", refused)
+    monkeypatch.setattr(RecordedTrainer, "go_on", refused)
     asked = {"tasks": ("copa,wic",), "shots": 1, "task_data": task_data}
     config = experiment("curriculum", seeds=(0, 1), tasks=asked)
     table, page = run_experiment(config)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from doge_fast.mixture.counts import Phase
-from doge_fast.pipeline import records, stage, tables
+from doge_fast.pipeline import records, tables
 from doge_fast.pipeline.config import (
     BaseConfig,
     EvaluateConfig,
@@ -25,6 +25,7 @@ from doge_fast.pipeline.experiments.planner import Job
 from doge_fast.pipeline.experiments.plans import plan_of
 from doge_fast.pipeline.experiments.runner import run_experiment
 from doge_fast.pipeline.reporting.study import open_study
+from doge_fast.pipeline.trainer import RecordedTrainer
 
 Make = Callable[..., ExperimentConfig]
 SLIMPAJAMA = ("arxiv", "book", "c4", "commoncrawl", "github", "stackexchange", "wikipedia")
@@ -35,7 +36,7 @@ def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a run that was done is trained again")
 
-    monkeypatch.setattr(stage, "train", refuse)
+    monkeypatch.setattr(RecordedTrainer, "go_on", refuse)
 
 
 def finished(out: Path) -> set[str]:

@@ -39,6 +39,8 @@ _CHANGES = (
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 VERBS = ("proxy", "base", "evaluate")
+# In a directory whose run is complete.
+_LEFT = {"config.json", "metrics.jsonl", "weights.json", "model", "evaluation.json"}
 # Of each verb: in `make test-all`, and at random moments in `make soak`.
 SAMPLE, AT_RANDOM = 4, 100
 
@@ -138,7 +140,7 @@ class Bench:
             assert found[0].read_bytes() == found[1].read_bytes(), (at, after)
         else:
             assert_same_run(root / "run", self.whole / "run")
-        strays = [each.name for each in (root / "run").iterdir() if each.name.endswith(".tmp")]
+        strays = {each.name for each in (root / "run").iterdir()} - _LEFT
         assert not strays, (at, after)
         return was_killed
 

@@ -13,7 +13,7 @@ from doge_fast.pipeline import failures, memory
 from doge_fast.pipeline import model as models
 from doge_fast.pipeline.config import BaseConfig, ProxyConfig
 from doge_fast.pipeline.profiling import profile
-from doge_fast.pipeline.proxy import ProxyStage, learn_weights
+from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.rehearsal import rehearse
 from tests.pipeline.stages import words_of
 from tests.pipeline.test_profiling import QUICK
@@ -27,7 +27,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return lambda num_bytes: monkeypatch.setattr(memory, "free_bytes", lambda _: num_bytes)
 
 
-@pytest.mark.parametrize("run", [learn_weights, lambda config: rehearse(ProxyStage(config))])
+@pytest.mark.parametrize("run", [learn_weights, rehearse])
 def test_a_run_that_cannot_fit_is_refused_before_its_model_is_made(
     proxy: Callable[..., ProxyConfig],
     free: Callable[[int], None],
@@ -49,9 +49,8 @@ def test_stored_gradients_count_too(
 ) -> None:
     """The model fits, and its rows do not."""
     config = proxy(target=("universal",))
-    stage = ProxyStage(config)
-    plan = rehearse(stage).split()
-    num_rows = len(stage.rows)
+    plan = rehearse(config).split()
+    num_rows = 4
     size = int(plan[plan.index("parameters") - 1].replace(",", ""))
     assert sum(memory.needed(size).values()) == 16 * size
     assert sum(memory.needed(size, num_rows).values()) == (16 + 4 * num_rows) * size

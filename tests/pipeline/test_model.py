@@ -230,7 +230,7 @@ def test_parameters_are_counted_before_there_are_any(num_layers: int) -> None:
 
     asked = ModelConfig(num_layers=num_layers, embed_dim=32, num_heads=2)
     with pytest.raises(Refused) as told:
-        build_model(asked, tokenizer_of(100), block_size=16, told_size=refuse)
+        build_model(asked, tokenizer_of(100), block_size=16, on_size=refuse)
     # A layer: four matrices of 12 D^2, their biases of 9 D, two norms of 2 D; then 128 words,
     # 16 positions and the last norm.
     width = 32

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import shutil
 import sys
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from transformers import LlamaConfig
 from doge_fast import cli
 from doge_fast.pipeline import profiling
 from doge_fast.pipeline.config import ProfileConfig
-from doge_fast.pipeline.profiling import PHASES, TimedSpan, profile, table, trace_of
+from doge_fast.pipeline.profiling import PHASES, profile, table
 
 QUICK = ProfileConfig(
     vocab_size=256,
@@ -97,62 +96,21 @@ def test_memory_is_that_of_the_rows() -> None:
 def test_the_verb_prints_a_table_and_writes_its_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    record, trace = tmp_path / "deep" / "p.json", tmp_path / "t.json"
+    record = tmp_path / "deep" / "p.json"
     words = "profile --model tiny --vocab-size 256 --domains 2 --sequences 1 --sequence-length 8"
-    words += f" --steps 2 --no-memory --device cpu --json {record} --trace {trace}"
-    words += f" --trace-operators {tmp_path / 'o.json'}"
+    words += f" --steps 2 --no-memory --device cpu --json {record}"
     assert cli.main(words.split()) == 0
     printed = capsys.readouterr().out
     for name in PHASES:
         assert f"\n{name} " in printed
-    about_files = [f"json: {record}", f"trace: {trace}", f"operators: {tmp_path / 'o.json'}"]
     lines = printed.splitlines()
-    assert lines[-3:] == about_files
-    assert max(map(len, lines[:-3])) <= 100
+    assert lines[-1] == f"json: {record}"
+    assert max(map(len, lines[:-1])) <= 100
     written = json.loads(record.read_text())
     assert written["schema_version"] == profiling.SCHEMA_VERSION
     assert {phase["name"] for phase in written["phases"]} == {*PHASES, "other"}
     assert written["settings"]["domains"] == 2
     assert set(written["versions"]) >= {"doge-fast", "torch", "python"}
-    assert_is_a_trace(json.loads(trace.read_text()))
-    operators = json.loads((tmp_path / "o.json").read_text())
-    names = {event.get("name") for event in operators["traceEvents"]}
-    assert {"aten::mm", *(f"doge_fast.{name}" for name in PHASES)} <= names
-
-
-def assert_is_a_trace(trace: dict[str, Any]) -> None:
-    """The trace event format, as Perfetto reads it: complete events that nest."""
-    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    assert {event["ph"] for event in trace["traceEvents"]} == {"X", "M"}
-    for event in events:
-        assert isinstance(event["name"], str)
-        assert event["dur"] >= 0
-        assert event["ts"] >= 0
-    for track in {event["tid"] for event in events}:
-        mine = [event for event in events if event["tid"] == track]
-        steps = [event for event in mine if event["name"] == "step"]
-        assert len(steps) >= 2
-        for event in mine:
-            ends = event["ts"] + event["dur"]
-            inside = [s for s in steps if s["ts"] <= event["ts"] and ends <= s["ts"] + s["dur"]]
-            assert len(inside) == 1, event
-        # Two events of a track are apart or one holds the other.
-        for left, right in pairwise(mine):
-            left_end, right_end = left["ts"] + left["dur"], right["ts"] + right["dur"]
-            assert right["ts"] >= left_end or right_end <= left_end, (left, right)
-
-
-def test_a_trace_names_its_tracks() -> None:
-    spans = [
-        TimedSpan("plain", "step", 0.0, 2.0),
-        TimedSpan("plain", "forward", 0.5, 1.0),
-        TimedSpan("doge", "step", 2.0, 5.0),
-    ]
-    events = trace_of(spans)["traceEvents"]
-    names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
-    forward = next(event for event in events if event["name"] == "forward")
-    assert names[forward["tid"]] == "plain step"
-    assert (forward["ts"], forward["dur"]) == (5e5, 5e5)
 
 
 @pytest.mark.parametrize(
@@ -168,8 +126,7 @@ def test_a_trace_names_its_tracks() -> None:
         ({"threads": 0}, "threads must be at least 1"),
         ({"threads": 10**6}, "threads must be at most 1024"),
         ({"json": Path("/proc/version")}, "/proc/version cannot be written"),
-        ({"trace": Path("/")}, "/ cannot be written: Is a directory"),
-        ({"json": Path("x"), "trace": Path("./x")}, "must be different files"),
+        ({"json": Path("/")}, "/ cannot be written: Is a directory"),
         ({"vocab_size": 0}, "vocab_size must be at least 1; got 0"),
         ({"steps": 0}, "steps must be at least 1; got 0"),
         ({"model": "/nowhere/config.json"}, "is not a folder or a file"),
@@ -186,9 +143,9 @@ def test_a_profile_that_is_refused_leaves_no_file(tmp_path: Path) -> None:
     (tmp_path / "old.json").write_text("{}")
     link = tmp_path / "link.json"
     link.symlink_to("linked.json")
-    files = {"json": tmp_path / "old.json", "trace": tmp_path / "new.json"}
-    with pytest.raises(ValueError, match="model must be a size of the family"):
-        profile(quick(model="huge", **files, trace_operators=link))
+    for file in (tmp_path / "old.json", tmp_path / "new.json", link):
+        with pytest.raises(ValueError, match="model must be a size of the family"):
+            profile(quick(model="huge", json=file))
     assert {file.name for file in tmp_path.iterdir()} == {"old.json", "link.json"}
     assert (tmp_path / "old.json").read_text() == "{}"
 

@@ -9,9 +9,9 @@ import pytest
 
 from doge_fast import cli
 from doge_fast.pipeline import records
-from doge_fast.pipeline.base import BaseStage, train_base
+from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import BaseConfig, ProxyConfig
-from doge_fast.pipeline.proxy import ProxyStage, ProxyTrainer, learn_weights
+from doge_fast.pipeline.proxy import ProxyTrainer, learn_weights
 from doge_fast.pipeline.rehearsal import TIMED_STEPS, rehearse
 from doge_fast.pipeline.trainer import RecordedTrainer
 from tests.pipeline.corpora import texts, write_jsonl
@@ -25,7 +25,7 @@ def flat(text: str) -> str:
 
 def test_a_dry_run_of_a_proxy(proxy: Callable[..., ProxyConfig]) -> None:
     config = proxy(target=("verse", "mix"), steps=1000, dry_run=True)
-    told = flat(rehearse(ProxyStage(config)))
+    told = flat(rehearse(config))
     assert not config.out.exists()
     run = learn_weights(
         replace(config, training=replace(config.training, steps=2), dry_run=False)
@@ -61,13 +61,13 @@ def test_a_dry_run_of_a_base_run_leaves_a_killed_one_as_it_is(
     with killed_at(monkeypatch, RecordedTrainer, "training_step", 6):
         train_base(config)
     before = {file: file.stat().st_mtime_ns for file in config.out.rglob("*")}
-    told = flat(rehearse(BaseStage(replace(config, dry_run=True))))
+    told = flat(rehearse(replace(config, dry_run=True)))
     assert f"writes {config.out}, which is resumed" in told
     assert "weights natural" in told
     assert "rows" not in told
     assert {file: file.stat().st_mtime_ns for file in config.out.rglob("*")} == before
     train_base(config)
-    assert "complete already" in rehearse(BaseStage(config))
+    assert "complete already" in rehearse(config)
 
 
 def test_a_dry_run_refuses_to_go_on_with_another_corpus(
@@ -79,14 +79,14 @@ def test_a_dry_run_refuses_to_go_on_with_another_corpus(
     with killed_at(monkeypatch, RecordedTrainer, "training_step", 6):
         train_base(config)
     write_jsonl(tmp_path / "data" / "b.jsonl", texts("b", 90))
-    for call in (train_base, lambda config: rehearse(BaseStage(config))):
+    for call in (train_base, rehearse):
         with pytest.raises(ValueError, match="holds another run: the corpus's domains"):
             call(config)
 
 
 def test_a_dry_run_refuses_what_the_run_would(proxy: Callable[..., ProxyConfig]) -> None:
     with pytest.raises(ValueError, match="smoothing"):
-        rehearse(ProxyStage(proxy(smoothing=1.5)))
+        rehearse(proxy(smoothing=1.5))
     with pytest.raises(ValueError, match="A dry run trains nothing"):
         learn_weights(proxy(dry_run=True))
 

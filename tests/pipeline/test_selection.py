@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -15,11 +16,11 @@ from doge_fast.pipeline.config import ProxyConfig, SelectConfig
 from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.selection import (
     SelectionTrainer,
-    SelectStage,
     is_selected,
     measure_cancellation,
+    prepare,
 )
-from doge_fast.pipeline.stage import prepare
+from doge_fast.pipeline.stage import ExistingRun
 from doge_fast.pipeline.trainer import RecordedTrainer
 from tests.pipeline.stages import NAMES, assert_same_run, killed_at, lines_of, words_of
 
@@ -82,8 +83,8 @@ def test_scores_are_those_of_the_loop_by_hand(asked: Make) -> None:
     """The same batches, a plain AdamW, one backward for each example."""
     config = asked(steps=2, warmup_steps=0, min_learning_rate=3e-3, max_grad_norm=1e9)
     measure_cancellation(config)
-    stage = SelectStage(config)
-    model = prepare(stage, None)
+    trainer = prepare(replace(config, out=config.out / "twin"), ExistingRun({}, False))
+    model = trainer.model
     params = dict(model.named_parameters())
     decay = [param for param in params.values() if param.dim() > 1]
     rest = [param for param in params.values() if param.dim() == 1]
@@ -91,7 +92,7 @@ def test_scores_are_those_of_the_loop_by_hand(asked: Make) -> None:
     optimizer = torch.optim.AdamW(groups, lr=3e-3)
     expected = dict.fromkeys(params, 0.0)
     for step in range(2):
-        tokens = stage.batch(step)["input_ids"]
+        tokens = trainer.batch(step)["input_ids"]
         grads = [
             torch.autograd.grad(
                 model(input_ids=row[None], labels=row[None]).loss, list(params.values())
@@ -227,8 +228,6 @@ def test_a_model_with_bare_parameters_is_run_one_example_at_a_time(
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"batch_size": 0}, "batch_size must be at least 1; got 0"),
-        ({"log_every": 0}, "log_every must be at least 1; got 0"),
         ({"strategies": ()}, "strategies must be distinct, and at least one; got none"),
         ({"strategies": ("low3", "low3")}, "distinct, and at least one; got low3 low3"),
         ({"strategies": ("all",)}, "lowN or highN with N >= 1, high30 for example; got 'all'"),

@@ -118,8 +118,8 @@ def test_ranks_meet_on_the_device_that_trains(
     monkeypatch: pytest.MonkeyPatch, proxy: Callable[..., ProxyConfig]
 ) -> None:
     only(monkeypatch, "mps")
-    meet, met = training.meet, []
-    monkeypatch.setattr(training, "meet", lambda device: met.append(meet(device)))
+    wait, met = training.wait_for_ranks, []
+    monkeypatch.setattr(training, "wait_for_ranks", lambda device: met.append(wait(device)))
     learn_weights(proxy(device="auto", steps=2))
     assert met == [torch.device("cpu")]
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from doge_fast.pipeline.config.ranges import (
     Count,
@@ -111,6 +111,12 @@ class ExperimentConfig:
     Options that are not given take the preset's values.
     """
 
+    main: ClassVar = ("name", "data", "out", "preset", "targets", "seeds", "plan", "only")
+    examples: ClassVar = (
+        "universal --data corpus",
+        "ood --preset tiny --plan   # prints a command for every run",
+    )
+
     name: Experiment
     """universal: learned weights against uniform, natural and DoReMi's. doremi: both variants of
     DoReMi beside DoGE, with their costs. ood: each domain in turn as the target of the others.
@@ -154,6 +160,8 @@ class DemoConfig:
     at learned, uniform and natural weights; and writes a table and a report.
     """
 
+    examples: ClassVar = ("", "--data corpus --target wiki")
+
     out: Path = Path("demo")
     """Directory of the runs and the report."""
     data: str = "installed"
@@ -175,6 +183,9 @@ class DemoConfig:
 @dataclass(frozen=True)
 class TemperatureConfig:
     """How far to follow a proxy's weights, measured: base models at alpha^(1/T) for a few T."""
+
+    main: ClassVar = ("proxy", "out", "model", "steps", "seeds", "most_runs", "plan", "only")
+    examples: ClassVar = ("runs/proxy", "runs/proxy --out runs/far --seeds 0 1 2 --plan")
 
     proxy: Path
     """The run directory of a proxy: its weights, and the corpus, model and settings of the base

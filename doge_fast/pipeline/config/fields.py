@@ -88,6 +88,7 @@ def filled(default: Config, given: Mapping[str, Any], where: str = "config") -> 
         ValueError: a key is no field, or a value is not of its field's type.
     """
     hints = get_type_hints(type(default))
+    hints = {field.name: hints[field.name] for field in dataclasses.fields(default)}  # type: ignore[arg-type]
     changes = {}
     for said, value in given.items():
         # As a flag spells it; `from_` is a field because `from` is a word of Python.

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from doge_fast.pipeline.config.ranges import (
     Count,
@@ -137,7 +137,15 @@ class _Stage:
 
 @dataclass(frozen=True)
 class ProxyConfig(_Stage):
-    """Stage one: learn the domain weights with a proxy model."""
+    """Stage one: learn the domain weights with a proxy model. The same command resumes."""
+
+    main: ClassVar = ("out", "data", "target", "model", "steps", "tokenizer", "dry_run")
+    examples: ClassVar = (
+        "--data corpus --out runs/proxy",
+        "--data corpus --target wiki --out runs/wiki   # wiki is held out",
+        "--data owner/name --domain-column meta.source --out runs/hub",
+    )
+    stage: ClassVar[Literal["proxy"]] = "proxy"
 
     target: tuple[str, ...] = ("universal",)
     """universal (the loss on all training domains); mix (held-out blocks of all training domains);
@@ -183,7 +191,14 @@ class ProxyConfig(_Stage):
 
 @dataclass(frozen=True)
 class BaseConfig(_Stage):
-    """Stage two: train a model at given domain weights."""
+    """Stage two: train a model at given domain weights. The same command resumes."""
+
+    main: ClassVar = ("out", "data", "weights", "model", "steps", "tokenizer", "dry_run")
+    examples: ClassVar = (
+        "--data corpus --weights runs/proxy --out runs/learned",
+        "--data corpus --weights uniform --out runs/uniform",
+    )
+    stage: ClassVar[Literal["base"]] = "base"
 
     weights: str = "uniform"
     """uniform; natural (each domain's share of the tokens); a weights.json; the run directory of a
@@ -206,6 +221,10 @@ class BaseConfig(_Stage):
 @dataclass(frozen=True)
 class DoReMiConfig(_Stage):
     """The DoReMi baseline: learn the domain weights by loss in excess of a reference model's."""
+
+    main: ClassVar = ("reference", "out", "data", "model", "steps", "tokenizer", "variant")
+    examples: ClassVar = ("--data corpus --reference runs/uniform --out runs/doremi",)
+    stage: ClassVar[Literal["doremi"]] = "doremi"
 
     reference: Path = field(kw_only=True)
     """Run directory of a complete base run. Its model is the reference model. Its weights are those
@@ -230,6 +249,10 @@ class DoReMiConfig(_Stage):
 @dataclass(frozen=True)
 class SelectConfig(_Stage):
     """Score parameters by cancellation effect and select some, for `proxy --selection`."""
+
+    main: ClassVar = ("out", "data", "model", "steps", "tokenizer", "strategies")
+    examples: ClassVar = ("--data corpus --strategies low30 high10 --out runs/select",)
+    stage: ClassVar[Literal["select"]] = "select"
 
     training: TrainingConfig = field(default_factory=lambda: TrainingConfig(steps=1000))
     strategies: tuple[str, ...] = ("low10", "low30", "low50", "high30", "high10")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from doge_fast.pipeline.config.ranges import (
     Count,
@@ -18,6 +18,9 @@ from doge_fast.pipeline.config.stages import TasksConfig
 class EvaluateConfig:
     """Per-domain perplexity of a run's model on held-out documents; with `tasks`, also k-shot
     accuracy through lm-evaluation-harness."""
+
+    main: ClassVar = ("run", "data", "domains", "blocks", "tasks", "out")
+    examples: ClassVar = ("runs/learned", "runs/learned --tasks copa sciq")
 
     run: Path
     """The run directory whose model is evaluated."""
@@ -56,6 +59,8 @@ class TargetConfig:
     """Questions of tasks with their right answers, as text that `proxy --target` can learn weights
     for."""
 
+    examples: ClassVar = ("copa piqa --out corpus/tasks.jsonl",)
+
     tasks: tuple[str, ...]
     """Multiple-choice tasks of lm-eval, between commas or spaces."""
     out: Path = Path("target.jsonl")
@@ -71,6 +76,8 @@ class TargetConfig:
 class ReportConfig:
     """One page with figures and tables of runs."""
 
+    examples: ClassVar = ("--runs runs",)
+
     runs: tuple[Path, ...]
     """Run directories of proxies and base models; or one directory that contains them; or an
     experiment's directory."""
@@ -81,6 +88,8 @@ class ReportConfig:
 @dataclass(frozen=True)
 class WeightsShowConfig:
     """The weights beside those of the last step and the natural ones, and the epochs they imply."""
+
+    examples: ClassVar = ("runs/proxy --budget-tokens 10B",)
 
     files: tuple[Path, ...]
     """weights.json files, run directories, or weights as NAME=NUMBER,..."""
@@ -115,6 +124,8 @@ class WeightsAverageConfig:
 class WeightsConstrainConfig:
     """The nearest weights (in KL divergence) within floors, caps and a number of epochs."""
 
+    examples: ClassVar = ("runs/proxy --floor 0.02 --max-epochs 4 --budget-tokens 10B",)
+
     file: Path
     """A weights.json, or a run directory."""
     out: Path | None = None
@@ -135,6 +146,11 @@ class WeightsConstrainConfig:
 @dataclass(frozen=True)
 class ExportConfig:
     """Write domain weights for a training framework; --list names the targets."""
+
+    examples: ClassVar = (
+        "--list",
+        "runs/proxy --to megatron --paths code=/data/code wiki=/data/wiki --out blend.txt",
+    )
 
     file: Path | None = None
     """A weights.json, or a run directory that holds one."""
@@ -182,6 +198,9 @@ class InfoConfig:
 class ProfileConfig:
     """What each phase of a step costs, compared with a plain step on the same tokens."""
 
+    main: ClassVar = ("model", "domains", "sequences", "sequence_length", "mode", "device")
+    examples: ClassVar = ("--model 124M --domains 7 --mode stacked",)
+
     model: str = "tiny"
     """A size of the family (tiny, mini, small, 60M, 82M, 124M, 210M, 684M), or the config.json
     that AutoConfig opens: a file, a folder or a Hub id."""
@@ -216,8 +235,3 @@ class ProfileConfig:
     """Measure peak memory too, in a separate process for the plain step and for the DoGE step."""
     json: Path | None = None
     """The file to write all measurements to."""
-    trace: Path | None = None
-    """The file to write a timeline to, of plain and DoGE steps with their phases; Perfetto and
-    chrome://tracing open it."""
-    trace_operators: Path | None = None
-    """The file to write a timeline to, of one DoGE step with every operator of torch in it."""

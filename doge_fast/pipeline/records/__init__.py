@@ -21,6 +21,7 @@ from doge_fast.pipeline.records.checkpoints import (
     alone,
     check_alone,
     complete_checkpoint,
+    newest_checkpoint,
     resume_checkpoint,
     step_of,
 )

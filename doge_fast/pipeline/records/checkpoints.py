@@ -114,6 +114,11 @@ def complete_checkpoint(run: Path, step: int) -> None:
         shutil.rmtree(older)
 
 
+def newest_checkpoint(run: Path) -> Path | None:
+    """The newest checkpoint, whole or not; None: there is none."""
+    return next(iter(_generations(run)), None)
+
+
 def resume_checkpoint(run: Path) -> Path | None:
     """The newest checkpoint that is whole, with metrics.jsonl cut back to its step.
 

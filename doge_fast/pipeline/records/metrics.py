@@ -62,14 +62,28 @@ def resume_metrics(run: Path, written: Any) -> None:
     content = path.read_bytes() if path.exists() else b""
     kept = b""
     if written is not None:
-        told = written if isinstance(written, dict) else {}
-        if not isinstance(told.get("bytes"), int):
+        known = written if isinstance(written, dict) else {}
+        size, lines = known.get("bytes"), known.get("lines")
+        if not isinstance(size, int) or not isinstance(lines, int):
             raise ValueError(f"its manifest does not say what {METRICS} held")
-        kept = content[: told["bytes"]]
-        if _sha256(kept) != told.get("sha256"):
-            raise ValueError(f"{METRICS} does not hold the {told.get('lines')} lines that it did")
+        kept = content[:size]
+        if _sha256(kept) != known.get("sha256"):
+            raise ValueError(_difference(content, lines))
     if kept != content:
         atomic_file.write(path, kept)
+
+
+def _difference(content: bytes, num_lines: int) -> str:
+    """What is wrong with a file that held so many lines."""
+    lines = content.splitlines(keepends=True)[:num_lines]
+    for number, text in enumerate(lines, start=1):
+        try:
+            _check_line(json.loads(text), METRICS)
+        except (ValueError, RecursionError):
+            return f"line {number} of {METRICS} is damaged"
+    if len(lines) < num_lines:
+        return f"{METRICS} holds {len(lines)} of the {num_lines} lines that it held then"
+    return f"{METRICS} holds other lines than it held then"
 
 
 def _sha256(content: bytes) -> str:
