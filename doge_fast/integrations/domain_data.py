@@ -178,7 +178,12 @@ class DomainStream(IterableDataset[dict[str, Batch]]):
         """One pass over the stream."""
         waiting: dict[str, list[Any]] = {name: [] for name in self.rows}
         num_waited, num_batches = 0, 0
+        # Of a class label examples hold the number.
+        label = (getattr(self.stream, "features", None) or {}).get(self.column)
+        name_of = getattr(label, "int2str", None)
         for example in self.stream:
+            if name_of is not None:
+                example = {**example, self.column: name_of(example[self.column])}
             if not _names_a_domain(example, self.column):
                 yield example
                 num_batches += 1

@@ -595,6 +595,19 @@ def test_the_column_may_have_another_name_and_a_target(tmp_path: Path) -> None:
         trainer_for(tmp_path, dataset, domain_column="source", target="dutch").train()
 
 
+def test_a_class_label_of_a_stream_is_read_by_its_name(tmp_path: Path) -> None:
+    names = list(DOMAINS)
+    dataset = mixed(dict.fromkeys(names, 12))
+    # The names in another order than those of the trainer.
+    labelled = dataset.cast_column("domain", datasets.ClassLabel(names=names[::-1]))
+    found = []
+    for rows in (dataset, labelled):
+        trainer = trainer_for(tmp_path, rows.to_iterable_dataset(), max_steps=2)
+        trainer.train()
+        found.append(trainer.doge.alpha)
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("is_mixed", [True, False])
 def test_a_stream_is_grouped_as_it_comes(tmp_path: Path, is_mixed: bool) -> None:
     dataset = mixed(COUNTS)
