@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -51,8 +52,8 @@ def open_tokenizer(config: CorpusConfig, parts: Groups) -> PreTrainedTokenizerFa
         raise ValueError(f"Packing needs a fast tokenizer, a tokenizer.json; {name} has none.")
     vocabulary = tokenizer.get_vocab()
     if len(set(vocabulary.values())) < len(vocabulary):
-        numbers = list(vocabulary.values())
-        twice = [repr(token) for token, id in vocabulary.items() if numbers.count(id) > 1]
+        counts = Counter(vocabulary.values())
+        twice = sorted(repr(token) for token, id in vocabulary.items() if counts[id] > 1)
         raise FileFailure(
             f"A token has a number of its own; in the tokenizer {name} {', '.join(twice[:4])} "
             "share one. Mend its tokenizer.json, or name another."

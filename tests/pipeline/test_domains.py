@@ -114,7 +114,7 @@ def test_a_domain_too_small_for_mix(tmp_path, config):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"block_size": 1}, "block_size must be at least 2; got 1"),
+        ({"block_size": 1}, "block_size must be at least 2"),
         ({"validation_fraction": 0.0}, "must be greater than 0 and less than 1; got 0.0"),
         ({"max_tokens_per_domain": 15}, "must hold a block of 16; it is 15"),
         ({"vocab_size": 256}, "needs vocab_size >= 257"),

@@ -53,6 +53,7 @@ def make_run(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Callab
         model = GPT2LMHeadModel(GPT2Config(vocab_size=vocabulary, initializer_range=0.4, **shape))
         model.save_pretrained(out / "model")
         corpus.tokenizer.save_pretrained(out / "model")
+        records.write_manifest(out / "model")
         return out
 
     return make

@@ -66,7 +66,7 @@ def test_every_number_of_every_verb_has_a_range() -> None:
             {"validation_fraction": 1.0},
             "validation_fraction must be greater than 0 and less than 1",
         ),
-        ({"block_size": 1}, "block_size must be at least 2; got 1."),
+        ({"block_size": 1}, "block_size must be at least 2 and at most 16777216; got 1."),
         # A word is several letters.
         ({"target": "verse"}, "target must be a tuple of values; got 'verse'."),
         ({"domains": 7}, "domains must be a tuple of values; got 7."),

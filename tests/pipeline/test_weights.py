@@ -405,7 +405,7 @@ def test_constrain_writes_what_it_tells(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["show"], "Name a weights.json"),
+        (["show"], "needs files"),
         (["show", "W", "W"], "w.json is named twice"),
         (["show", "W", "--tokens", "code"], "tokens"),
         (["show", "W", "--tokens", "code=x"], "code=x"),

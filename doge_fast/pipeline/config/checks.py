@@ -75,6 +75,8 @@ def parse_target(names: Sequence[str]) -> Target:
 
 
 def _check_data(data: str) -> None:
+    if not data:
+        raise ValueError("data (--data) must name a directory, a file or a Hub id; it is empty.")
     if data == "installed" or Path(data).expanduser().exists():
         return
     if not _HUB_DATA.fullmatch(data) or Path(data).suffix in (".jsonl", ".parquet", ".txt"):

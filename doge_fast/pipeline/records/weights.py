@@ -155,11 +155,15 @@ def check_fields(record: Mapping[str, Any], where: str) -> None:
         ValueError: a name cannot be seen whole.
     """
     _refuse_removed(record, where)
+    entries = record.get("domains")
+    if isinstance(entries, list):
+        # First: JSON itself has no word for half a character.
+        given = [entry.get("name") for entry in entries if isinstance(entry, Mapping)]
+        named.check_visible([name for name in given if isinstance(name, str) and name], where)
     found = check_shape(record, WeightsRecord, where, told="", way_out=_CORRECT)
     names = [entry.name for entry in found.domains]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise FileFailure(f"{where}: a domain has one weight; {', '.join(twice)} occurs twice.")
-    named.check_visible(names, where)
 
 
 def _refuse_removed(record: Mapping[str, Any], where: str) -> None:
