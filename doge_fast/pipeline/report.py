@@ -51,7 +51,7 @@ def write_report(config: ReportConfig) -> Path:
     html = _template().render(
         css=Markup((Path(__file__).parent / "report.css").read_text(encoding="utf-8")),
         study=study,
-        headlines=[told for section in sections for told in section.headlines],
+        headlines=_headlines(sections),
         sections=[(section, _drawn(section, folder, numbers)) for section in sections],
     )
     # Names in records of runs made elsewhere may hold anything.
@@ -74,13 +74,18 @@ def terminal_table(runs: Sequence[Path]) -> str:
     """
     study = open_study(runs)
     sections = sections_of(study)
-    told = [told for section in sections for told in section.headlines]
+    told = _headlines(sections)
     blocks = [f"{study.title}\n{wrapped(study.question)}", *map(wrapped, told)]
     for section in sections:
         tables = [f"{table.title}\n\n{text(_plain(table))}" for table in section.tables]
         lines = [*(f"  {command}" for command in section.commands), *map(wrapped, section.remarks)]
         blocks += [*tables, "\n".join([*([] if tables else [section.title]), *lines])]
     return as_ascii("\n\n".join(block for block in blocks if block))
+
+
+def _headlines(sections: Sequence[Section]) -> list[str]:
+    """What all sections come to, each once."""
+    return list(dict.fromkeys(told for section in sections for told in section.headlines))
 
 
 def _plain(table: Table) -> Table:

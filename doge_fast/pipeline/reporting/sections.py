@@ -168,11 +168,12 @@ def temperature_section(study: Study, group: TemperatureGroup) -> Section:
         "intervals of the difference to uniform over paired seeds, where there are several. "
         "Diamond: the weights that were written."
     )
+    path = next(iter(study.runs.values())).path.parents[1]
+    directory = min(str(path), os.path.relpath(path), key=len)
     return Section(
         group.title,
         [told],
-        # Beside the page.
-        commands=["doge-fast export . --to json"],
+        commands=[shlex.join(["doge-fast", "export", directory, "--to", "json"])],
         tables=temperature.tables_of(study, group),
         sketches=[Sketch("Loss over 1/T", caption, temperature.curve(study, group))],
     )
