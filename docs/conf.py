@@ -58,7 +58,7 @@ nitpick_ignore_regex = [
     (
         r"py:.*",
         r"(torch|transformers|datasets|numpy|np|npt|accelerate|collections|pathlib|argparse|os"
-        r"|typing|jinja2|matplotlib|pyarrow|pa|tyro|tokenizers|nn|abc|types)(\..*)?",
+        r"|typing|jinja2|matplotlib|pyarrow|pa|yaml|tokenizers|nn|abc|types)(\..*)?",
     ),
     # Names under which sources import what stands elsewhere, and type aliases.
     (r"py:(class|obj|data)", r".*"),
