@@ -183,8 +183,10 @@ class Point:
         return fmean(self.losses.values())
 
     def against(self, other: "Point") -> PairedDifference:
-        """Mean over seeds of this point's loss less the other's."""
-        return paired_difference(list(self.losses.values()), list(other.losses.values()))
+        """Mean of this point's loss less the other's, over the seeds where neither diverged."""
+        both = {seed: (loss, other.losses[seed]) for seed, loss in self.losses.items()}
+        pairs = [pair for pair in both.values() if all(map(math.isfinite, pair))]
+        return paired_difference([own for own, _ in pairs], [their for _, their in pairs])
 
 
 @dataclass(frozen=True)
@@ -255,8 +257,7 @@ class _Search:
 
     def jobs(self) -> list[_Job]:
         """The models to make next: those of the next temperatures that are not complete."""
-        # All processes look before the first one writes anything.
-        training.wait_for_ranks(training.device_of(self.config.device))
+        self._wait()
         found = {point.inverse: point.mean for point in self.points()}
         return [
             _Job(inverse, job)
@@ -293,7 +294,7 @@ class _Search:
     def make(self, jobs: Sequence[_Job]) -> None:
         """Train and measure models, one after the other."""
         for number, job in enumerate(jobs, start=1):
-            training.wait_for_ranks(training.device_of(self.config.device))
+            self._wait()
             _log.info("run %d of %d: %s, 1/T = %g", number, len(jobs), job.name, job.inverse)
             out = job.config.out
             try:
@@ -314,12 +315,16 @@ class _Search:
                 f"Every base model in {self.out} diverged. Train a proxy with a lower "
                 "learning_rate (--learning-rate), or name another model."
             )
-        if not ranks.is_first():
-            return
-        out = self.out
-        records.write_weights(out / records.WEIGHTS, self._weights(points, best))
-        records.write_experiment(out, self._experiment(points, best))
-        write_report(ReportConfig(runs=(out,)))
+        if ranks.is_first():
+            out = self.out
+            records.write_weights(out / records.WEIGHTS, self._weights(points, best))
+            records.write_experiment(out, self._experiment(points, best))
+            write_report(ReportConfig(runs=(out,)))
+        self._wait()
+
+    def _wait(self) -> None:
+        """For the other processes, so that all see what the first one has written."""
+        training.wait_for_ranks(training.device_of(self.config.device))
 
     def _is_made(self, out: Path) -> bool:
         if out in self.diverged:
@@ -513,7 +518,8 @@ def lines_of(run: Path) -> list[str]:
     lines = []
     for point in points:
         mark = " *" if point is best else ""
-        lines.append(f"  1/T = {point['inverse_temperature']:<6g} loss {point['loss']:.4f}{mark}")
+        loss = "diverged" if point["loss"] is None else f"loss {point['loss']:.4f}"
+        lines.append(f"  1/T = {point['inverse_temperature']:<6g} {loss}{mark}")
     if not inverse:
         told = "No temperature tried is better than uniform weights, which are written."
     elif record["is_decided"]:

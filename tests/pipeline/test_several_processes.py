@@ -25,11 +25,13 @@ from doge_fast.pipeline.config import (
     EvaluateConfig,
     ProxyConfig,
     SelectConfig,
+    TemperatureConfig,
 )
 from doge_fast.pipeline.doremi import learn_by_excess_loss
 from doge_fast.pipeline.evaluation import evaluate
 from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.selection import measure_cancellation
+from doge_fast.pipeline.temperature import lines_of, temperature
 from doge_fast.pipeline.trainer import RecordedTrainer
 from tests.pipeline.stages import assert_same_run, words_of
 from tests.ranks import Ranks, as_launched
@@ -164,6 +166,26 @@ def test_ranks_leave_what_one_process_leaves(
     stage(config)
     ranks.run(num_ranks, on_a_rank, stage, replace(config, out=tmp_path / "ranks"))
     assert_alike(tmp_path / "ranks", tmp_path / "alone")
+
+
+def searched(config: TemperatureConfig) -> list[str]:
+    """What `doge-fast temperature` prints."""
+    return lines_of(temperature(config).path)
+
+
+@EXHAUSTIVE
+def test_the_temperature_over_ranks(ranks: Ranks, settings: dict[str, Any], tmp_path: Path) -> None:
+    stage, config = stage_of("proxy", settings, tmp_path / "proxy")
+    stage(replace(config, mu=1e-3))
+    asked = TemperatureConfig(
+        config.out, out=tmp_path / "alone", steps=4, seeds=(0,), most_runs=4, device="cpu"
+    )
+    searched(asked)
+    said = ranks.run(2, on_a_rank, searched, replace(asked, out=tmp_path / "ranks"))
+    assert said[0] == said[1]
+    alone, together = (records.read_weights(tmp_path / each) for each in ("alone", "ranks"))
+    assert_near(together["points"], alone["points"], 1e-3)
+    assert together["inverse_temperature"] == alone["inverse_temperature"]
 
 
 @EXHAUSTIVE

@@ -172,21 +172,47 @@ def test_targets_count_by_their_weights(proxy: Callable[..., ProxyConfig]) -> No
         assert set(point["weights"]) == {"code", "prose"}
 
 
-def test_a_model_that_diverges_is_no_choice(learned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_diverges_is_no_choice(
+    learned: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     train = module.train_base
 
     def diverging(config: Any) -> Any:
-        if "base-0-" not in config.out.name:
+        if not config.out.name.startswith(survivors):
             raise Diverged("no numbers")
         return train(config)
 
     monkeypatch.setattr(module, "train_base", diverging)
-    run = temperature(asked(learned, seeds=(0,)))
-    assert run.record["inverse_temperature"] == 0
-    assert run.weights == pytest.approx(dict.fromkeys(NAMES, 0.25))
-    monkeypatch.setattr(module, "train_base", lambda config: diverging(None))
-    with pytest.raises((Diverged, AttributeError)):
-        temperature(asked(learned, out=learned.parent / "other", seeds=(0,)))
+    survivors: tuple[str, ...] = ("base-0-",)
+    words = ["temperature", str(learned), "--steps", "4", "--seeds", "0", "--device", "cpu"]
+    assert cli.main(words) == 0
+    said = capsys.readouterr().out
+    assert said.count("diverged") == 5
+    record = records.read_weights(learned.with_name("proxy-temperature"))
+    assert record["inverse_temperature"] == 0
+    assert records.weights_by_name(record) == pytest.approx(dict.fromkeys(NAMES, 0.25))
+    # Also where it is uniform weights that have no loss to compare with.
+    survivors = ("base-1-",)
+    run = temperature(asked(learned, out=learned.parent / "other", seeds=(0,)))
+    assert run.record["inverse_temperature"] == 1
+    assert not run.record["is_decided"]
+    survivors = ()
+    with pytest.raises(Diverged, match="Every base model"):
+        temperature(asked(learned, out=learned.parent / "none", seeds=(0,)))
+    assert not (learned.parent / "none" / "weights.json").exists()
+
+
+def test_a_search_may_go_on_with_more_runs_and_another_budget(
+    learned: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = temperature(asked(learned, seeds=(0,), most_runs=3)).record
+    more = temperature(asked(learned, seeds=(0,), most_runs=4, budget_tokens=1e4)).record
+    kept = {point["inverse_temperature"]: point["losses"] for point in first["points"]}
+    found = {point["inverse_temperature"]: point["losses"] for point in more["points"]}
+    assert len(found) == 4
+    assert kept.items() <= found.items()
+    with pytest.raises(ValueError, match="steps"):
+        temperature(asked(learned, seeds=(0,), steps=5))
 
 
 def test_it_refuses_what_leaves_nothing_to_measure(

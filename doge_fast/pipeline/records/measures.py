@@ -173,6 +173,8 @@ def write_experiment(out: Path, record: Mapping[str, Any]) -> None:
 _FREE = (
     *("out", "plan", "only", "seeds", "targets", "weights", "corpus.cache_dir", "rates.device"),
     *("tasks.tasks", "tasks.shots", "tasks.task_limit", "tasks.task_data"),
+    # A search for the temperature may go on for longer.
+    *("most_runs", "budget_tokens", "device"),
 )
 
 
