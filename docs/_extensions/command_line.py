@@ -63,7 +63,7 @@ def _tables(config: type, positional: bool, prefix: str = "") -> Iterator[str]:
         default = _default(field)
         stands_alone = (positional and default is None) or (config, field.name) in _WITHOUT_FLAG
         is_named = not stands_alone
-        option = _flag(prefix + field.name, hints[field.name], is_named, field.default is True)
+        option = _flag(prefix + field.name, hints[field.name], is_named)
         shown = "required" if default is None else default
         text = texts.get(field.name, "").replace("|", "\\|")
         yield f"| {option} | {shown} | {_safe(text)} |"
@@ -79,16 +79,14 @@ def _safe(text: str) -> str:
     return text.replace("*", "\\*").replace("<", "\\<").replace("$", "\\$")
 
 
-def _flag(name: str, hint: Any, is_named: bool, is_on: bool) -> str:
+def _flag(name: str, hint: Any, is_named: bool) -> str:
     value = _value(hint)
     if not is_named:
         return f"`{name.upper()}`"
     # `from_` is a field because `from` is a word of Python.
     flag = "--" + name.rstrip("_").replace("_", "-")
     if hint is bool:
-        # First what changes the default, as the help shows it.
-        pair = (flag, f"--no-{flag[2:]}")
-        return ", ".join(f"`{each}`" for each in (pair[::-1] if is_on else pair))
+        return f"`{flag}`, `--no-{flag[2:]}`"
     return f"`{flag} {value}`"
 
 

@@ -126,7 +126,7 @@ def test_help_fits_one_screen_and_begins_with_what_must_be_given(
         ("proxy --xyzzy 3", "--help-all"),
         ("proxy --mode fast", "auto, sequential, stacked"),
         ("proxy --mode stackd", "Did you mean stacked?"),
-        ("proxy --steps", "one value"),
+        ("proxy --steps", "expected one argument"),
         ("proxy --steps x", "whole number"),
         ("proxy --steps 1.0005k", "whole number"),
         ("proxy runs/x", "without an option"),

@@ -4,15 +4,17 @@ A field is an option, its docstring the help. Fields of a file that `--config` n
 the options that are typed. What is wrong is said in one sentence, with what was nearest.
 """
 
+import argparse
 import dataclasses
 import difflib
+import functools
 import re
 import shutil
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from doge_fast.pipeline import config as configs
 from doge_fast.pipeline.config.fields import Json, filled, read_file, required, texts_of
@@ -45,9 +47,6 @@ _ELSEWHERE = {
     "model-name-or-path": "--model",
 }
 _FACTORS = {"k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
-_NEGATIVE = re.compile(r"-(\.?\d|inf|nan)")
-# Of the column with the options.
-_INDENT = 26
 _UNSAID: Any = object()
 
 
@@ -76,51 +75,33 @@ class Option(NamedTuple):
         """The type of a value."""
         return get_args(self.hint)[0] if self.is_several else self.hint
 
-    @property
-    def usage(self) -> str:
-        """The option with what it takes."""
-        names = {str: "TEXT", int: "N", float: "X", Path: "PATH"}
-        choices = get_args(self.kind) if get_origin(self.kind) is Literal else ()
-        value = "{" + ",".join(choices) + "}" if choices else names.get(self.kind, "")
-        if self.is_positional:
-            return self.flag.upper() + (" ..." if self.is_several else "")
-        return " ".join(filter(None, (self.flag, value, "..." if self.is_several else "")))
 
-    def read(self, words: Sequence[str]) -> Any:
-        """The field's value, of the words behind the option.
-
-        Raises:
-            ValueError: they are none.
-        """
-        values = tuple(_read(word, self.kind, self.flag) for word in words)
-        if self.is_several:
-            return values
-        if len(values) != 1:
-            raise ValueError(f"{self.flag} takes one value; got {' '.join(words) or 'none'}.")
-        return values[0]
-
-
-def _read(word: str, kind: Any, flag: str) -> Any:
+def _read(kind: Any, word: str) -> Any:
+    """The value that a word is; `argparse.ArgumentTypeError` where it is none."""
+    if word == "None":
+        return None
     if get_origin(kind) is Literal:
         choices = get_args(kind)
         if word not in choices:
             near = difflib.get_close_matches(word, choices, n=1)
             hint = f" Did you mean {near[0]}?" if near else ""
-            raise ValueError(f"{flag} must be one of {', '.join(choices)}; got {word!r}.{hint}")
+            told = f"must be one of {', '.join(choices)}; got {word!r}.{hint}"
+            raise argparse.ArgumentTypeError(told)
         return word
-    if kind in (int, float):
-        number, factor = word, 1.0
-        if word[-1:] in _FACTORS:
-            number, factor = word[:-1], _FACTORS[word[-1]]
-        try:
-            value = int(word) if kind is int and factor == 1 else float(number) * factor
-            if kind is int and value != int(value):
-                raise ValueError(word)
-            return kind(value)
-        except (ValueError, OverflowError):
-            what = "a whole number" if kind is int else "a number"
-            raise ValueError(f"{flag} must be {what}, 10k or 1B too; got {word!r}.") from None
-    return kind(word)
+    if kind not in (int, float):
+        return kind(word)
+    number, factor = word, 1.0
+    if word[-1:] in _FACTORS:
+        number, factor = word[:-1], _FACTORS[word[-1]]
+    try:
+        value = int(word) if kind is int and factor == 1 else float(number) * factor
+        if kind is int and value != int(value):
+            raise ValueError(word)
+        return kind(value)
+    except (ValueError, OverflowError):
+        what = "a whole number" if kind is int else "a number"
+        told = f"must be {what}, 10k or 1B too; got {word!r}."
+        raise argparse.ArgumentTypeError(told) from None
 
 
 def parse(words: Sequence[str], config: type, *, verb: str, is_positional: bool) -> Any:
@@ -139,9 +120,16 @@ def parse(words: Sequence[str], config: type, *, verb: str, is_positional: bool)
     unsaid = config(**dict.fromkeys(required(config), _UNSAID))
     options = options_of(unsaid, is_positional)
     if asked := [word for word in words if word in _HELP]:
-        print(help_of(options, config, verb, has_all=asked[0] == "--help-all"))
+        main = getattr(config, "main", ()) if asked[0] != "--help-all" else ()
+        print(_parser(options, config, verb, main).format_help().rstrip())
         raise SystemExit(0)
-    said, file = _said(words, options, verb)
+    typed = vars(_parser(options, config, verb, ()).parse_args(list(words)))
+    file = typed.pop("--config", None)
+    said = {
+        option.path: tuple(typed[option.flag]) if option.is_several else typed[option.flag]
+        for option in options
+        if typed.get(option.flag, _UNSAID) is not _UNSAID
+    }
     given = {} if file is None else read_file(file, verb)
     if config is configs.ExperimentConfig:
         unsaid = _preset(unsaid, said, given)
@@ -182,66 +170,117 @@ def options_of(
     return sorted(own, key=lambda option: option.default is not _UNSAID) + inside
 
 
-def _said(
-    words: Sequence[str], options: Sequence[Option], verb: str
-) -> tuple[dict[tuple[str, ...], Any], Path | None]:
-    """{path: value} of the options that are typed, and the file of `--config`."""
-    by_flag = {option.flag: option for option in options if not option.is_positional}
-    places = [option for option in options if option.is_positional]
-    said: dict[tuple[str, ...], Any] = {}
-    file: Path | None = None
-    left = list(words)
-    while left:
-        word = left.pop(0)
-        if not _is_flag(word):
-            if not places:
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ValueError."""
+        # "argument --steps: must be ...", or "... : expected one argument".
+        said = message.removeprefix("argument ").replace(": must be", " must be", 1).rstrip(".")
+        raise ValueError(f"{self.prog.removeprefix('doge-fast ')}: {said}.")
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse, with the nearest option for one that there is not."""
+        found, left = self.parse_known_args(args, namespace)
+        if left:
+            verb, word = self.prog.removeprefix("doge-fast "), left[0]
+            flag = word.partition("=")[0]
+            if not flag.startswith("-"):
                 raise ValueError(f"{verb} takes no {word!r} without an option before it.")
-            place = places.pop(0)
-            values = [word, *(_values(left) if place.is_several else ())]
-            said[place.path] = place.read(values)
-            continue
-        flag, is_joined, joined = word.partition("=")
-        switch = by_flag.get(flag.replace("--no-", "--", 1))
-        if switch is not None and switch.hint is bool and not is_joined:
-            said[switch.path] = switch.flag == flag
-            continue
-        option = by_flag.get(flag)
-        if option is not None and option.hint is bool:
-            raise ValueError(f"{flag} takes no value: it is {flag} or --no-{flag[2:]}.")
-        if option is None and flag != "--config":
-            raise ValueError(f"{verb} has no option {flag}. {_nearest(flag, by_flag, verb)}")
-        is_several = option is not None and option.is_several
-        values = [joined] if is_joined else _values(left, most=None if is_several else 1)
-        if option is None:
-            if len(values) != 1:
-                raise ValueError("--config takes one value, a file; got none.")
-            file = Path(values[0])
-        elif values == ["None"] and not is_several:
-            said[option.path] = None
-        else:
-            said[option.path] = option.read(values)
-    return said, file
+            raise ValueError(f"{verb} has no option {flag}. {self._nearest(flag, verb)}")
+        return found
+
+    def _nearest(self, flag: str, verb: str) -> str:
+        known = list(self._option_string_actions)
+        elsewhere = _ELSEWHERE.get(flag.lstrip("-").replace("_", "-"), "")
+        near = difflib.get_close_matches(flag.replace("_", "-"), known, n=1, cutoff=0.7)
+        if elsewhere in known:
+            near = [elsewhere]
+        return f"Did you mean {near[0]}?" if near else f"doge-fast {verb} --help-all lists all."
 
 
-def _is_flag(word: str) -> bool:
-    return word.startswith("-") and len(word) > 1 and not _NEGATIVE.match(word)
+def _parser(
+    options: Sequence[Option], config: type, verb: str, main: Sequence[str]
+) -> argparse.ArgumentParser:
+    """The parser of a verb; what is not typed is not in its result.
+
+    Args:
+        options: of the verb.
+        config: its dataclass.
+        verb: as it is typed.
+        main: names of the fields that its help shows, in this order; empty: all.
+    """
+    shown = [option for option in options if not main or option.path[-1] in main]
+    if main:
+        shown.sort(key=lambda option: main.index(option.path[-1]))
+    examples = [f"  doge-fast {verb} {each}" for each in getattr(config, "examples", ())]
+    about = ["--config FILE: YAML or JSON with fields, or a run's config.json; options win."]
+    if left := len(options) - len(shown):
+        about.insert(0, f"{left} further options: doge-fast {verb} --help-all")
+    width = min(shutil.get_terminal_size().columns, 120)
+    needed = " ".join(_metavar(each) for each in options if each.default is _UNSAID)
+    parser = _Parser(
+        prog=f"doge-fast {verb}",
+        usage=" ".join(filter(None, ("%(prog)s", needed, "[OPTIONS]"))),
+        description=_wrapped(config.__doc__ or "", width),
+        epilog="\n".join(
+            [
+                *(textwrap.fill(each, width) for each in about),
+                *(["", "examples:", *examples] if examples else []),
+            ]
+        ),
+        formatter_class=functools.partial(
+            argparse.RawDescriptionHelpFormatter, max_help_position=26, width=width
+        ),
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    parser.add_argument("--config", dest="--config", type=Path, help=argparse.SUPPRESS)
+    groups: dict[type, Any] = {}
+    for option in shown:
+        if option.group not in groups and not main:
+            title = None if option.group is config else _wrapped(option.group.__doc__ or "", width)
+            groups[option.group] = parser.add_argument_group(title)
+        _add(groups.get(option.group, parser), option)
+    return parser
 
 
-def _values(left: list[str], most: int | None = None) -> list[str]:
-    """Take words up to the next option, at most so many."""
-    values: list[str] = []
-    while left and not _is_flag(left[0]) and (most is None or len(values) < most):
-        values.append(left.pop(0))
-    return values
+def _add(parser: Any, option: Option) -> None:
+    text = f"{option.text} {_default(option)}".strip().replace("%", "%%")
+    names = [option.flag] if option.is_positional else ["--" + option.flag.removeprefix("--")]
+    if option.hint is bool:
+        parser.add_argument(
+            *names, dest=option.flag, action=argparse.BooleanOptionalAction, help=text
+        )
+        return
+    several = "*" if option.is_several else "?" if option.is_positional else None
+    # Not argparse.SUPPRESS, which it would read as if it were typed.
+    rest = {"default": _UNSAID} if option.is_positional else {"dest": option.flag}
+    read = functools.partial(_read, option.kind)
+    parser.add_argument(
+        *names, **rest, type=read, nargs=several, metavar=_value_name(option), help=text
+    )
 
 
-def _nearest(flag: str, by_flag: dict[str, Option], verb: str) -> str:
-    elsewhere = _ELSEWHERE.get(flag.lstrip("-").replace("_", "-"), "")
-    near = difflib.get_close_matches(flag.replace("_", "-"), by_flag, n=1, cutoff=0.7)
-    known = [elsewhere] if elsewhere in by_flag else near
-    if known:
-        return f"Did you mean {known[0]}?"
-    return f"doge-fast {verb} --help-all lists its options."
+def _value_name(option: Option) -> Any:
+    if option.is_positional:
+        return option.flag.upper()
+    choices = get_args(option.kind) if get_origin(option.kind) is Literal else ()
+    names = {str: "TEXT", int: "N", float: "X", Path: "PATH"}
+    return "{" + ",".join(choices) + "}" if choices else names[option.kind]
+
+
+def _metavar(option: Option) -> str:
+    """What must be given, for the first line of the help."""
+    name = _value_name(option)
+    words = [name] if option.is_positional else [option.flag, name]
+    return " ".join([*words, *(["..."] if option.is_several else [])])
+
+
+def _wrapped(text: str, width: int) -> str:
+    paragraphs = (" ".join(each.split()) for each in text.strip().split("\n\n"))
+    return "\n\n".join(textwrap.fill(each, width) for each in paragraphs)
 
 
 def _preset(unsaid: Any, said: dict[tuple[str, ...], Any], given: Json) -> Any:
@@ -271,57 +310,6 @@ def _value(config: Any, path: tuple[str, ...]) -> Any:
     for name in path:
         config = getattr(config, name)
     return config
-
-
-def help_of(options: Sequence[Option], config: type, verb: str, *, has_all: bool) -> str:
-    """The help of a verb: what a user decides, or all options.
-
-    Args:
-        options: of the verb.
-        config: its dataclass.
-        verb: as it is typed.
-        has_all: show all options; False: those of `config.main` where it has that.
-    """
-    main = getattr(config, "main", ())
-    is_short = bool(main) and not has_all
-    shown = [o for o in options if not is_short or o.path[-1] in main]
-    needed = [option.usage for option in options if option.default is _UNSAID]
-    width = min(shutil.get_terminal_size().columns, 120)
-    lines = [" ".join(("usage: doge-fast", verb, *needed, "[OPTIONS]"))]
-    for paragraph in (config.__doc__ or "").strip().split("\n\n"):
-        lines += ["", *textwrap.wrap(" ".join(paragraph.split()), width)]
-    group: type | None = config
-    lines.append("")
-    if is_short:
-        shown.sort(key=lambda option: main.index(option.path[-1]))
-        group = None
-    for option in shown:
-        if group is not None and option.group is not group:
-            group = option.group
-            lines += ["", *textwrap.wrap(" ".join((group.__doc__ or "").split()), width)]
-        lines += _entry(option, width)
-    if is_short:
-        left = len(options) - len(shown)
-        lines += ["", f"{left} further options: doge-fast {verb} --help-all"]
-    about_file = "--config FILE: YAML or JSON with fields, or a run's config.json; options win."
-    lines += textwrap.wrap(about_file, width)
-    if examples := getattr(config, "examples", ()):
-        lines += ["", "examples:", *(f"  doge-fast {verb} {each}" for each in examples)]
-    return "\n".join(lines)
-
-
-def _entry(option: Option, width: int) -> Iterator[str]:
-    """An option, and beside or below it what it is."""
-    usage = option.usage
-    if option.hint is bool and option.default is True:
-        usage = f"--no-{option.flag[2:]}"
-    text = f"{option.text} {_default(option)}".strip()
-    beside = textwrap.wrap(text, max(width - _INDENT, 20))
-    if len(usage) + 4 > _INDENT:
-        yield f"  {usage}"
-    elif beside:
-        yield f"  {usage}".ljust(_INDENT) + beside.pop(0)
-    yield from (" " * _INDENT + line for line in beside)
 
 
 def _default(option: Option) -> str:
