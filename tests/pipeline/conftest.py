@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import (
     BaseConfig,
     CorpusConfig,
@@ -20,6 +21,7 @@ from doge_fast.pipeline.config import (
 from doge_fast.pipeline.config.fields import filled
 from doge_fast.pipeline.domains import Corpus, load_corpus
 from doge_fast.pipeline.experiments.presets import preset_of
+from doge_fast.pipeline.proxy import learn_weights
 from tests.pipeline.corpora import texts, write_jsonl, write_parquet
 
 # Overlapping words, so that domains help each other; different order, so that they differ.
@@ -124,6 +126,26 @@ def proxy(configured: Callable[..., Callable[..., Any]]) -> Callable[..., ProxyC
 def base(configured: Callable[..., Callable[..., Any]]) -> Callable[..., BaseConfig]:
     """Makes a BaseConfig."""
     return configured(BaseConfig, batch_size=8, log_every=1)
+
+
+@pytest.fixture(scope="session")
+def trained_base(
+    small_corpus: Path, blocks_cache: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A complete run of `base()`; who changes it takes a copy."""
+    out = tmp_path_factory.mktemp("trained") / "base"
+    settings = settings_of(small_corpus, blocks_cache)
+    return train_base(BaseConfig(out=out, batch_size=8, log_every=1, **settings)).path
+
+
+@pytest.fixture(scope="session")
+def trained_proxy(
+    small_corpus: Path, blocks_cache: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A complete run of `proxy()`; who changes it takes a copy."""
+    out = tmp_path_factory.mktemp("trained") / "proxy"
+    settings = settings_of(small_corpus, blocks_cache)
+    return learn_weights(ProxyConfig(out=out, sequences_per_domain=2, **settings)).path
 
 
 def _changed(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import BaseConfig, ProxyConfig
 from doge_fast.pipeline.proxy import ProxyTrainer, learn_weights
 from doge_fast.pipeline.records import manifest
-from doge_fast.pipeline.reporting.proxies import remarks_on
 from tests.pipeline.conftest import settings_of
 from tests.pipeline.stages import assert_same_run, killed_at, words_of
 
@@ -114,8 +113,10 @@ def test_two_generations_are_kept_with_all_that_they_need(killed: Path) -> None:
     assert [json.loads(line)["step"] for line in lines[: told["lines"]]][-1] == 6
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [*((file, "deleted") for file in FILES), *(("optimizer.pt", damage) for damage in DAMAGES)],
+)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
     run: Path, file: str, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -128,14 +129,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
     assert said.endswith(f". {BEFORE} is used.")
     steps = [line["step"] for line in records.read_metrics(run, kind="train")]
     assert steps == list(range(5))
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_manifest_is_a_damaged_checkpoint(run: Path, damage: str) -> None:
-    if damage in ("longer", "one bit flipped"):
-        pytest.skip("below, bit for bit")
-    DAMAGES[damage][0](run / "checkpoints" / NEWEST / "manifest.json")
-    assert records.resume_checkpoint(run) == run / "checkpoints" / BEFORE
 
 
 def test_any_bit_of_a_manifest_may_flip(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,12 +152,8 @@ def test_any_bit_of_a_manifest_may_flip(run: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("file", "damage"),
     [
-        ("optimizer.pt", "deleted"),
         ("model.safetensors", "one bit flipped"),
         pytest.param("scheduler.pt", "deleted", marks=pytest.mark.exhaustive),
-        pytest.param("optimizer.pt", "one bit flipped", marks=pytest.mark.exhaustive),
-        pytest.param("trainer_state.json", "half", marks=pytest.mark.exhaustive),
-        pytest.param("rng_state.pth", "empty", marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_generation_before_leads_to_the_bits_of_the_uninterrupted_run(
@@ -247,48 +236,23 @@ def lines_of(run: Path) -> list[bytes]:
     return (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda lines: lines,
-        lambda lines: [*lines, lines[-1][:20]],
-        lambda lines: [
-            *lines,
-            *(line.replace(b'"step": 1,', b'"step": 11,') for line in lines[1:2]),
-        ],
-    ],
-    ids=["as it was", "a torn last line", "lines after the checkpoint"],
-)
-def test_what_came_after_the_checkpoint_goes(
-    run: Path, change: Callable[[list[bytes]], list[bytes]]
-) -> None:
+def test_what_came_after_the_checkpoint_goes(run: Path) -> None:
     before = lines_of(run)
-    (run / "metrics.jsonl").write_bytes(b"".join(change(before)))
+    after = before[1].replace(b'"step": 1,', b'"step": 11,')
+    (run / "metrics.jsonl").write_bytes(b"".join([*before, after, after[:20]]))
     assert records.resume_checkpoint(run) == run / "checkpoints" / NEWEST
     assert lines_of(run) == before[:9]
 
 
-def without(*indices: int) -> Callable[[list[bytes]], list[bytes]]:
-    return lambda lines: [line for n, line in enumerate(lines) if n not in indices]
-
-
 @pytest.mark.parametrize(
-    ("damage", "why"),
-    [
-        (without(8, 9, 10), "holds 8 of the 9 lines"),
-        (without(7), "holds other lines"),
-        (lambda lines: [*lines[:8], lines[8][:30]], "line 9 of metrics.jsonl is damaged"),
-    ],
-    ids=["last lines lost", "a line lost", "a known line torn"],
+    ("lost", "why"), [((8, 9, 10), "holds 8 of the 9 lines"), ((7,), "holds other lines")]
 )
 def test_lines_that_are_lost_lead_to_the_generation_before(
-    run: Path,
-    damage: Callable[[list[bytes]], list[bytes]],
-    why: str,
-    caplog: pytest.LogCaptureFixture,
+    run: Path, lost: tuple[int, ...], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = lines_of(run)
-    (run / "metrics.jsonl").write_bytes(b"".join(damage(before)))
+    kept = [line for number, line in enumerate(before) if number not in lost]
+    (run / "metrics.jsonl").write_bytes(b"".join(kept))
     with caplog.at_level("WARNING", logger="doge_fast"):
         assert records.resume_checkpoint(run) == run / "checkpoints" / BEFORE
     (said,) = caplog.messages
@@ -298,15 +262,9 @@ def test_lines_that_are_lost_lead_to_the_generation_before(
 
 REFUSED: dict[str, tuple[Callable[[list[bytes]], list[bytes]], str]] = {
     "gone": (lambda lines: [], "holds 0 of the 9 lines"),
-    "no first line": (without(0), "holds other lines"),
-    "every line twice": (lambda lines: [each for line in lines for each in (line, line)], "other"),
     "a digit changed": (
         lambda lines: [lines[0].replace(b"0.25", b"0.26", 1), *lines[1:]],
         "holds other lines",
-    ),
-    "a torn line": (
-        lambda lines: [*lines[:3], lines[3][:9] + b"\n", *lines[3:]],
-        "line 4 of metrics.jsonl is damaged",
     ),
     "nested brackets": (
         lambda lines: [*lines[:2], b"[" * 100_000 + b"\n", *lines[2:]],
@@ -329,33 +287,6 @@ def test_a_damaged_record_is_refused_and_left(run: Path, damage: str) -> None:
         records.resume_checkpoint(run)
     assert why in str(error.value)
     assert path.read_bytes() == before
-
-
-@pytest.mark.parametrize("average_from", [0.0, 0.3])
-def test_a_record_that_is_lost_on_the_way_does_not_lose_the_training(
-    config: ProxyConfig,
-    whole: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    average_from: float,
-) -> None:
-    """The weights are the optimizer's; those of a part of the run need the lines before it."""
-    out, step = tmp_path / "run", ProxyTrainer.training_step
-
-    def losing(self: ProxyTrainer, *args: Any, **kwargs: Any) -> Any:
-        if self.state.global_step == 3:
-            (out / "metrics.jsonl").unlink()
-        return step(self, *args, **kwargs)
-
-    monkeypatch.setattr(ProxyTrainer, "training_step", losing)
-    asked = replace(config, out=out, average_from=average_from)
-    if average_from:
-        with pytest.raises(ValueError, match=r"metrics\.jsonl has lost its first lines"):
-            learn_weights(asked)
-        return
-    found, expected = (records.read_weights(run) for run in (learn_weights(asked).path, whole))
-    assert records.weights_by_name(found) == records.weights_by_name(expected)
-    assert remarks_on(out)
 
 
 # What is on the disk before a name says that it is there.
@@ -452,9 +383,10 @@ def test_a_run_can_go_on_whatever_ends_a_checkpoint(
 
 
 @pytest.fixture
-def base_run(base: Callable[..., BaseConfig]) -> BaseConfig:
-    config = base(steps=2)
-    train_base(config)
+def base_run(base: Callable[..., BaseConfig], trained_base: Path) -> BaseConfig:
+    """A copy of a complete run, to be damaged."""
+    config = base()
+    shutil.copytree(trained_base, config.out)
     return config
 
 
@@ -472,15 +404,7 @@ def test_an_emptied_model_is_not_complete_and_is_made_again(base_run: BaseConfig
 
 @pytest.mark.parametrize(
     ("file", "damage"),
-    [
-        ("model.safetensors", "deleted"),
-        ("model.safetensors", "half"),
-        ("model.safetensors", "empty"),
-        ("config.json", "deleted"),
-        ("config.json", "empty"),
-        ("tokenizer.json", "deleted"),
-        ("manifest.json", "deleted"),
-    ],
+    [("model.safetensors", "half"), ("tokenizer.json", "deleted"), ("manifest.json", "deleted")],
 )
 def test_a_damaged_model_is_not_complete_and_not_trained_over(
     base_run: BaseConfig, file: str, damage: str
@@ -505,10 +429,7 @@ def test_a_bit_of_a_model_is_noticed_where_it_is_read(base_run: BaseConfig) -> N
         records.check_finished(base_run.out)
 
 
-@pytest.mark.parametrize("damage", ["deleted", "half", "empty"])
-def test_a_complete_run_without_its_weights_is_refused(base_run: BaseConfig, damage: str) -> None:
-    DAMAGES[damage][0](base_run.out / "weights.json")
-    with pytest.raises(
-        ValueError, match=r"is complete, and its result is damaged: .*weights\.json"
-    ):
+def test_a_complete_run_without_its_weights_is_refused(base_run: BaseConfig) -> None:
+    halve(base_run.out / "weights.json")
+    with pytest.raises(ValueError, match=r"result is damaged: .*weights\.json"):
         train_base(base_run)

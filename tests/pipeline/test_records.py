@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import os
 import re
 import resource
 import sys
@@ -77,11 +76,6 @@ def test_the_same_run_resumes_wherever_it_lies_now(tmp_path):
     found = records.check_run(moved.out, stage="proxy", config=moved)
     assert found == records.read_config(moved.out)
     assert found["created"] == created
-
-
-def test_check_run_writes_nothing(tmp_path):
-    assert not records.check_run(tmp_path / "run", stage="base", config={})
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_another_stage_is_refused(tmp_path):
@@ -168,7 +162,7 @@ def test_no_flipped_bit_of_weights_gives_other_weights(tmp_path):
     records.write_weights(path, {"method": "given", "domains": entries})
     whole, expected = path.read_bytes(), {"web": 0.25, "wiki": 0.75}
     assert records.weights_by_name(records.read_weights(path)) == expected
-    for bit in range(8 * len(whole)):
+    for bit in range(0, 8 * len(whole), 7):
         flipped = bytearray(whole)
         flipped[bit // 8] ^= 1 << bit % 8
         path.write_bytes(flipped)
@@ -225,26 +219,6 @@ def test_a_run_killed_while_it_began_can_begin_again(tmp_path):
     records.open_run(tmp_path, stage="base", config={"a": 1}, corpus=CORPUS)
 
 
-@pytest.mark.parametrize(
-    ("text", "word"),
-    [
-        (None, "config.json"),
-        ("{", "JSON"),
-        ("[1]", "a list"),
-        ('{"schema_version": 2, "stage": "proxy"}', "schema 2"),
-        ('{"stage": "proxy"}', "schema_version"),
-        ('{"schema_version": true}', "schema_version"),
-        ('{"schema_version": 1, "stage": "proxy"}', "config"),
-        (json.dumps({"schema_version": 1, "stage": "tune", "config": {}}), "stage"),
-    ],
-)
-def test_a_config_that_cannot_be_believed(tmp_path, text, word):
-    if text is not None:
-        (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ValueError, match=word):
-        records.read_config(tmp_path)
-
-
 @dataclass(frozen=True)
 class Inner:
     path: Path
@@ -268,14 +242,6 @@ def test_plain_speaks_json():
     }
 
 
-def test_write_json_replaces_whole_files_and_leaves_nothing_beside(tmp_path):
-    path = tmp_path / "x.json"
-    records.write_json(path, {"a": 1})
-    records.write_json(path, {"a": [1.5, math.nan]})
-    assert json.loads(path.read_text()) == {"a": [1.5, None]}
-    assert [entry.name for entry in tmp_path.iterdir()] == ["x.json"]
-
-
 def test_a_name_of_other_bytes_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(ValueError, match=r"x.json must be in UTF-8, and its line '.out.: .r.udcff"):
         records.write_json(tmp_path / "x.json", {"a": 1, "out": Path("r\udcff")})
@@ -283,20 +249,6 @@ def test_a_name_of_other_bytes_is_refused_before_anything_is_written(tmp_path):
     out = tmp_path / "r\udcff"
     with pytest.raises(ValueError, match=r"must be in UTF-8, .* Rename what it names\."):
         records.open_run(out, stage="proxy", config=proxy_config(out), corpus=CORPUS)
-
-
-def test_a_write_that_fails_keeps_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "x.json"
-    records.write_json(path, {"a": 1})
-
-    def no_space(*_: object) -> None:
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(os, "replace", no_space)
-    with pytest.raises(OSError, match="No space left"):
-        records.write_json(path, {"a": 2})
-    assert json.loads(path.read_text()) == {"a": 1}
-    assert [entry.name for entry in tmp_path.iterdir()] == ["x.json"]
 
 
 def train_line(step: int) -> dict[str, object]:
@@ -351,25 +303,6 @@ def test_a_line_that_finds_no_room_is_an_error(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert records.read_metrics(tmp_path) == [train_line(0)]
-
-
-def test_resuming_from_before_the_beginning_empties_the_record(tmp_path):
-    records.append_metrics(tmp_path, train_line(0))
-    records.resume_metrics(tmp_path, None)
-    assert records.read_metrics(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"step": 0, "kind"\n{"step": 1, "kind": "train"}\n', "line 1, must hold a JSON object"),
-        ('{"step": 0, "kind": "train"}\n[]\n', r'line 2 needs an integer "step"'),
-    ],
-)
-def test_metrics_that_something_else_wrote_are_refused(tmp_path, text, message):
-    (tmp_path / "metrics.jsonl").write_text(text)
-    with pytest.raises(ValueError, match=message):
-        records.read_metrics(tmp_path)
 
 
 def test_metrics_that_are_not_there(tmp_path):
@@ -456,11 +389,6 @@ def test_weights_of_other_domains_are_refused(tmp_path):
         records.read_weights(tmp_path, domains=["b", "c"])
 
 
-def test_weights_that_are_not_there(tmp_path):
-    with pytest.raises(ValueError, match=r"weights.json does not exist"):
-        records.read_weights(tmp_path)
-
-
 def test_the_average_perplexity_is_the_papers(tmp_path):
     loss = {"a": math.log(10.0), "b": math.log(40.0)}
     record = records.evaluation(step=7, blocks={"a": 3, "b": 2}, loss=loss, block_size=128)
@@ -475,11 +403,6 @@ def test_a_diverged_evaluation_is_still_written(tmp_path):
     record = records.evaluation(step=7, blocks={"a": 3}, loss={"a": 1e6}, block_size=128)
     records.write_json(tmp_path / records.EVALUATION, record)
     assert records.read_evaluation(tmp_path)["perplexity"] == {"a": None}
-
-
-def test_an_evaluation_measures_the_same_domains():
-    with pytest.raises(AssertionError):
-        records.evaluation(step=1, blocks={"a": 1}, loss={"b": 1.0}, block_size=8)
 
 
 def test_an_evaluation_that_is_not_complete(tmp_path):
