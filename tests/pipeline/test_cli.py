@@ -15,7 +15,7 @@ import doge_fast
 from doge_fast import cli
 from doge_fast.pipeline import records
 from doge_fast.pipeline.config import BaseConfig, EvaluateConfig, ProxyConfig, ReportConfig
-from doge_fast.pipeline.config.fields import filled
+from doge_fast.pipeline.config.fields import filled, read_file
 from doge_fast.pipeline.config.flags import PREFIXED
 from doge_fast.pipeline.experiments.presets import preset_of
 from tests.pipeline.stages import words_of
@@ -119,19 +119,14 @@ def test_help_fits_one_screen_and_begins_with_what_must_be_given(
 @pytest.mark.parametrize(
     ("words", "word"),
     [
-        ("proxy --lr 3", "Did you mean --learning-rate?"),
         ("proxy --batch-size 3", "Did you mean --sequences-per-domain?"),
-        ("base --batch-sise 3", "Did you mean --batch-size?"),
         ("proxy --stepz 3", "Did you mean --steps?"),
-        ("proxy --xyzzy 3", "--help-all"),
         ("proxy --mode fast", "auto, sequential, stacked"),
         ("proxy --mode stackd", "Did you mean stacked?"),
         ("proxy --steps", "expected one argument"),
-        ("proxy --steps x", "whole number"),
         ("proxy --steps 1.0005k", "whole number"),
         ("proxy runs/x", "without an option"),
         ("base --dry-run=yes", "--dry-run"),
-        ("proxy --config", "--config"),
     ],
 )
 def test_a_typo_gets_the_nearest(words: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,19 +137,8 @@ def test_a_typo_gets_the_nearest(words: str, word: str, capsys: pytest.CaptureFi
 
 
 def test_numbers_may_be_said_in_thousands_and_billions() -> None:
-    config = cli.parse(
-        [
-            "proxy",
-            "--out",
-            "x",
-            "--max-tokens-per-domain",
-            "10k",
-            "--mu",
-            "1e-3",
-            "--min-learning-rate",
-            "-1",
-        ]
-    )
+    words = "proxy --out x --max-tokens-per-domain 10k --mu 1e-3 --min-learning-rate -1"
+    config = cli.parse(words.split())
     assert config.corpus.max_tokens_per_domain == 10_000
     assert (config.mu, config.training.min_learning_rate) == (1e-3, -1)
     assert (
@@ -176,13 +160,6 @@ def test_the_version_and_what_there_is(capsys: pytest.CaptureFixture[str]) -> No
     told = capsys.readouterr().out
     assert "weights diff" in told
     assert "proxy" not in told.split("what it does")[1].split("weights show")[0]
-    for words, sentence in (
-        (["proxi"], "proxi is no verb. Did you mean proxy?"),
-        (["weights", "shaw"], "weights shaw is no verb. Did you mean weights show?"),
-        (["zzz"], "zzz is no verb. There are demo, proxy,"),
-    ):
-        assert cli.main(words) == cli.EXIT_REFUSED
-        assert sentence in capsys.readouterr().err
 
 
 def test_fields_come_from_a_file_and_flags_win(tmp_path: Path) -> None:
@@ -212,6 +189,13 @@ def test_fields_come_from_a_file_and_flags_win(tmp_path: Path) -> None:
     )
 
 
+def test_what_is_plain_yaml_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "fields.yaml"
+    file.write_text("seed: 0\nrate: 0.5\nbase: &b {a: 1}\nmore: {<<: *b, c: -7}\n")
+    expected = {"seed": 0, "rate": 0.5, "base": {"a": 1}, "more": {"a": 1, "c": -7}}
+    assert read_file(file, "proxy") == expected
+
+
 def test_a_runs_own_record_can_be_fed_back(tmp_path: Path) -> None:
     words = "proxy --data DIR --target ca --out runs/x --steps 300 --mu 0.05 --domains a b"
     config = cli.parse(words.split())
@@ -230,11 +214,9 @@ def test_a_runs_own_record_can_be_fed_back(tmp_path: Path) -> None:
     [
         ("stepz: 3", "stepz is no field. Nearest: training.steps."),
         ("training: {lerning_rate: 3}", "lerning_rate is no field. Nearest: learning_rate"),
-        ("xyzzy: 3", "xyzzy is no field. The fields are out, corpus, model, training"),
-        ("training: {steps: many}", 'training: steps is "many". Input should be a valid integer'),
+        ("training: {steps: true}", "steps is true; it is no switch."),
         ("training: 3", "training must be a mapping of fields; it is 3"),
         ("training: {dtype: float8}", "Input should be 'float32' or 'bfloat16'"),
-        ("1: 2", "1 is no field"),
         ("schema_version: 1", "is a record, and holds no fields of proxy"),
         ("[1, 2]", "must hold a mapping of fields"),
         ("training: {seed: 1, seed: 2}", "is there twice"),
@@ -255,13 +237,7 @@ def test_a_file_that_does_not_fit_is_refused(
     assert not (tmp_path / "x").exists()
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        *(["--help"], ["proxy", "--help"], ["export", "--list"], ["--version"]),
-        ["weights", "show", "nowhere.json"],
-    ],
-)
+@pytest.mark.parametrize("words", [["proxy", "--help"], ["weights", "show", "nowhere.json"]])
 def test_quick_verbs_import_nothing_slow(words: list[str]) -> None:
     """torch alone takes seconds."""
     program = (
@@ -316,21 +292,9 @@ def test_a_missing_extra_is_named(
     assert "This verb needs datasets, which is not installed: pip install 'doge-fast[pipe" in said
 
 
-@pytest.mark.exhaustive
-def test_python_m_is_the_same_program(tmp_path: Path) -> None:
-    words = ["proxy", "--out", str(tmp_path / "x"), "--target", "universal", "verse"]
-    done = subprocess.run(
-        [sys.executable, "-m", "doge_fast", *words], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == cli.EXIT_REFUSED
-    assert done.stderr.splitlines()[-1].startswith("doge-fast: target must be universal alone")
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize("words", ["export --list", "proxy --help"])
-def test_a_reader_that_has_enough_is_no_error(words: str) -> None:
+def test_a_reader_that_has_enough_is_no_error() -> None:
     # One byte, then the pipe is closed: what follows may be written before or after that.
-    command = f"set -o pipefail; {sys.executable} -m doge_fast {words} | head -c 1"
+    command = f"set -o pipefail; {sys.executable} -m doge_fast export --list | head -c 1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert len(done.stdout) == 1
     assert done.stderr == ""

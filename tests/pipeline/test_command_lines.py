@@ -5,8 +5,6 @@ said that matters. X300 is a name of 300 letters, and a backslash begins a chara
 """
 
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,20 +61,3 @@ def test_what_is_said_of_a_wrong_command_line(
     assert "not foreseen" not in told
     assert said.out == ""
     assert made == sorted(entry.name for entry in pristine.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "sentence"),
-    [
-        (["weights", "show", "a\x1b[31mb"], 2, "doge-fast: a\\x1b[31mb does not exist."),
-        (["weights", "show", "--n\x1b[31mope", "x"], 2, "--n\\x1b[31mope"),
-        (["profile", "--steps", "0"], 2, "doge-fast: steps must be at least 1; got 0."),
-    ],
-)
-def test_the_program_itself(words: list[str], code: int, sentence: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "doge_fast", *words], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == code
-    assert sentence in done.stderr
-    assert "\x1b[31m" not in done.stderr

@@ -17,6 +17,7 @@ from doge_fast import cli
 from doge_fast.pipeline import records
 from doge_fast.pipeline.config import BaseConfig
 from doge_fast.pipeline.exports import by_document, export, largest_remainder, listing, targets
+from doge_fast.pipeline.exports.command import _paths
 
 NAMES = ("book", "code", "web")
 WEIGHTS = {"web": 0.4321987, "code": 0.3, "book": 0.2678013}
@@ -428,6 +429,12 @@ def test_paths_come_from_a_file_too(file: Path, capsys: pytest.CaptureFixture[st
         paths.write_text(text)
         assert cli.main(["export", str(file), "--to", "megatron", "--paths", str(paths)]) == 2
         assert "YAML" in capsys.readouterr().err
+
+
+def test_a_domain_with_an_equals_sign_has_paths() -> None:
+    words = ["e=f=/data/ef", "e=/data/e", "g=/data/a=b"]
+    paths = {"e=f": ["/data/ef"], "e": ["/data/e"], "g": ["/data/a=b"]}
+    assert _paths(words, "paths", ["e", "e=f", "g"]) == paths
 
 
 def test_a_run_directory_knows_the_length_of_its_documents(
