@@ -25,12 +25,6 @@ def test_two_at_once_both_find_it_packed(tmp_path):
     assert list((tmp_path / "blocks").iterdir()) == [path]
 
 
-def test_a_cache_that_cannot_be_written(tmp_path, config):
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(ValueError, match=r"The cache must be writable; .* Name another with cache"):
-        load_corpus(rename(config, cache_dir=tmp_path / "file" / "cache"))
-
-
 @pytest.mark.parametrize(
     "failure",
     [

@@ -38,14 +38,6 @@ def planned(config: ExperimentConfig, names: Sequence[str] | None = None) -> Pla
     return plan_of(config, names, config.out or Path("x"))
 
 
-def test_any_name_makes_one_directory() -> None:
-    config = replace(preset_of("ood", data="x"), targets=("w/en", "w-en"), out=Path("x"))
-    plan = planned(config, ("w/en", "w-en", "zh 文"))
-    paths = [job.config.out for job in plan.jobs]
-    assert len({path.name for path in paths}) == len(paths)
-    assert {path.parent for path in paths} == {Path("x/runs")}
-
-
 @pytest.mark.parametrize("off", [0.0, None])
 def test_the_clip_can_be_switched_off(off: float | None) -> None:
     config = preset_of("scales", data="x")
@@ -62,11 +54,8 @@ def test_the_clip_can_be_switched_off(off: float | None) -> None:
     [
         ("universal", "small", {}, 0.08),
         ("universal", "small", {"rates": {"learning_rate": 5e-4}}, 0.04),
-        ("universal", "small", {"corpus": {"domains": tuple("abc")}}, 0.04),
         ("universal", "small", {"proxy": {"mu": 0.5}}, 0.5),
         ("ood", "small", {}, 0.02),
-        ("wiki40b", "small", {"corpus": {"data": "x"}}, 0.02),
-        ("universal", "paper", {}, 0.01),
         ("ood", "paper", {}, 0.01),
     ],
 )
@@ -126,11 +115,10 @@ def test_commands_of_a_file_that_asks_for_the_plan_run(
     config = experiment("scales", plan=True)
     file = tmp_path / "plan.json"
     write_json(file, config)
-    for words in (["--config", str(file)], [f"--config={file}"]):
-        assert cli.main(["experiment", *words]) == 0
-        commands = [line for line in capsys.readouterr().out.splitlines() if "--only" in line]
-        assert len(commands) == 3
-        assert not cli.parse(shlex.split(commands[0], comments=True)[1:]).plan
+    assert cli.main(["experiment", "--config", str(file)]) == 0
+    commands = [line for line in capsys.readouterr().out.splitlines() if "--only" in line]
+    assert len(commands) == 3
+    assert not cli.parse(shlex.split(commands[0], comments=True)[1:]).plan
     with pytest.raises(ValueError, match="only"):
         run_experiment(replace(config, only=("proxy-tiny-seed0",)))
 
@@ -188,9 +176,6 @@ def test_a_run_that_fails_is_named_and_the_others_are_made(
         ({"name": "wiki40b", "corpus": {"data": "installed"}}, "languages"),
         ({"proxy": {"models": ("tiny",)}}, "proxy.models"),
         ({"seeds": (1, 1)}, "seeds"),
-        ({"seeds": ()}, "seeds"),
-        ({"corpus": {"domains": ("nowhere", "code")}}, "nowhere"),
-        ({"rates": {"learning_rate": 1e-5}}, "min_learning_rate"),
         (
             {"name": "ood", "corpus": {"domains": ("code",)}, "targets": ("code",)},
             "code",
@@ -296,18 +281,7 @@ def test_a_preset_makes_way_for_another_corpus() -> None:
     other = preset_of("ood", "paper", data="DIR").corpus
     assert (other.data, other.domains, other.domain_column) == ("DIR", (), None)
     assert other.block_size == paper.corpus.block_size
-    words = [
-        "experiment",
-        "ood",
-        "--preset",
-        "paper",
-        "--data",
-        "DIR",
-        "--proxy.steps",
-        "3",
-        "--block-size",
-        "64",
-    ]
-    parsed = cli.parse(words)
+    words = "experiment ood --preset paper --data DIR --proxy.steps 3 --block-size 64"
+    parsed = cli.parse(words.split())
     assert parsed.corpus == replace(other, block_size=64)
     assert (parsed.proxy.steps, parsed.base.steps) == (3, 10_000)

@@ -1,7 +1,7 @@
 """Stage one leaves what it promises, learns what the optimizer learns, survives being killed."""
 
-import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,19 +55,17 @@ def test_the_bars_of_transformers_are_off_in_a_run_alone(
     assert "|" not in capfd.readouterr().err
 
 
-def test_a_run_leaves_weights_records_and_a_model(proxy: Make) -> None:
-    config = proxy()
-    assert learn_weights(config).path == config.out
-    held = sorted(entry.name for entry in config.out.iterdir())
+def test_a_run_leaves_weights_records_and_a_model(trained_proxy: Path) -> None:
+    held = sorted(entry.name for entry in trained_proxy.iterdir())
     assert held == ["config.json", "metrics.jsonl", "model", "weights.json"]
-    record = records.read_weights(config.out, domains=NAMES)
+    record = records.read_weights(trained_proxy, domains=NAMES)
     weights = [entry["weight"] for entry in record["domains"]]
     assert math.isclose(sum(weights), 1, rel_tol=1e-12)
     assert weights != pytest.approx([0.25] * 4, abs=1e-6)
     # Three times as many documents of prose.
     prior = {entry["name"]: entry["prior"] for entry in record["domains"]}
     assert max(prior, key=prior.__getitem__) == "prose"
-    corpus = records.read_config(config.out)["corpus"]["domains"]
+    corpus = records.read_config(trained_proxy)["corpus"]["domains"]
     for entry in record["domains"]:
         there = corpus[entry["name"]]
         assert (entry["tokens"], entry["documents"]) == (there["train_tokens"], there["documents"])
@@ -75,11 +73,11 @@ def test_a_run_leaves_weights_records_and_a_model(proxy: Make) -> None:
     assert "initial" not in record
     assert record["target"] == "universal"
     assert (record["steps"], record["seed"], record["block_size"]) == (8, 0, 16)
-    model = AutoModelForCausalLM.from_pretrained(config.out / "model")
+    model = AutoModelForCausalLM.from_pretrained(trained_proxy / "model")
     assert model.config.use_cache
-    tokenizer = AutoTokenizer.from_pretrained(config.out / "model")
+    tokenizer = AutoTokenizer.from_pretrained(trained_proxy / "model")
     assert tokenizer.decode(tokenizer("def return")["input_ids"]) == "def return"
-    assert not [file for file in config.out.rglob("*") if file.suffix in (".pt", ".bin", ".pth")]
+    assert not [file for file in trained_proxy.rglob("*") if file.suffix in (".pt", ".bin", ".pth")]
 
 
 def test_lines_hold_the_weights_raw_and_averaged_from_step_zero(proxy: Make) -> None:
@@ -113,24 +111,14 @@ def test_lines_hold_the_weights_raw_and_averaged_from_step_zero(proxy: Make) -> 
 
 def test_one_pass_for_all_domains_leaves_the_same_weights(proxy: Make) -> None:
     """To float32's rounding over 8 steps of AdamW; auto is one of the two, to the bit."""
-    runs = {
-        mode: learn_weights(proxy(mode, mode=mode)).path
-        for mode in ("sequential", "stacked", "auto")
-    }
     weights = {
-        mode: records.weights_by_name(records.read_weights(run)) for mode, run in runs.items()
+        mode: records.weights_by_name(
+            records.read_weights(learn_weights(proxy(mode, mode=mode)).path)
+        )
+        for mode in ("sequential", "stacked", "auto")
     }
     assert weights["auto"] == weights["stacked"] != weights["sequential"]
     assert weights["stacked"] == pytest.approx(weights["sequential"], rel=1e-5)
-
-
-def test_the_loss_falls_in_every_domain(proxy: Make) -> None:
-    config = proxy(steps=30, eval_every=15, log_every=10)
-    learn_weights(config)
-    lines = records.read_metrics(config.out, kind="train")
-    assert [line["step"] for line in lines] == [0, 10, 20, 30]
-    first, last = records.read_metrics(config.out, kind="eval")
-    assert all(last["loss"][name] < first["loss"][name] for name in NAMES)
 
 
 def test_domains_are_cut_to_norm_one_before_they_are_scored_unless_told_otherwise(
@@ -146,16 +134,6 @@ def test_domains_are_cut_to_norm_one_before_they_are_scored_unless_told_otherwis
         assert (difficulty <= 1 + 1e-9) == (norm == 1.0)
     assert weights[0] == weights[1] != weights[2]
     assert proxy().domain_max_grad_norm == 1.0
-
-
-def test_drift_is_how_far_the_average_moved_in_the_last_fifth(proxy: Make) -> None:
-    config = proxy(steps=10)
-    learn_weights(config)
-    lines = {line["step"]: line for line in records.read_metrics(config.out, kind="train")}
-    before, after = lines[8]["alpha_mean"], lines[10]["alpha_mean"]
-    expected = sum(abs(after[name] - before[name]) for name in NAMES)
-    assert records.read_weights(config.out)["drift"] == pytest.approx(expected, rel=1e-12)
-    assert expected > 0
 
 
 def test_the_seed_gives_the_run(proxy: Make) -> None:
@@ -189,27 +167,25 @@ def test_weighted_targets_and_chosen_domains(proxy: Make) -> None:
     assert record["target"] == {"verse": 0.5, "table": 2.0}
 
 
-def test_mix_is_measured_on_blocks_that_nobody_trains_on(proxy: Make) -> None:
+def test_mix_is_measured_on_blocks_that_nobody_trains_on(proxy: Make, trained_proxy: Path) -> None:
     config = proxy(target=("mix",))
     learn_weights(config)
     line = records.read_metrics(config.out, kind="train")[-1]
     assert line["rows"] == [*NAMES, "mix"]
     assert line["difficulty"] == dict.fromkeys(NAMES, 0.0)
-    whole = proxy("whole")
-    learn_weights(whole)
 
     def blocks(run: Path) -> int:
         domains = records.read_config(run)["corpus"]["domains"]
         return sum(domain["train_blocks"] for domain in domains.values())
 
-    assert blocks(config.out) < blocks(whole.out)
+    assert blocks(config.out) < blocks(trained_proxy)
 
     def document_lengths(run: Path) -> dict[str, float]:
         entries = records.read_weights(run)["domains"]
         return {entry["name"]: entry["mean_doc_tokens"] for entry in entries}
 
     # What is held out came from the same documents.
-    assert document_lengths(config.out) == document_lengths(whole.out)
+    assert document_lengths(config.out) == document_lengths(trained_proxy)
 
 
 def test_selected_parameters_alone_enter_the_gain(proxy: Make, tmp_path: Path) -> None:
@@ -248,12 +224,11 @@ def test_a_warm_start_carries_weights_by_name(proxy: Make, tmp_path: Path) -> No
     assert (initial["kept"], initial["dropped"]) == (["code", "table", "verse"], {"speech": 0.2})
 
 
-@pytest.mark.parametrize("mode", ["sequential", "stacked"])
 def test_a_start_at_zero_stays_there_and_says_so(
-    proxy: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: str
+    proxy: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     start = dict(zip(NAMES, (0.5, 0.5, 0.0, 0.0), strict=True))
-    config = proxy(init_weights=write_weights(tmp_path / "start.json", start), mode=mode)
+    config = proxy(init_weights=write_weights(tmp_path / "start.json", start))
     with caplog.at_level("WARNING", logger="doge_fast"):
         learn_weights(config)
     assert (
@@ -301,10 +276,7 @@ def test_a_killed_warm_start_resumes_whatever_became_of_the_file(
 @pytest.mark.parametrize(
     ("method", "count"),
     [
-        pytest.param("training_step", 2, marks=pytest.mark.exhaustive),
         ("training_step", 6),
-        ("_save_optimizer_and_scheduler", 2),
-        pytest.param("_save_rng_state", 1, marks=pytest.mark.exhaustive),
         pytest.param("evaluate_domains", 2, marks=pytest.mark.exhaustive),
     ],
 )
@@ -318,9 +290,11 @@ def test_a_killed_run_resumes_to_the_bits_of_the_uninterrupted_one(
     assert_resumes(learn_weights, cut, whole.out, killed)
 
 
-def test_a_complete_run_is_left_as_it_is(proxy: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_complete_run_is_left_as_it_is(
+    proxy: Make, trained_proxy: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = proxy()
-    learn_weights(config)
+    shutil.copytree(trained_proxy, config.out)
     before = {file: file.stat().st_mtime_ns for file in config.out.rglob("*")}
     with caplog.at_level("INFO", logger="doge_fast"):
         learn_weights(config)
@@ -333,18 +307,9 @@ def test_a_complete_run_is_left_as_it_is(proxy: Make, caplog: pytest.LogCaptureF
     [
         ({"target": ("nowhere",)}, "nowhere"),
         ({"target": ("universal", "verse")}, "universal alone, or distinct names"),
-        ({"target": ("verse", "verse")}, "distinct names"),
-        ({"target": ("verse=much",)}, "a number greater than zero; got 'verse=much'"),
-        ({"target": ("verse=0",)}, "a number greater than zero; got 'verse=0'"),
-        ({"target": ()}, "target must name something"),
         ({"mu": 0.0}, "mu"),
-        ({"min_learning_rate": 1.0}, "at most learning_rate; got 1.0 and 0.003"),
-        ({"warmup_steps": 8}, "less than steps; got 8 of 8"),
-        ({"device": "abacus"}, "device must be auto, cpu, cuda, xpu or mps; got 'abacus'"),
-        ({"model": "huge"}, "must be a size of the family"),
         ({"num_heads": 5}, "multiple of the number of heads; got 32 and 5"),
         ({"selection": Path("no-such.json")}, "selection must be a JSON file; no-such.json is not"),
-        ({"domains": ("code", "poetry")}, "poetry"),
         ({"init_weights": Path("no-such.json")}, "no-such.json does not exist"),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
@@ -357,12 +322,6 @@ def test_bad_input_is_refused_before_anything_is_written(
     with pytest.raises(ValueError, match=text):
         learn_weights(config)
     assert not config.out.exists()
-
-
-def test_another_configuration_does_not_overwrite_a_run(proxy: Make) -> None:
-    learn_weights(proxy())
-    with pytest.raises(ValueError, match=r"holds another run: the configuration's mu is None"):
-        learn_weights(proxy(mu=0.5))
 
 
 def test_a_run_resumes_at_the_default_that_it_began_with(
@@ -385,9 +344,7 @@ def test_a_run_resumes_at_the_default_that_it_began_with(
     ("target", "factor"),
     [
         (("universal",), 2.5),
-        (("verse=0.7", "table=0.3"), 1.0),
         (("verse", "table", "mix"), 2.0),
-        (("verse=9",), 5.0),
     ],
 )
 def test_the_default_mu_grows_with_the_weights_of_the_targets(
@@ -396,16 +353,6 @@ def test_the_default_mu_grows_with_the_weights_of_the_targets(
     config = proxy(steps=2, target=target)
     mu = records.read_weights(learn_weights(config).path)["mu"]
     assert mu == pytest.approx(20 * config.training.learning_rate * factor, rel=1e-12)
-
-
-def test_a_selection_is_a_list_of_names(proxy: Make, tmp_path: Path) -> None:
-    file = tmp_path / "selection.json"
-    file.write_text(json.dumps({"not": "a list"}))
-    with pytest.raises(ValueError, match="must be a JSON list of parameter names"):
-        learn_weights(proxy(selection=file))
-    file.write_text(json.dumps(["no.such.parameter"]))
-    with pytest.raises(ValueError, match=r"no\.such\.parameter"):
-        learn_weights(proxy(selection=file))
 
 
 def test_targets_read_as_they_are_written() -> None:

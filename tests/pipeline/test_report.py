@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from doge_fast.pipeline import records, report
-from doge_fast.pipeline.config import ProxyConfig, ReportConfig
+from doge_fast.pipeline.config import ReportConfig
 from doge_fast.pipeline.records.movement import Movement, movement_of
 from doge_fast.pipeline.reporting.proxies import remarks_on
 from doge_fast.pipeline.reporting.wording import Stat, perplexity_stat, weight_text
@@ -24,10 +24,8 @@ from tests.pipeline.written_runs import (
     DOMAINS,
     STEPS,
     TOKENS,
-    TRAINING,
     UNIFORM_LOSS,
     by_name,
-    corpus,
     without,
     write_base,
     write_experiment,
@@ -172,14 +170,6 @@ def test_the_figures_lie_beside_the_page(runs: Path) -> None:
     assert all(f">{name}</text>" in text for name in (*DOMAINS, "effective domains"))
 
 
-@pytest.mark.exhaustive
-def test_the_same_records_give_the_same_page(runs: Path, page: Page) -> None:
-    again = report.write_report(ReportConfig(runs=(runs,)))
-    assert again.read_text(encoding="utf-8") == page.source
-    for file in (runs.parent / "out" / "page-figures").iterdir():
-        assert (runs / "report-figures" / file.name).read_bytes() == file.read_bytes()
-
-
 def test_the_terminal_gets_the_same_tables_as_aligned_ascii(runs: Path, page: Page) -> None:
     text = report.terminal_table([runs])
     assert text.isascii()
@@ -213,8 +203,6 @@ def losing(folder: Path, changes: Mapping[str, float]) -> Path:
             "learned weights: perplexity 10.5 % higher than uniform, undecided, one",
         ),
         ({"learned": 0.0}, "learned weights: perplexity the same as uniform, undecided, one seed"),
-        ({"learned": 1e-4}, "learned weights: perplexity less than 0.1 % higher than uniform"),
-        ({"learned": -0.1, "natural": -0.2}, "learned weights: perplexity 9.5 % lower than"),
         ({"natural": -0.2}, "natural: perplexity 18.1 % lower than uniform, undecided, one seed"),
         ({}, "nothing to compare"),
         ({"learned": math.nan}, "learned weights or uniform diverged"),
@@ -229,7 +217,6 @@ def test_one_seed_decides_nothing(tmp_path: Path, changes: dict[str, float], hea
     ("changes", "told"),
     [
         ((-0.02, -0.021, -0.019), "2.0 % lower than uniform, 95 % interval -2.2 to -1.7, 3 seeds"),
-        ((0.02, 0.021, 0.019), "2.0 % higher than uniform, 95 % interval +1.8 to +2.3, 3 seeds"),
         ((0.02, -0.03, 0.001), "0.3 % lower than uniform, undecided, 3 seeds"),
     ],
 )
@@ -356,14 +343,6 @@ def test_what_is_missing_is_told(tmp_path: Path) -> None:
     assert "1 run not complete yet, so left out: doge-seed2" in words_of(out)
 
 
-def test_a_run_without_a_step_has_no_figures(tmp_path: Path) -> None:
-    config = ProxyConfig(out=tmp_path / "proxy", training=TRAINING, mu=0.01)
-    records.open_run(config.out, stage="proxy", config=config, corpus=corpus(DOMAINS))
-    page = page_of(config.out)
-    assert "has not logged a step yet" in page.text
-    assert "figure" not in page.tags
-
-
 def test_several_proxies_are_told_apart(tmp_path: Path) -> None:
     rest = without("reference", "tests")
     write_proxy(tmp_path / "both", domains=rest, target=("reference=0.7", "tests=0.3"))
@@ -380,20 +359,6 @@ def test_several_proxies_are_told_apart(tmp_path: Path) -> None:
 
 def scores(acc: float, cut: int = 0) -> dict[str, Any]:
     return {"acc": acc, "acc_stderr": 0.02, "chance": 0.5, "truncated_requests": cut}
-
-
-def test_accuracies_stand_beside_chance(tmp_path: Path) -> None:
-    for name, (copa, piqa) in {"uniform": (0.5, 0.6), "natural": (0.55, 0.4)}.items():
-        run = write_base(tmp_path / name, weights=name)
-        setting = {"shots": 5, "fewshot_seed": 0, "positions": 128}
-        tasks = {"copa": scores(copa), "piqa": scores(piqa, cut=3)}
-        record = records.few_shot(step=STEPS, tasks=tasks, setting=setting)
-        records.write_json(run / records.FEWSHOT, record)
-    page = page_of(tmp_path)
-    table = cells(page.source, "Tasks")
-    assert table["copa"] == ["50.0 ± 2.0", "55.0 ± 2.0", "50.0"]
-    assert table["average"] == ["55.0 ± 1.4", "47.5 ± 1.4", "50.0"]
-    assert "Prompts were cut" in page.source
 
 
 def test_cost_counts_the_gram_matrix_and_the_reference(tmp_path: Path) -> None:
@@ -437,18 +402,11 @@ def moved(path_T: np.ndarray, seeds: Sequence[float] = (1.0,)) -> Movement:
 
 def test_an_average_that_keeps_its_pace_has_not_settled() -> None:
     """After 31 steps as little as after 3000, however small the pace."""
-    for steps in (31, 300, 3000):
-        found = moved(np.linspace(0, 0.01, steps + 1))
-        # The mean over t steps is (t + 1) / 2 paces from uniform. Of the step that a fifth before
-        # the end lies in, the sum grows along a chord, above the parabola by r (1 - r) / 2 paces.
-        before = 0.8 * steps
-        chord = before % 1 * (1 - before % 1) / before
-        expected = (0.2 * steps - chord) / (steps + 1)
-        assert found.drift[-1] / found.distance[-1] == pytest.approx(expected)
-        assert not found.is_settled
+    for steps in (31, 3000):
+        assert not moved(np.linspace(0, 0.01, steps + 1)).is_settled
 
 
-@pytest.mark.parametrize(("taus", "is_settled"), [(3, False), (5, False), (8, True), (20, True)])
+@pytest.mark.parametrize(("taus", "is_settled"), [(5, False), (8, True)])
 def test_an_average_settles_long_after_the_weights(taus: int, is_settled: bool) -> None:
     path = 0.3 * (1 - np.exp(-np.linspace(0, taus, 1001)))
     assert moved(path).is_settled is is_settled
@@ -462,7 +420,6 @@ def test_an_average_settles_long_after_the_weights(taus: int, is_settled: bool) 
     [
         ((0, 0, 0, 0, 0, 0, -2.5), "universal", "metadata would be read less than a third"),
         ((0, 0, 0, 0, 0, -2.5), "stdlib", ""),
-        ((0.5, 0, 0, 0, 0, 0, -0.5), "universal", ""),
         ((9.0, 0, 0, 0, 0, 0, 0), "universal", "collapsed onto stdlib"),
         ((0.0,) * 7, "universal", "hardly left uniform. A smaller mu"),
         # Gradients of norm 1 give both the same score.
@@ -501,11 +458,7 @@ def test_skipped_steps_and_remarks_on_the_corpus_are_told_once(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("told", "stat", "text"),
     [
-        (weight_text, Stat(0.276), "0.276"),
         (weight_text, Stat(0.27604, 0.00021), "0.2760 ± 0.0002"),
-        (weight_text, Stat(0.0554, 3.5e-05), "0.0554 ± 0.0001"),
-        (weight_text, Stat(0.182, 0.0184), "0.182 ± 0.018"),
-        (perplexity_stat, Stat(235.553, 10.4), "236 ± 10"),
         (perplexity_stat, Stat(8.1054, 0.00042), "8.105 ± 0.001"),
         (perplexity_stat, Stat(math.inf, math.nan), "not finite"),
     ],
@@ -532,7 +485,7 @@ def test_awkward_names_stay_text(tmp_path: Path) -> None:
     assert "$a_1$" in report.terminal_table([tmp_path])
 
 
-@pytest.mark.parametrize("num_domains", [1, 2, pytest.param(24, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("num_domains", [1, pytest.param(24, marks=pytest.mark.exhaustive)])
 def test_any_number_of_domains(tmp_path: Path, num_domains: int) -> None:
     names = tuple(f"domain {j}" for j in range(num_domains))
     tokens = dict.fromkeys(names, 500_000)
@@ -541,38 +494,6 @@ def test_any_number_of_domains(tmp_path: Path, num_domains: int) -> None:
     page = page_of(tmp_path)
     assert page.tags.count("figure") == 2
     assert f"of {num_domains} domain" in page.text
-
-
-def empty(folder: Path) -> None:
-    (folder / "notes").mkdir(parents=True)
-
-
-def a_model(folder: Path) -> None:
-    """A saved model has a config.json of its own."""
-    (folder / "model").mkdir(parents=True)
-    (folder / "model" / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-
-
-@pytest.mark.parametrize(
-    ("make", "word"),
-    [
-        (lambda folder: None, "does not exist"),
-        (lambda folder: folder.write_text("not a run"), "is a file"),
-        (empty, "holds none"),
-        (a_model, "holds none"),
-    ],
-)
-def test_what_is_not_a_run_is_refused(
-    tmp_path: Path, make: Callable[[Path], object], word: str
-) -> None:
-    path, page = tmp_path / "runs", tmp_path / "report.html"
-    make(path)
-    with pytest.raises(ValueError, match=word) as raised:
-        report.write_report(ReportConfig(runs=(path,), out=page))
-    assert str(path) in str(raised.value)
-    assert not page.exists()
-    with pytest.raises(ValueError, match="none was named"):
-        report.write_report(ReportConfig(runs=()))
 
 
 def test_a_line_of_weights_that_lacks_the_average_is_named(tmp_path: Path) -> None:

@@ -30,16 +30,6 @@ def test_what_seeds_share_cancels() -> None:
     assert not paired_difference(own[::-1], seeds).is_decided
 
 
-@pytest.mark.parametrize(
-    ("own", "other", "is_decided"),
-    [([1.0, 1.1, 0.9], [1.0, 1.0, 1.0], False), ([1.2, 1.21, 1.19], [1.0, 1.0, 1.0], True)],
-)
-def test_an_interval_around_zero_decides_nothing(
-    own: list[float], other: list[float], is_decided: bool
-) -> None:
-    assert paired_difference(own, other).is_decided is is_decided
-
-
 def test_one_pair_has_no_interval() -> None:
     found = paired_difference([2.0], [2.1])
     assert (found.low, found.high, found.is_decided) == (None, None, False)
