@@ -74,30 +74,17 @@ def test_mix_blocks_are_spread_over_a_domain(monkeypatch):
     assert (np.diff(rows) == 1).sum() == 43
 
 
-def test_unknown_domains(config):
-    check_refused(
-        rename(config, domains=("code", "cobol")),
-        r"domains must name domains of .*, which are code, prose, verse; cobol is not among them",
-    )
-
-
-def test_domains_named_twice(config):
-    check_refused(
-        rename(config, domains=("code", "prose", "code")),
-        "A domain is named once; domains names code twice",
-    )
-
-
-def test_a_target_that_is_nowhere(config):
-    check_refused(
-        config,
-        "target must name domains of .*, which are code, prose, verse; catalan is not among them",
-        targets=["catalan"],
-    )
-
-
-def test_targets_that_leave_nothing(config):
-    check_refused(config, "Training needs a domain", targets=["code", "prose", "verse"])
+@pytest.mark.parametrize(
+    ("domains", "targets", "word"),
+    [
+        (("code", "cobol"), (), "domains must name domains of .*; cobol is not among them"),
+        (("code", "prose", "code"), (), "names code twice"),
+        ((), ("catalan",), "target must name domains of .*; catalan is not among them"),
+        ((), ("code", "prose", "verse"), "Training needs a domain"),
+    ],
+)
+def test_domains_and_targets_that_cannot_be(config, domains, targets, word):
+    check_refused(rename(config, domains=domains), word, targets=targets)
 
 
 def test_a_domain_named_like_a_target_word(tmp_path, config):
@@ -109,21 +96,6 @@ def test_a_domain_too_small_for_mix(tmp_path, config):
     write_jsonl(tmp_path / "a.jsonl", texts("a", 2))
     with pytest.raises(ValueError, match=r"mix holds out 4 training blocks .* a has only"):
         load_corpus(rename(config, data=str(tmp_path), block_size=64), targets=["mix"])
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"block_size": 1}, "block_size must be at least 2"),
-        ({"validation_fraction": 0.0}, "must be greater than 0 and less than 1; got 0.0"),
-        ({"max_tokens_per_domain": 15}, "must hold a block of 16; it is 15"),
-        ({"vocab_size": 256}, "needs vocab_size >= 257"),
-        ({"tokenizer": "/no/such/tokenizer"}, "The tokenizer /no/such/tokenizer does not open: "),
-    ],
-    ids=str,
-)
-def test_numbers_out_of_range(config, change, message):
-    check_refused(rename(config, **change), message)
 
 
 def proxy_batches(corpus: Corpus, start_step: int = 0) -> Batches:
@@ -163,17 +135,13 @@ def assert_same_batches(ours: Iterable[Any], theirs: Iterable[Any]) -> None:
         assert all(torch.equal(left[key], right[key]) for key in left)
 
 
-def test_proxy_batches_hold_every_row(mixed):
-    for batch in first(proxy_batches(mixed)):
-        assert list(batch) == ["code", "prose", "verse", "mix"]
-        for part in batch.values():
-            assert part["input_ids"].shape == (3, 16)
-            assert part["input_ids"].dtype == torch.int64
-            assert torch.equal(part["labels"], part["input_ids"])
-
-
 def test_proxy_batches_are_the_blocks_that_domain_blocks_names(mixed):
     batch = proxy_batches(mixed).batch(9)
+    assert list(batch) == ["code", "prose", "verse", "mix"]
+    for part in batch.values():
+        assert part["input_ids"].shape == (3, 16)
+        assert part["input_ids"].dtype == torch.int64
+        assert torch.equal(part["labels"], part["input_ids"])
     rows = domain_blocks(4, 9, domain="prose", num_blocks=len(mixed.train["prose"]), size=3)
     assert batch["prose"]["input_ids"].tolist() == [
         mixed.train["prose"][int(row)]["input_ids"].tolist() for row in rows
@@ -228,7 +196,7 @@ def test_base_batches_are_sorted_by_domain(corpus):
 
 
 @pytest.mark.parametrize("make", [proxy_batches, base_batches])
-@pytest.mark.parametrize("start_step", [0, 1, 5, 12])
+@pytest.mark.parametrize("start_step", [1, 12])
 def test_a_resumed_run_sees_what_the_uninterrupted_one_would(mixed, make, start_step):
     whole = first(make(mixed))
     rest = first(make(mixed, start_step=start_step), 12 - start_step)
@@ -239,8 +207,3 @@ def test_a_resumed_run_sees_what_the_uninterrupted_one_would(mixed, make, start_
 def test_a_loader_hands_on_whole_batches(mixed):
     loader = DataLoader(base_batches(mixed, start_step=2), batch_size=None)
     assert_same_batches(first(loader), first(base_batches(mixed, start_step=2)))
-
-
-def test_batches_refuse_weights_of_other_domains(corpus):
-    with pytest.raises(ValueError, match="must name exactly the domains"):
-        mixture_of(corpus, {"code": 1.0})

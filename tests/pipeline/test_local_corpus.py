@@ -39,32 +39,6 @@ def test_domains_are_capped_and_split_by_documents(installed):
         assert 0.05 * chars <= held <= 0.05 * chars + 100_000
 
 
-def test_no_text_occurs_twice(installed):
-    documents = [
-        "".join(text.lower().split())
-        for domain in installed.values()
-        for text in (*domain.train, *domain.validation)
-    ]
-    assert len(set(documents)) == len(documents)
-
-
-def test_held_out_text_is_hardly_in_training(installed):
-    """A document is refused when earlier ones hold 0.3 of its lines; later ones may repeat it.
-
-    How much of that there is depends on the packages: licences of 0.20 of the lines were met.
-    """
-    train = {
-        line.strip()
-        for domain in installed.values()
-        for text in domain.train
-        for line in text.splitlines()
-    }
-    for name, domain in installed.items():
-        held = {line.strip() for text in domain.validation for line in text.splitlines()}
-        longer = {line for line in held if len(line) > 40}
-        assert len(longer & train) < 0.3 * len(longer), name
-
-
 def write(root: Path, path: str, text: str) -> None:
     (root / path).parent.mkdir(parents=True, exist_ok=True)
     (root / path).write_text(text, encoding="utf-8")

@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerFast
 
 from doge_fast.pipeline import packing
 from doge_fast.pipeline.domains import load_corpus
-from tests.grids import grid
 from tests.pipeline.corpora import (
     documents,
     rename,
@@ -93,15 +92,9 @@ def test_a_domain_with_a_validation_split_is_not_warned_of(tmp_path, config):
     assert load_corpus(rename(config, data=str(tmp_path))).warnings == ()
 
 
-@pytest.mark.parametrize("asked", [0.02, 0.1, 0.3, 0.5, 0.8, 0.999])
+@pytest.mark.parametrize("asked", [0.02, 0.5, 0.999])
 def test_documents_of_one_kind_are_not_warned_of(config, asked):
     assert load_corpus(rename(config, validation_fraction=asked)).warnings == ()
-
-
-def test_most_text_held_out_is_warned_of_whatever_was_asked(tmp_path, config):
-    for asked in (0.1, 0.3, 0.5, 0.7):
-        few = rename(config, data=str(lopsided(tmp_path)), validation_fraction=asked)
-        assert len(load_corpus(few).warnings) == 1
 
 
 def test_equal_documents_fall_on_one_side(tmp_path, config):
@@ -183,30 +176,19 @@ def test_another_validation_fraction_packs_what_it_concerns(config, corpus, pack
     assert sorted(packings) == ["prose", "verse"]
 
 
-def test_a_changed_file_is_packed_anew(tmp_path, config, packings):
+def test_a_text_written_over_with_its_size_and_time_kept_is_seen(tmp_path, config, packings):
     path = write_jsonl(tmp_path / "data" / "a.jsonl", texts("a"))
     write_jsonl(tmp_path / "data" / "b.jsonl", texts("b"))
-    base = rename(config, data=str(tmp_path / "data"))
-    fixed = rename(base, tokenizer=load_corpus(base).tokenizer.name_or_path)
-    load_corpus(fixed)
-    before = path.stat()
-    path.write_text(path.read_text().replace("kernel", "k3rnel"))
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
-    packings.clear()
-    changed = load_corpus(fixed)
-    assert packings == ["a"]
-    assert any("k3rnel" in text for text in documents(changed, "a", "train"))
-
-
-def test_a_text_written_over_with_its_size_and_time_kept_is_seen(tmp_path, config):
-    path = write_jsonl(tmp_path / "data" / "a.jsonl", texts("a"))
     before = path.stat()
     base = rename(config, data=str(tmp_path / "data"))
     first = load_corpus(base)
     path.write_text(path.read_text().replace("kernel", "k3rnel"))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert path.stat().st_size == before.st_size
-    second = load_corpus(rename(base, tokenizer=first.tokenizer.name_or_path))
+    fixed = rename(base, tokenizer=first.tokenizer.name_or_path)
+    packings.clear()
+    second = load_corpus(fixed)
+    assert packings == ["a"]
     assert any("k3rnel" in text for text in documents(second, "a", "train"))
     assert first.digests != second.digests
 
@@ -341,16 +323,6 @@ def test_a_document_cannot_forge_its_end(tmp_path, config):
 
 
 @needs_shared
-@pytest.mark.parametrize(
-    "name", grid(["gpt2", "wiki40b-ca", "wiki40b-nl"], some=lambda name: name == "gpt2")
-)
-def test_tokenizers_of_others_open(name, config):
-    loaded = load_corpus(rename(config, tokenizer=str(SHARED / "tokenizers" / name)))
-    assert loaded.vocab_size == {"gpt2": 50257}.get(name, 52000)
-    assert documents(loaded, "code", "train")[:20] == texts("code", 20)
-
-
-@needs_shared
 def test_real_text_in_other_languages_survives(config):
     wiki = rename(
         config,
@@ -366,19 +338,6 @@ def test_real_text_in_other_languages_survives(config):
     held = pq.read_table(SHARED / "mini_wiki40b/ca/validation.parquet")["text"][0].as_py()
     assert documents(loaded, "ca", "validation")[0] == held
     assert loaded.warnings == ()
-
-
-@needs_shared
-def test_real_text_is_divided_as_asked(config):
-    pajama = rename(
-        config,
-        data=str(SHARED / "mini_slimpajama"),
-        domains=("book", "github"),
-        tokenizer=str(SHARED / "tokenizers" / "gpt2"),
-        validation_fraction=0.05,
-        max_tokens_per_domain=100_000,
-    )
-    assert load_corpus(pajama).warnings == ()
 
 
 def test_a_domain_that_no_row_has(tmp_path, config):

@@ -104,13 +104,6 @@ def hub_folder(folder: Path) -> Path:
     return folder
 
 
-def test_a_directory_with_a_domain_column(tmp_path, config):
-    folder = hub_folder(tmp_path / "pajama")
-    loaded = load_corpus(rename(config, data=str(folder), domain_column="meta.redpajama_set_name"))
-    assert loaded.documents == {"Book": 30, "C4": 60}
-    assert documents(loaded, "Book", "validation")[0] == text_of("Book", 1000)
-
-
 def test_a_hub_id_with_a_domain_column(tmp_path, config, monkeypatch):
     answer_as_hub(monkeypatch, "owner/pajama", hub_folder(tmp_path / "pajama"))
     hub = rename(config, data="owner/pajama", domain_column="meta.redpajama_set_name")
@@ -197,22 +190,6 @@ def test_a_small_text_file_has_documents_to_hold_out(tmp_path, config, num_parag
     assert loaded.warnings == ()
 
 
-def test_the_cut_of_text_follows_what_there_is_of_a_domain(tmp_path):
-    def chars(*sizes: int) -> int:
-        files = [text_file(tmp_path / f"{index}.txt") for index in range(len(sizes))]
-        for file, size in zip(files, sizes, strict=True):
-            file.path.write_bytes(b"x" * size)
-        return file_rows.text_document_chars(files)
-
-    assert chars(100) == chars(512 * 64) == 512
-    assert chars(640_000) == 10_000
-    assert chars(2**20) == chars(2**24) == 16_384
-    # Files of which each is a document stay whole where there are many.
-    assert chars(*[2**14] * 64) == 16_384
-    rows = CorpusFile(tmp_path / "rows.jsonl", "a", "train", "json")
-    assert file_rows.text_document_chars([rows]) == 16_384
-
-
 def test_text_with_a_validation_file_is_cut_as_ever(tmp_path, config):
     (tmp_path / "a").mkdir()
     for split, count in (("train", 60), ("validation", 9)):
@@ -225,23 +202,13 @@ def test_text_with_a_validation_file_is_cut_as_ever(tmp_path, config):
     ("name", "split"),
     [
         ("train.parquet", "train"),
-        ("training_2.jsonl", "train"),
-        ("validation-00000-of-00001.parquet", "validation"),
-        ("valid.txt", "validation"),
-        ("val_1.txt", "validation"),
         ("dev.jsonl", "validation"),
         ("Test.jsonl", "test"),
         ("c4-validation.00000-of-00001.jsonl", "validation"),
-        ("c4-train.00000-of-00001.jsonl", "train"),
-        ("wiki.valid.txt", "validation"),
         ("en_test_12.jsonl.gz", "test"),
         ("dev-blog.jsonl", None),
-        ("test_bench.jsonl", None),
         ("val-d-isere", None),
-        ("testimony.txt", None),
-        ("value.jsonl", None),
         ("trains.txt", None),
-        ("part-0.jsonl", None),
     ],
 )
 def test_splits_are_told_by_name(name, split):
@@ -259,49 +226,25 @@ def test_a_test_split_is_held_out_only_where_there_is_no_validation(tmp_path, co
     assert documents(loaded, "b", "train")[0] == text_of("b train", 0)
 
 
-@pytest.mark.parametrize("path", ["/nowhere/at/all", "nowhere", "./a/b", "some/corpus.jsonl"])
-def test_a_path_that_does_not_exist(config, path):
-    check_refused(rename(config, data=path), rf"^{path} does not exist\. Give a directory")
-
-
-def test_a_directory_without_domains(tmp_path, config):
-    (tmp_path / "notes.md").write_text("x")
-    check_refused(
-        rename(config, data=str(tmp_path)),
-        r"must hold a folder or file per domain, of .parquet, .* it holds notes.md\.",
-    )
-
-
-def test_a_directory_of_splits_is_not_one_of_domains(tmp_path, config):
-    hub_folder(tmp_path)
-    check_refused(
-        rename(config, data=str(tmp_path)), "names a split where a domain is expected: name the"
-    )
-
-
-def test_a_file_needs_a_domain_column(tmp_path, config):
-    path = write_jsonl(tmp_path / "a.jsonl", texts("a"))
-    check_refused(rename(config, data=str(path)), "is one file: name the column")
-
-
-def test_a_text_file_has_no_domain_column(tmp_path, config):
-    (tmp_path / "a.txt").write_text("x")
-    check_refused(
-        rename(config, data=str(tmp_path / "a.txt"), domain_column="d"),
-        "A text file has no columns",
-    )
-
-
-def test_a_domain_in_two_places(tmp_path, config):
-    write_jsonl(tmp_path / "a.jsonl", texts("a"))
-    write_jsonl(tmp_path / "a" / "x.jsonl", texts("a"))
-    check_refused(rename(config, data=str(tmp_path)), "holds several named a")
-
-
-def test_a_file_beside_its_compressed_twin_is_refused(tmp_path, config):
-    path = write_jsonl(tmp_path / "a" / "x.jsonl", texts("a"))
-    path.with_name("x.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
-    check_refused(rename(config, data=str(tmp_path)), r"x.jsonl and .*x.jsonl.gz differ")
+@pytest.mark.parametrize(
+    ("files", "place", "column", "word"),
+    [
+        (["notes.md"], "", None, "holds notes.md"),
+        (["train.jsonl", "validation.jsonl"], "", None, "names a split where a domain"),
+        (["a.jsonl"], "a.jsonl", None, "is one file: name the column"),
+        (["a.txt"], "a.txt", "d", "A text file has no columns"),
+        (["a.jsonl", "a/x.jsonl"], "", None, "holds several named a"),
+        (["a/x.jsonl", "a/x.jsonl.gz"], "", None, r"x.jsonl and .*x.jsonl.gz differ"),
+        (["a/test.jsonl"], "", None, "a needs training files; .* only test.jsonl"),
+        (["a.jsonl"], "a.jsonl", "meta.set", 'has no column "meta.set"; .*--domain-column'),
+    ],
+)
+def test_what_is_no_directory_of_domains_is_refused(tmp_path, config, files, place, column, word):
+    for file in files:
+        path = write_jsonl(tmp_path / file, texts("a"))
+        if file.endswith(".gz"):
+            path.write_bytes(gzip.compress(path.read_bytes()))
+    check_refused(rename(config, data=str(tmp_path / place), domain_column=column), word)
 
 
 def test_more_held_out_by_name_than_trained_on_is_refused(tmp_path, config):
@@ -320,7 +263,7 @@ def test_a_name_that_begins_like_a_split_is_trained_on_and_warned_of(tmp_path, c
     assert all(name in warning for name in ("dev-blog", "test_bench", "val-d-isere"))
 
 
-@pytest.mark.parametrize("name", ["corpus[2]", "c*", "a?b", "x::y", "hf:", "{a,b}"])
+@pytest.mark.parametrize("name", ["corpus[2]", "x::y", "hf:"])
 @pytest.mark.parametrize("has_column", [False, True], ids=["folders", "column"])
 def test_a_path_is_no_pattern(tmp_path, config, name, has_column):
     """Beside it lie folders and files that it would match as one."""
@@ -371,21 +314,15 @@ def test_with_a_domain_column_every_kind_of_file_is_read(tmp_path, config):
     assert loaded.documents == dict.fromkeys(sorted(domains_of.values()), 36)
 
 
-def long_rows(count: int, **more: Any) -> list[dict[str, Any]]:
-    return [{"text": f"{i} " + "word " * 500, **more} for i in range(count)]
-
-
 @pytest.mark.parametrize(
     "files",
     [
         {"a.jsonl": [{"url": "u"}], "b.jsonl": [{"id": 1}]},
-        {"a.jsonl": [{"url": None}], "b.jsonl": [{"url": "u"}]},
         {"a.jsonl": [{"n": 1}], "b.jsonl": [{"n": 0.5}]},
         {"a.jsonl": [{"n": 1}, {"n": "one"}, {"n": {"deep": [1, "x"]}}]},
-        {"a.jsonl": [{"when": "2024-01-01"}, {"when": "never"}]},
         {"a.parquet": [{"url": "u"}], "b.parquet": [{"id": 1}]},
     ],
-    ids=["keys", "null", "numbers", "kinds", "dates", "parquet"],
+    ids=["keys", "numbers", "kinds", "parquet"],
 )
 def test_a_column_that_nobody_needs_may_be_anything(tmp_path, config, files):
     for name, others in files.items():
@@ -401,22 +338,14 @@ def test_a_column_that_nobody_needs_may_be_anything(tmp_path, config, files):
 
 
 @pytest.mark.parametrize(
-    "inside", [b"[" * 100_000 + b"]" * 100_000, b"7" * 10_000], ids=["deep", "7"]
-)
-def test_a_line_that_no_reader_takes_is_named(tmp_path, config, inside):
-    path = write_jsonl(tmp_path / "a.jsonl", texts("a"))
-    path.write_bytes(path.read_bytes() + b'{"text": "x", "n": ' + inside + b"}\n")
-    check_refused(rename(config, data=str(tmp_path)), r"a.jsonl, line 41 cannot be read")
-
-
-@pytest.mark.parametrize(
     ("line", "word"),
     [
         ('{"text": "a", "text": "b"}', "'text' is there twice"),
         ('{"text": "\\ud800"}', "surrogates"),
-        ("null", "JSON object"),
+        ('{"text": "x", "n": ' + "[" * 100_000 + "]" * 100_000 + "}", "cannot be read"),
         ("[1]", "JSON object"),
     ],
+    ids=["twice", "surrogate", "deep", "list"],
 )
 def test_a_line_that_is_no_row_is_named(tmp_path, config, line, word):
     path = write_jsonl(tmp_path / "a.jsonl", texts("a"))
@@ -504,9 +433,7 @@ def test_a_mark_of_the_encoding_is_no_text(tmp_path, config):
         assert not any("\ufeff" in text for text in documents(loaded, name, "train"))
 
 
-@pytest.mark.parametrize(
-    "names", [("caf\u00e9", "cafe\u0301"), ("web", "web\u200b"), ("web", "web ")]
-)
+@pytest.mark.parametrize("names", [("caf\u00e9", "cafe\u0301"), ("web", "web\u200b")])
 def test_names_that_look_alike_are_refused(tmp_path, config, names):
     rows = [{"text": text, "source": name} for name in names for text in texts(name, 20)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -537,50 +464,28 @@ def test_splits_with_a_common_beginning_are_all_read(config, monkeypatch):
     assert [text for _, text in parts["web"].validation()] == texts("dev_a", 5) + texts("dev_b", 4)
 
 
-def test_a_domain_of_held_out_files_alone(tmp_path, config):
-    write_jsonl(tmp_path / "a" / "test.jsonl", texts("a"))
-    check_refused(rename(config, data=str(tmp_path)), "a needs training files; .* only test.jsonl")
-
-
 def make_hollow(folder: Path, form: str) -> Path:
     """Something that looks like a domain and holds no text."""
-    path = folder / (
-        "gone.jsonl" if form in ("dangling file", "folder", "pipe", "self") else "gone"
-    )
-    if form == "dangling file":
+    path = folder / ("gone.jsonl" if form in ("link", "pipe", "folder") else "gone")
+    if form == "link":
         path.symlink_to(folder / "nowhere.jsonl")
-    elif form == "self":
-        path.symlink_to(path)
     elif form == "pipe":
         os.mkfifo(path)
-    elif form == "dangling folder":
-        path.symlink_to(folder / "nowhere")
     else:
         path.mkdir()
     if form == "loop":
         write_jsonl(path / "train.jsonl", texts("gone"))
         path = path / "again"
         path.symlink_to(folder)
-    elif form == "dangling inside":
-        write_jsonl(path / "train.jsonl", texts("gone"))
-        path = path / "more.jsonl"
-        path.symlink_to(folder / "nowhere.jsonl")
-    elif form == "folder inside":
-        path = path / "train.jsonl"
-        path.mkdir()
     return path
 
 
 @pytest.mark.parametrize(
     ("form", "sentence"),
     [
-        ("dangling file", "is a link to nothing"),
-        ("dangling folder", "is a link to nothing"),
-        ("dangling inside", "is a link to nothing"),
-        ("self", "is a link to nothing"),
+        ("link", "is a link to nothing"),
         ("pipe", "or no file"),
         ("loop", "is a link to a folder around it"),
-        ("folder inside", "has the name of a file and is a folder"),
         ("folder", "has the name of a file and is a folder"),
         ("empty folder", "holds no file of"),
     ],
@@ -589,13 +494,6 @@ def test_no_domain_vanishes(tmp_path, config, form, sentence):
     write_jsonl(tmp_path / "good.jsonl", texts("good"))
     path = make_hollow(tmp_path, form)
     check_refused(rename(config, data=str(tmp_path)), f"{path} .*{sentence}")
-
-
-def test_links_that_lead_to_each_other_are_refused(tmp_path, config):
-    for name, other in ("ab", "ba"):
-        write_jsonl(tmp_path / name / "train.jsonl", texts(name))
-        (tmp_path / name / "more").symlink_to(tmp_path / other)
-    check_refused(rename(config, data=str(tmp_path)), "a/more/more is a link to a folder around it")
 
 
 def test_a_folder_without_text_is_left_out_where_domains_are_named(tmp_path, config):
@@ -617,19 +515,6 @@ def test_links_to_folders_are_followed(tmp_path, config):
     assert loaded.documents == {"a": 72}
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "txt", "parquet"])
-def test_an_empty_domain(tmp_path, config, suffix):
-    write_jsonl(tmp_path / "good.jsonl", texts("good"))
-    empty = tmp_path / f"hollow.{suffix}"
-    if suffix == "parquet":
-        pq.write_table(pa.table({"text": pa.array([], pa.string())}), empty)
-    else:
-        empty.write_text("")
-    check_refused(
-        rename(config, data=str(tmp_path)), "needs text; the train split of hollow is empty"
-    )
-
-
 def test_a_domain_of_blanks(tmp_path, config):
     write_jsonl(tmp_path / "good.jsonl", texts("good"))
     write_jsonl(tmp_path / "hollow.jsonl", ["", "  \n"])
@@ -649,14 +534,6 @@ def test_a_parquet_without_the_text_column(tmp_path, config):
     assert documents(loaded, "a", "train")
 
 
-def test_a_text_column_of_numbers(tmp_path, config):
-    write_parquet(tmp_path / "a.parquet", text=list(range(40)))
-    check_refused(
-        rename(config, data=str(tmp_path)),
-        'column "text" must hold text; that of .*a.parquet, row 1 holds int',
-    )
-
-
 def test_a_text_column_that_turns_into_numbers(tmp_path, config):
     path = write_jsonl(tmp_path / "a.jsonl", texts("a", 200))
     with path.open("a") as file:
@@ -665,21 +542,3 @@ def test_a_text_column_that_turns_into_numbers(tmp_path, config):
         ValueError, match=r'column "text" must hold text; that of .*a.jsonl, row 201 holds int'
     ):
         load_corpus(rename(config, data=str(tmp_path)))
-
-
-def test_a_missing_domain_column(tmp_path, config):
-    path = write_jsonl(tmp_path / "a.jsonl", texts("a"))
-    check_refused(
-        rename(config, data=str(path), domain_column="meta.set"),
-        r'has no column "meta.set"; its columns are text\. Name the right one with domain_column '
-        r"\(--domain-column\)",
-    )
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.txt"])
-def test_a_file_that_cannot_be_read(tmp_path, config, name):
-    (tmp_path / name).write_bytes(b'\xff\xfe{"text": "x" \n}}' * 50)
-    check_refused(
-        rename(config, data=str(tmp_path)),
-        r"a\.\w+(, line 1)? cannot be read: |must be UTF-8; .*a.txt is not",
-    )

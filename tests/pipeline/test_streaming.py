@@ -225,9 +225,8 @@ def test_a_stream_without_an_end_is_refused(columned, change, message):
     check_refused(columned(**change), message)
 
 
-@pytest.mark.parametrize("where", ["installed", None], ids=str)
-def test_a_directory_of_domains_is_no_stream(config, where):
-    there = rename(config, streaming=True, max_tokens_per_domain=160, data=where or config.data)
+def test_a_directory_of_domains_is_no_stream(config):
+    there = rename(config, streaming=True, max_tokens_per_domain=160)
     check_refused(there, r"streaming \(--streaming\) reads a Hub data set, or files with a domain")
 
 
