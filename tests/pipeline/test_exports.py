@@ -16,7 +16,7 @@ import yaml
 from doge_fast import cli
 from doge_fast.pipeline import records
 from doge_fast.pipeline.config import BaseConfig
-from doge_fast.pipeline.exports import by_document, export, largest_remainder, listing, targets
+from doge_fast.pipeline.exports import export, largest_remainder, listing, targets
 from doge_fast.pipeline.exports.command import _paths
 
 NAMES = ("book", "code", "web")
@@ -50,8 +50,7 @@ def made(to: str, weights: Mapping[str, Any] = WEIGHTS, **changes: Any) -> str:
 # Rounding.
 
 
-@pytest.mark.parametrize("count", [1, 3, 40, 512])
-@pytest.mark.parametrize("decimals", [1, 4, 15])
+@pytest.mark.parametrize(("count", "decimals"), [(1, 4), (40, 1), (512, 15)])
 def test_rounded_shares_sum_to_one_and_stay_within_a_unit(count: int, decimals: int) -> None:
     draw = random.Random(count * 100 + decimals)
     # Of many scales, some of them zero.
@@ -78,12 +77,6 @@ def test_rounding_breaks_ties_by_name_and_refuses_what_has_no_shares() -> None:
     for decimals in (0, 16):
         with pytest.raises(ValueError, match="decimals"):
             largest_remainder({"a": 1.0}, decimals)
-
-
-def test_shares_of_documents_make_the_shares_of_tokens() -> None:
-    parts = {"long": Fraction(1, 2), "short": Fraction(1, 2)}
-    documents = by_document(parts, {"long": 300.0, "short": 100.0})
-    assert documents == {"long": Fraction(1, 4), "short": Fraction(3, 4)}
 
 
 # Every target.
@@ -188,12 +181,6 @@ def test_megatron_prefixes_are_cut_named_once_and_hold_no_white_space(to: str) -
         made(to, paths=PATHS | {"web": "/my data/web"})
     with pytest.raises(ValueError, match="/data/web is given twice"):
         made(to, paths=PATHS | {"web": "/data/web.bin", "code": "/data/web"})
-
-
-@pytest.mark.parametrize("to", ["megatron", "neox"])
-def test_held_out_paths_are_of_domains_with_a_weight(to: str) -> None:
-    with pytest.raises(ValueError, match="junk"):
-        made(to, WEIGHTS | {"junk": 0.0}, valid_paths={"junk": "/valid/junk"})
 
 
 def test_several_paths_share_a_weight_by_their_parts_or_bytes(tmp_path: Path) -> None:
@@ -305,8 +292,6 @@ def counts_of_levanter(data: Mapping[str, Any]) -> dict[str, int]:
         (1e-4, 16384, 1),
         # Exactly one sequence would be lost to the division by the sum.
         (2.0**-11, 4096, 2),
-        # Between the longest power of two and what 16 bits hold.
-        (2e-5, 65535, 1),
     ],
 )
 def test_levanter_gets_a_block_that_holds_every_domain(
@@ -335,9 +320,7 @@ def test_levanter_loses_no_domain_and_little_of_many() -> None:
     ("weights", "words"),
     [
         ({}, "domain"),
-        ({"a": float("nan")}, "nan"),
         ({"a": -1.0, "b": 2.0}, "-1.0"),
-        ({"a": 0.0}, "zero"),
         ({"domains": [{"name": "a", "weight": 0.5}] * 2}, "one weight"),
         ({"domains": [{"name": "a", "weight": 1, "tokens": -3}]}, "tokens"),
     ],
@@ -351,7 +334,6 @@ def test_bad_weights_are_refused(weights: Any, words: str) -> None:
     ("options", "words"),
     [
         ({"to": "megatrno"}, "did you mean megatron"),
-        ({"to": "xyz"}, "xyz"),
         ({"to": "json", "seq_length": 0}, "seq_length"),
         ({"to": "json", "budget_tokens": 1e9}, "budget_tokens"),
         ({"to": "json", "mean_doc_tokens": {"web": 0.0}}, "mean_doc_tokens"),

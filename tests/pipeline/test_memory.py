@@ -7,16 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from doge_fast import cli
 from doge_fast.flat_buffer import FlatBuffer
 from doge_fast.pipeline import failures, memory
 from doge_fast.pipeline import model as models
-from doge_fast.pipeline.config import BaseConfig, ProxyConfig
-from doge_fast.pipeline.profiling import profile
+from doge_fast.pipeline.config import ProxyConfig
 from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.rehearsal import rehearse
-from tests.pipeline.stages import words_of
-from tests.pipeline.test_profiling import QUICK
 
 CPU = torch.device("cpu")
 
@@ -83,22 +79,6 @@ def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(memory, "_LIMITS", (str(tmp_path / "max"),))
     assert memory.free_bytes(CPU) == 12345
     assert memory.free_bytes(torch.device("meta")) is None
-
-
-def test_a_profile_that_cannot_fit_is_refused(free: Callable[[int], None]) -> None:
-    free(10**6)
-    with pytest.raises(ValueError, match=r"gradients of 2 rows .*--buffer-dtype bfloat16"):
-        profile(replace(QUICK, model="tiny"))
-
-
-def test_the_command_line_says_so_in_a_sentence(
-    base: Callable[..., BaseConfig], free: Callable[[int], None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    free(0)
-    assert cli.main(["base", *words_of(base())]) == failures.USAGE
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert "This run needs at least" in last
-    assert last.endswith("Take a smaller model (--model, --num-layers, --embed-dim).")
 
 
 def test_an_allocation_that_fails_says_what_needs_less() -> None:

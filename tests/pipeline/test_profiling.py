@@ -117,19 +117,10 @@ def test_the_verb_prints_a_table_and_writes_its_files(
     ("changes", "message"),
     [
         ({"model": "huge"}, "model must be a size of the family"),
-        ({"domains": 0}, "domains must be at least 1; got 0"),
         ({"sequences": 3, "micro_batches": 2}, "must divide the sequences"),
-        ({"sequence_length": 1}, "at least 2"),
-        ({"targets": -1}, "targets must be at least 0"),
-        ({"device": "abacus"}, "auto, cpu, cuda or cuda:N; got 'abacus'"),
         ({"device": "meta"}, "auto, cpu, cuda or cuda:N; got 'meta'"),
-        ({"threads": 0}, "threads must be at least 1"),
         ({"threads": 10**6}, "threads must be at most 1024"),
-        ({"json": Path("/proc/version")}, "/proc/version cannot be written"),
         ({"json": Path("/")}, "/ cannot be written: Is a directory"),
-        ({"vocab_size": 0}, "vocab_size must be at least 1; got 0"),
-        ({"steps": 0}, "steps must be at least 1; got 0"),
-        ({"model": "/nowhere/config.json"}, "is not a folder or a file"),
         ({"device": f"cuda:{torch.cuda.device_count()}"}, r"sees \d+ GPUs"),
     ],
     ids=lambda value: str(value)[:30],
@@ -151,23 +142,16 @@ def test_a_profile_that_is_refused_leaves_no_file(tmp_path: Path) -> None:
 
 
 def test_the_table_says_what_was_measured() -> None:
-    measured = dataclasses.replace(
-        profile(QUICK), memory={"plain": 10**9, "doge": 2 * 10**9, "extra": 10**9, "formula": 10**9}
-    )
-    assert "peak memory: plain 1000 MB, DoGE 2000 MB: +1000.0 MB" in table(measured)
-    assert f"{measured.overhead:.3f} [" in table(measured)
-
-
-def test_a_step_that_was_faster_than_memory_is_explained() -> None:
-    """The rows of a small model never leave the caches."""
     measured = profile(QUICK)
+    memory = {"plain": 10**9, "doge": 2 * 10**9, "extra": 10**9, "formula": 10**9}
     phases = tuple(dataclasses.replace(phase, fraction=0.5) for phase in measured.phases)
-    plain = dataclasses.replace(measured, phases=phases)
-    assert "in the caches" not in table(plain)
+    told = table(dataclasses.replace(measured, memory=memory, phases=phases))
+    assert "DoGE 2000 MB: +1000.0 MB" in told
+    assert f"{measured.overhead:.3f} [" in told
+    assert "in the caches" not in told
+    # A step that was faster than memory is explained: the rows of a small model never leave them.
     warm = (*phases[:-1], dataclasses.replace(phases[-1], fraction=1.5))
-    assert "MB of rows were still in the caches" in table(
-        dataclasses.replace(measured, phases=warm)
-    )
+    assert "in the caches" in table(dataclasses.replace(measured, phases=warm))
 
 
 def test_rows_that_are_only_measured_do_not_enter_the_sum() -> None:
@@ -177,19 +161,6 @@ def test_rows_that_are_only_measured_do_not_enter_the_sum() -> None:
     alone, measured = traffic(domains=2), traffic(domains=2, targets=2)
     assert measured["weighted_sum"] == alone["weighted_sum"]
     assert measured["gram"] > 1.9 * alone["gram"]
-    once, twice = (
-        traffic(mode="stacked", domains=2, sequences=2, micro_batches=number)["backward"]
-        for number in (1, 2)
-    )
-    assert twice > 2 * once
-
-
-def test_one_pair_is_enough_and_threads_are_given_back() -> None:
-    before = torch.get_num_threads()
-    measured = profile(quick(steps=1, threads=before + 1))
-    assert measured.threads == before + 1
-    assert measured.overhead_low == measured.overhead == measured.overhead_high
-    assert torch.get_num_threads() == before
 
 
 def test_without_its_memory_the_rest_is_not_lost(

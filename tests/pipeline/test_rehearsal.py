@@ -84,13 +84,6 @@ def test_a_dry_run_refuses_to_go_on_with_another_corpus(
             call(config)
 
 
-def test_a_dry_run_refuses_what_the_run_would(proxy: Callable[..., ProxyConfig]) -> None:
-    with pytest.raises(ValueError, match="smoothing"):
-        rehearse(proxy(smoothing=1.5))
-    with pytest.raises(ValueError, match="A dry run trains nothing"):
-        learn_weights(proxy(dry_run=True))
-
-
 def test_only_a_few_steps_are_timed(
     proxy: Callable[..., ProxyConfig],
     monkeypatch: pytest.MonkeyPatch,

@@ -18,14 +18,6 @@ def _nothing_measured_yet() -> Iterator[None]:
     roofline._measured.cache_clear()
 
 
-def test_a_bandwidth_is_that_of_a_memory(device: torch.device) -> None:
-    """Limits so wide that no busy machine leaves them; the units are held by hand below."""
-    limits = bandwidth(device, NUM_BYTES)
-    assert 1e6 < limits.read < 1e14
-    assert 1e6 < limits.copy < 1e14
-    assert limits.spread >= 0
-
-
 def test_the_fastest_way_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds by hand: three reads, then two copies."""
     seconds = [[2.0] * 9, [1.0] * 9, [4.0] * 9, [8.0] * 4 + [4.0] + [2.0] * 4, [16.0] * 9]
@@ -62,8 +54,3 @@ def test_measured_once_for_each_number_of_threads(monkeypatch: pytest.MonkeyPatc
     assert bandwidth(torch.device("cpu"), NUM_BYTES) is first
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1000)
     assert bandwidth("cpu", NUM_BYTES) is not first
-
-
-def test_a_buffer_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="num_bytes must be at least 64; got 3"):
-        bandwidth("cpu", 3)
