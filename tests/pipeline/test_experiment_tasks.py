@@ -88,12 +88,13 @@ def test_accuracies_have_the_error_of_seeds_and_of_documents(tmp_path: Path) -> 
             "acc": 0.5 + 0.1 * seed,
             "acc_stderr": 0.02,
             "chance": 0.5,
-            "truncated_requests": 0,
+            "truncated_requests": 3,
         }
         setting = {"shots": 2, "fewshot_seed": 0, "positions": 32}
         told = records.few_shot(step=1, tasks={"copa": score}, setting=setting)
         records.write_json(tmp_path / "runs" / f"uniform-seed{seed}" / records.FEWSHOT, told)
     (table,) = [each for each in tables_of(tmp_path) if each.title == "Tasks"]
+    assert "Prompts were cut" in table.note
     error = math.hypot(10 / math.sqrt(3), 2)
     assert [cell.text for cell in table.rows[0].cells] == [f"60.0 ± {error:.1f}", "50.0"]
 

@@ -191,14 +191,6 @@ def test_asking_again_gives_the_same_and_the_batch_does_not_matter(
     assert alone["tasks"]["wic"] == result["tasks"]["wic"]
 
 
-def test_the_seed_draws_the_shots(ask: EvaluateConfig) -> None:
-    counts = {
-        few_shot(asking(ask, tasks=("sciq",), fewshot_seed=seed))["tasks"]["sciq"]["prompt_tokens"]
-        for seed in range(4)
-    }
-    assert len(counts) > 1
-
-
 def test_the_first_documents_only(ask: EvaluateConfig) -> None:
     result = few_shot(asking(ask, tasks=("copa,wic",), task_limit=1, shots=0))
     scores = result["tasks"]["copa"]
@@ -229,9 +221,7 @@ def test_cut_prompts_are_counted_and_said(
     assert cut["shots"] == 5
     last = table(cut).splitlines()[-1]
     lost = tokens["truncated_tokens"] / tokens["prompt_tokens"]
-    assert "The model has 64 positions" in last
     assert f"{lost:.0%} of all prompt tokens" in last
-    assert "not 5-shot accuracies" in last
     assert "100%" in table(cut)
     assert "positions" not in table(whole)
     assert tokens["truncated_answers"] == 0
@@ -270,36 +260,31 @@ def test_names_between_commas_or_spaces() -> None:
     assert task_names(("copa, sciq,", "copa", "wic")) == ("copa", "sciq", "wic")
 
 
-def test_bad_input_is_answered_in_a_sentence(ask: EvaluateConfig, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no task 'copaa'; did you mean .*copa"):
-        open_tasks(asking(ask, tasks=("copaa",)))
-    with pytest.raises(ValueError, match="mmlu is a group of lm-eval's tasks"):
-        open_tasks(asking(ask, tasks=("mmlu",)))
-    with pytest.raises(ValueError, match="tasks names no task"):
-        open_tasks(asking(ask, tasks=(",",)))
-    with pytest.raises(ValueError, match="shots must be at least 0; got -1"):
-        open_tasks(asking(ask, shots=-1))
-    with pytest.raises(ValueError, match="task_limit must be at least 1; got 0"):
-        open_tasks(asking(ask, task_limit=0))
-    with pytest.raises(
-        ValueError, match=r"9 shots need at least 10 documents .* copa has 9 in its"
-    ):
-        open_tasks(asking(ask, shots=9))
-    with pytest.raises(ValueError, match="is not a run directory"):
-        few_shot(replace(ask, run=tmp_path))
-    write_jsonl(tmp_path / "lambada_openai" / "train.jsonl", ["one two"] * 3)
-    write_jsonl(tmp_path / "lambada_openai" / "validation.jsonl", ["one two"] * 3)
-    with pytest.raises(
-        ValueError, match=r"lambada_openai is loglikelihood, measured by perplexity, acc"
-    ):
-        open_tasks(asking(ask, tasks=("lambada_openai",), task_data=tmp_path))
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"tasks": ("copaa",)}, "no task 'copaa'; did you mean .*copa"),
+        ({"tasks": ("mmlu",)}, "mmlu is a group of lm-eval's tasks"),
+        ({"tasks": (",",)}, "tasks names no task"),
+        ({"shots": 9}, r"9 shots need at least 10 documents .* copa has 9"),
+        ({"tasks": ("lambada_openai",)}, "lambada_openai is loglikelihood"),
+    ],
+)
+def test_tasks_that_cannot_be_scored_are_refused(
+    ask: EvaluateConfig, tmp_path: Path, changes: dict[str, Any], word: str
+) -> None:
+    if changes.get("tasks") == ("lambada_openai",):
+        for split in ("train", "validation"):
+            write_jsonl(tmp_path / "lambada_openai" / f"{split}.jsonl", ["one two"] * 3)
+        changes = changes | {"task_data": tmp_path}
+    with pytest.raises(ValueError, match=word):
+        open_tasks(asking(ask, **changes))
 
 
 @pytest.mark.parametrize(
     ("task", "change", "sentence"),
     [
         ("copa", {"label": None}, r"label must be one of 0, 1; it is None"),
-        ("wic", {"start1": "2"}, r"start1 must be of type int; it is '2'"),
         ("logiqa", {"options": ["one", "two"]}, r"must be 4 options; there are 2"),
         ("winogrande", {"sentence": "No blank."}, r"must have a blank, _"),
         ("piqa", {"sol2": ...}, r"piqa reads goal, sol1, sol2, label; it lacks sol2"),
@@ -319,23 +304,23 @@ def test_local_documents_are_checked(
         open_tasks(asking(ask, tasks=(task,), task_data=tmp_path))
 
 
-def test_local_files_are_checked(ask: EvaluateConfig, tmp_path: Path) -> None:
-    asked = asking(ask, tasks=("copa",), task_data=tmp_path)
-    with pytest.raises(ValueError, match=r"copa/train.jsonl and .* does not exist"):
-        open_tasks(asked)
-    write_documents(tmp_path, "copa")
-    (tmp_path / "copa" / "train.jsonl").write_text("\n")
-    with pytest.raises(ValueError, match="one JSON object a line; it is empty"):
-        open_tasks(asked)
-    (tmp_path / "copa" / "train.jsonl").write_text("[1]\n")
-    with pytest.raises(ValueError, match="line 1, must hold a JSON object; it holds a list"):
-        open_tasks(asked)
-    (tmp_path / "copa" / "train.jsonl").write_text("{\n")
-    with pytest.raises(ValueError, match="line 1, must hold JSON and does not"):
-        open_tasks(asked)
-    (tmp_path / "copa" / "train.jsonl").write_bytes(b"\xff\n")
-    with pytest.raises(FileFailure, match=r"copa/train.jsonl cannot be read: 'utf-8' codec"):
-        open_tasks(asked)
+@pytest.mark.parametrize(
+    ("content", "kind", "word"),
+    [
+        (None, ValueError, "copa/train.jsonl and .* does not exist"),
+        (b"\n", ValueError, "it is empty"),
+        (b"[1]\n", ValueError, "line 1, must hold a JSON object"),
+        (b"{\n", ValueError, "line 1, must hold JSON"),
+        (b"\xff\n", FileFailure, "copa/train.jsonl cannot be read"),
+    ],
+)
+def test_local_files_are_checked(
+    ask: EvaluateConfig, tmp_path: Path, content: bytes | None, kind: type[Exception], word: str
+) -> None:
+    if content is not None:
+        (write_documents(tmp_path, "copa") / "copa" / "train.jsonl").write_bytes(content)
+    with pytest.raises(kind, match=word):
+        open_tasks(asking(ask, tasks=("copa",), task_data=tmp_path))
 
 
 def test_without_local_data_the_hub_is_asked(

@@ -224,16 +224,12 @@ def test_a_zero_is_lifted_by_a_floor_alone() -> None:
     ("options", "word"),
     [
         ({"floor": 0.4}, "0.2 too much"),
-        ({"cap": 0.25}, "0.25 is missing. Raise caps"),
         ({"max_epochs": 1, "budget_tokens": 2e7}, "0.5 is missing. Allow more epochs"),
         ({"floor": {"verse": 0.5}, "cap": 0.4}, "verse, 0.5, is above the cap, 0.4"),
         ({"floor": 0.2, "max_epochs": 2, "budget_tokens": 2e7}, "verse, .* max_epochs"),
-        ({"floor": {"poetry": 0.1}}, "poetry"),
         ({"cap": 1.5}, "cap"),
         ({"floor": {"prose": math.nan}}, "prose"),
         ({"max_epochs": 0, "budget_tokens": 1e7}, "max_epochs"),
-        ({"max_epochs": 4}, "budget_tokens"),
-        ({"budget_tokens": -1}, "budget_tokens"),
     ],
 )
 def test_constrain_refuses(options: dict[str, Any], word: str) -> None:
@@ -249,20 +245,6 @@ def test_epochs_need_tokens() -> None:
 
 
 # Starts.
-
-
-def test_a_start_of_the_same_domains_is_the_file() -> None:
-    start = warm_start(record(), ["verse", "code", "prose"])
-    assert start.weights == pytest.approx({"verse": 0.2, "code": 0.5, "prose": 0.3})
-    assert list(start.weights) == ["verse", "code", "prose"]
-    assert (start.added, start.dropped) == ({}, {})
-
-
-def test_kept_domains_keep_their_ratios_when_others_come_and_go() -> None:
-    start = warm_start(record(), ["code", "prose", "table"])
-    assert start.weights == pytest.approx({"code": 5 / 12, "prose": 3 / 12, "table": 1 / 3})
-    assert start.dropped == {"verse": 0.2}
-    assert start.kept == ("code", "prose")
 
 
 def test_a_start_sums_to_one_and_says_its_zeros() -> None:
@@ -330,14 +312,13 @@ def test_weights_are_a_file_a_run_a_plain_object_or_typed(
     assert "domains.0.weight" in said(capsys, "show", plain, code=failures.WORLD)
 
 
-@pytest.mark.parametrize(("num_domains", "num_files"), [(2, 1), (40, 3)])
 def test_no_line_is_wider_than_a_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], num_domains: int, num_files: int
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = [f"{'a-very-long-name-of-a-subset/' * (j % 4)}domain-{j}" for j in range(num_domains)]
+    names = [f"{'a-very-long-name-of-a-subset/' * (j % 4)}domain-{j}" for j in range(40)]
     files = []
-    for seed in range(num_files):
-        draw = np.random.default_rng(seed).dirichlet(np.full(num_domains, 0.3))
+    for seed in range(3):
+        draw = np.random.default_rng(seed).dirichlet(np.full(40, 0.3))
         tokens = {name: 10 ** (4 + j % 8) for j, name in enumerate(names)}
         content = record(tuple(draw.tolist()), tuple(names), tokens, seed=seed)
         files.append(write(tmp_path / f"{seed}.json", content))
@@ -347,10 +328,8 @@ def test_no_line_is_wider_than_a_terminal(
     lines = capsys.readouterr().out.splitlines()
     lines = [line for line in lines if str(tmp_path) not in line]
     assert max(map(len, lines)) <= 100
-    if num_files == 1:
-        assert cli.main(["weights", "constrain", *files, "--floor", "0.001"]) == 0
-    else:
-        assert cli.main(["weights", "average", *files]) == 0
+    assert cli.main(["weights", "constrain", files[0], "--floor", "0.001"]) == 0
+    assert cli.main(["weights", "average", *files]) == 0
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 100
 
 
@@ -405,18 +384,12 @@ def test_constrain_writes_what_it_tells(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["show"], "needs files"),
         (["show", "W", "W"], "w.json is named twice"),
-        (["show", "W", "--tokens", "code"], "tokens"),
-        (["show", "W", "--tokens", "code=x"], "code=x"),
-        (["show", "nowhere.json"], "nowhere.json"),
-        (["constrain", "W", "--floor", "0.1", "0.2"], "0.1 0.2"),
         (["constrain", "W", "--cap", "much"], "much"),
         (["constrain", "W", "--cap", "a=1", "a=1"], "a=1 a=1"),
         (["constrain", "W", "--out", "W"], "read here"),
         (["average", "W", "V", "--out", "V"], "read here"),
         (["constrain", "W", "--out", "RUN"], "run directory"),
-        (["constrain", "W", "--out", "V/x.json"], "x.json"),
     ],
 )
 def test_a_refusal_writes_nothing(
