@@ -15,6 +15,11 @@ from torch import distributed as dist
 from torch import multiprocessing
 
 MOST = 4
+# What is imported once, before ranks are forked. None of it looks for a GPU.
+FORKSERVER = multiprocessing.get_context("forkserver")
+FORKSERVER.set_forkserver_preload(
+    ["pytest", "torch", "doge_fast.cli", "doge_fast.pipeline.proxy", "doge_fast.pipeline.base"]
+)
 # Of a collective; tests of ranks that are lost say less.
 TIMEOUT_SECONDS = 30.0
 
@@ -22,18 +27,17 @@ Work = Callable[..., Any]
 
 
 class Ranks:
-    """Up to `MOST` processes that wait for work; importing torch in each costs seconds, once."""
+    """Up to `MOST` processes that wait for work; what they import takes seconds, once."""
 
     def __init__(self) -> None:
-        self._start()
-
-    def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
-        self._processes = []
-        for rank in range(MOST):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, there), daemon=True)
+        self._processes: list[Any] = []
+
+    def _start(self, num_ranks: int) -> None:
+        """Have that many, at least."""
+        for rank in range(len(self._pipes), num_ranks):
+            here, there = FORKSERVER.Pipe()
+            process = FORKSERVER.Process(target=_serve, args=(rank, there), daemon=True)
             process.start()
             # Its own end alone is open: a process that dies is heard.
             there.close()
@@ -48,6 +52,7 @@ class Ranks:
             work: a function of a module, which each process imports.
             args: that can be pickled.
         """
+        self._start(num_ranks)
         try:
             answers = self._answers(num_ranks, work, args)
         except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -57,7 +62,8 @@ class Ranks:
             # The next test has others.
             for process in self._processes:
                 process.kill()
-            self._start()
+            self._pipes.clear()
+            self._processes.clear()
             raise AssertionError(f"A rank has died; exit codes: {codes}.") from None
         failures = [f"rank {rank}:\n{text}" for rank, (text, _) in enumerate(answers) if text]
         assert not failures, "\n".join(failures)

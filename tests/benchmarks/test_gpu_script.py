@@ -386,6 +386,7 @@ def help_of(script: Path, **variables: str) -> str:
     return printed_by("bash", script, "--help", env=environment | variables)
 
 
+@pytest.mark.exhaustive
 def test_the_shell_script_is_one() -> None:
     text = help_of(SCRIPT, PYTHON=sys.executable)
     options = ("--quick", "--commit", "--out", "--corpus", "--device", "--minutes", *gpu.PARTS)

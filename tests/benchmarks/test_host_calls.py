@@ -23,6 +23,7 @@ def test_views_and_what_runs_inside_operators_do_not_count() -> None:
     assert host_calls.counts_of(run) == {"ours": 0, "calls": 1, "operators": 4, "no_views": 1}
 
 
+@pytest.mark.exhaustive
 def test_a_step_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

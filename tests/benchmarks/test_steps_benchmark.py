@@ -183,6 +183,7 @@ def test_a_problem_survives_json() -> None:
     assert Problem.from_dict(json.loads(json.dumps(asdict(problem)))) == problem
 
 
+@pytest.mark.exhaustive
 def test_what_breaks_in_the_other_process_is_said() -> None:
     arguments = {**steps.arguments_of("plain", PROBLEM), "checkout": None}
     with pytest.raises(RuntimeError, match=r"memory of benchmarks\.peers:make failed: KeyError"):

@@ -11,7 +11,6 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,7 @@ import pytest
 
 from doge_fast.pipeline.config import EvaluateConfig
 from tests.pipeline.stages import assert_same_run
-
-_CONTEXT = get_context("forkserver")
-_PRELOADED = ["torch", "doge_fast.cli", "doge_fast.pipeline.proxy", "doge_fast.pipeline.base"]
-_CONTEXT.set_forkserver_preload([*_PRELOADED, "doge_fast.pipeline.evaluation", "pytest"])
+from tests.ranks import FORKSERVER
 
 _CHANGES = (
     "os.rename",
@@ -84,7 +80,7 @@ def in_a_process(verb: str, config: Any, root: Path, at: int | None = None) -> i
     """The number of changes; None: it was killed."""
     told = root.parent / f"{root.name}-count"
     told.unlink(missing_ok=True)
-    process = _CONTEXT.Process(target=_child, args=(str(told), verb, config, str(root), at))
+    process = FORKSERVER.Process(target=_child, args=(str(told), verb, config, str(root), at))
     process.start()
     process.join(120)
     assert process.exitcode in (0, -signal.SIGKILL), process.exitcode
