@@ -14,7 +14,7 @@ endif
 
 # Half an environment is none: Debian without python3-venv leaves one that has no pip.
 .DELETE_ON_ERROR:
-.PHONY: help env demo test test-all soak mutants fuzz sanitize bench docs notebook lint typecheck format check-wheel address release clean
+.PHONY: help env demo test test-all soak mutants sanitize bench docs notebook lint typecheck format check-wheel address release clean
 
 help:  ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -58,10 +58,6 @@ soak: $(call STAMP,all)  ## beside those: tests of minutes each, and a thousand 
 SAMPLE ?= 70
 mutants: $(call STAMP,all)  ## changes of the core that the fast tests must notice: 9 in 10
 	$(BIN)/python -m tests.mutants --sample $(SAMPLE)
-
-FUZZ_SECONDS ?= 600
-fuzz: $(call STAMP,all)  ## everything that parses, on inputs that look for other lines, ten minutes
-	$(BIN)/python -m tests.fuzzing --seconds $(FUZZ_SECONDS)
 
 sanitize: $(call STAMP,all)  ## the C++ operators under sanitizers of memory, arithmetic and threads
 	$(BIN)/python -m tests.sanitize
