@@ -247,13 +247,6 @@ def _in(module: str, function: str) -> Callable[[Any], list[str]]:
     return lambda config: getattr(import_module(f"doge_fast.{module}"), function)(config)
 
 
-def _demo(config: configs.DemoConfig) -> list[str]:
-    from doge_fast.pipeline.experiments.presets import demo_of
-    from doge_fast.pipeline.experiments.runner import run_experiment
-
-    return run_experiment(demo_of(config))
-
-
 def _proxy(config: configs.ProxyConfig) -> list[str]:
     from doge_fast.pipeline.proxy import learn_weights
 
@@ -367,7 +360,7 @@ _RUNNER, _TARGET = "pipeline.experiments.runner", "pipeline.task_target"
 # Packages of verbs that draw and compute nothing.
 _DRAWS = ("matplotlib.figure",)
 VERBS: dict[str, Verb] = {
-    "demo": Verb(configs.DemoConfig, _demo),
+    "demo": Verb(configs.DemoConfig, _in("pipeline.demo", "demo")),
     "proxy": Verb(configs.ProxyConfig, _proxy, takes_ranks=True),
     "temperature": Verb(configs.TemperatureConfig, _temperature, True, takes_ranks=True),
     "base": Verb(configs.BaseConfig, _base, takes_ranks=True),

@@ -4,6 +4,7 @@ Whoever reads files, or wants to know whether they have changed, asks for a `Lis
 a folder steers what is read but the names of files and folders, and a path is never a pattern.
 """
 
+import functools
 import logging
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -72,15 +73,21 @@ class Listing:
         for domain, files in self.files.items():
             told = shortened([str(file.path.relative_to(data)) for file in files])
             read.append(f"{domain} of {told}" if domain else told)
-        _log.info("%s: read are %s.", data, "; ".join(read))
+        tell_once(f"{data}: read are {'; '.join(read)}.")
         for why, names in self.left_out.items():
-            _log.info("%s: not read are %s: %s.", data, shortened(names), why)
+            tell_once(f"{data}: not read are {shortened(names)}: {why}.")
         if self.doubtful:
             _log.warning(
                 "%s: %s: the name begins with the word of a held-out split, and the text is "
                 "trained on. Have it end with that word, as c4-validation, to hold it out.",
                 *(data, shortened(self.doubtful)),
             )
+
+
+@functools.cache
+def tell_once(line: str) -> None:
+    """Log a line the first time only, since all runs of a search read the same corpus."""
+    _log.info("%s", line)
 
 
 def shortened(names: Sequence[str]) -> str:

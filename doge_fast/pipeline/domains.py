@@ -23,6 +23,7 @@ from doge_fast.mixture.permutation import Ints, shuffled
 from doge_fast.pipeline import named
 from doge_fast.pipeline.config import CorpusConfig
 from doge_fast.pipeline.config.ranges import check as check_ranges
+from doge_fast.pipeline.corpus_files import tell_once
 from doge_fast.pipeline.packing import Packed, by_part, pack
 from doge_fast.pipeline.sources import ROWS, WITHOUT_DOMAIN, WITHOUT_TEXT, Part, find_parts
 from doge_fast.pipeline.tokenizer import open_tokenizer, tokenizer_sha256, vocabulary_size
@@ -208,7 +209,7 @@ def _tell_held_out(parts: Mapping[str, Part], config: CorpusConfig) -> None:
     if by_hash:
         share = f"{config.validation_fraction:.3g} of the documents of {', '.join(by_hash)}"
         told.append(f"by a hash of their text: {share}")
-    _log.info("Held out, %s.", "; and, ".join(told))
+    tell_once(f"{config.data}: held out, {'; and, '.join(told)}.")
 
 
 def _check_held_out(parts: Mapping[str, Part], packed: Mapping[str, Packed]) -> None:

@@ -118,13 +118,19 @@ def _memory(trainer: ProxyTrainer | BaseTrainer, parameters: int) -> Iterator[tu
         yield "", f"of {size_text(free)} that are free on {device.type}"
 
 
-def _time(trainer: ProxyTrainer | BaseTrainer) -> Iterator[tuple[str, str]]:
-    """Of the first steps of the run."""
-    clock, device = _Clock(), trainer.args.device.type
+def seconds_per_step(trainer: ProxyTrainer | BaseTrainer) -> float:
+    """The median of a few first steps, which are taken; the trainer is spent."""
+    clock = _Clock()
     trainer.train_dataset = Batches(trainer.batch)
     trainer.add_callback(clock)
     trainer.train()
-    step = statistics.median(after - before for before, after in itertools.pairwise(clock.times))
+    return statistics.median(after - before for before, after in itertools.pairwise(clock.times))
+
+
+def _time(trainer: ProxyTrainer | BaseTrainer) -> Iterator[tuple[str, str]]:
+    """Of the first steps of the run."""
+    device = trainer.args.device.type
+    step = seconds_per_step(trainer)
     total = timedelta(seconds=round(step * trainer.config.training.steps))
     if device == "cuda":
         yield "", f"{size_text(torch.cuda.max_memory_allocated())} at the most in the steps timed"

@@ -13,7 +13,6 @@ import pytest
 from doge_fast import cli
 from doge_fast.pipeline.config import (
     BaseConfig,
-    DemoConfig,
     DoReMiConfig,
     Experiment,
     ExperimentConfig,
@@ -22,8 +21,8 @@ from doge_fast.pipeline.config import (
 from doge_fast.pipeline.config.fields import filled
 from doge_fast.pipeline.experiments import runner
 from doge_fast.pipeline.experiments.planner import Job, Plan
-from doge_fast.pipeline.experiments.plans import DEMO_TARGET, plan_of
-from doge_fast.pipeline.experiments.presets import check, demo_of, known_domains, preset_of, with_mu
+from doge_fast.pipeline.experiments.plans import plan_of
+from doge_fast.pipeline.experiments.presets import check, known_domains, preset_of, with_mu
 from doge_fast.pipeline.experiments.runner import run_experiment
 from doge_fast.pipeline.records.shapes import PerplexityGroup
 from doge_fast.pipeline.sources import find_parts
@@ -229,11 +228,9 @@ def test_a_target_is_never_trained_on_but_by_the_oracle_and_afterwards() -> None
 def test_runs_come_after_what_they_read(name: Any, preset: Any) -> None:
     names = None
     config = preset_of(name, preset)
-    if name == "demo" and preset == "paper":
-        config = replace(config, targets=("RedPajamaBook",))
     if preset == "small":
         config = preset_of(name, preset, data="nowhere")
-        names = (DEMO_TARGET, *SLIMPAJAMA, "en", "de", "fr", "es", "ru", "ca", "nl")
+        names = (*SLIMPAJAMA, "en", "de", "fr", "es", "ru", "ca", "nl")
     plan = planned(config, names)
     outs = {str(job.config.out) for job in plan.jobs}
     seen = set[str]()
@@ -254,24 +251,6 @@ def test_the_papers_languages() -> None:
     assert {(corpus.data, corpus.domain_column) for corpus in corpora} == {("google/wiki40b", None)}
     # Two targets, two seeds.
     assert len(corpora) == 4
-
-
-def test_the_demo_compares_at_equal_tokens_and_seeds(small_corpus: Path) -> None:
-    asked = DemoConfig(data=str(small_corpus), target="verse", steps=4)
-    plan = planned(demo_of(asked))
-    proxies = [job.config for job in plan.jobs if isinstance(job.config, ProxyConfig)]
-    bases = [job.config for job in plan.jobs if isinstance(job.config, BaseConfig)]
-    assert sorted(proxy.target for proxy in proxies) == [("universal",), ("verse",)]
-    assert len(bases) == 5
-    for base in bases:
-        assert (base.training, base.batch_size) == (bases[0].training, bases[0].batch_size)
-        assert base.model == bases[0].model
-    # Every arm with the target left out has a uniform one to be compared with.
-    assert sorted(Path(base.weights).name for base in bases if base.targets) == [
-        "proxy-for-verse-seed0",
-        "uniform",
-    ]
-    assert {job.config.out.parents[1] for job in plan.jobs} == {Path("demo")}
 
 
 def test_a_preset_makes_way_for_another_corpus() -> None:

@@ -59,7 +59,7 @@ def test_what_is_read_held_out_and_left_out_is_said(tmp_path, config, caplog):
     with caplog.at_level("INFO", logger="doge_fast"):
         loaded = load_corpus(rename(config, data=str(tmp_path)))
     assert loaded.documents == {"code": 27, "code2": 40, "prose": 63, "verse": 27}
-    (held,) = [line for line in caplog.messages if line.startswith("Held out")]
+    (held,) = [line for line in caplog.messages if ": held out, " in line]
     assert "code2 code2-validation.jsonl" in held
     assert "code, prose, verse" in held
     left = "\n".join(line for line in caplog.messages if "not read" in line)

@@ -16,7 +16,6 @@ from doge_fast.pipeline.config.stages import CorpusConfig, TasksConfig
 from doge_fast.weights.defaults import DOMAIN_MAX_GRAD_NORM
 
 Experiment = Literal[
-    "demo",
     "universal",
     "doremi",
     "ood",
@@ -26,7 +25,7 @@ Experiment = Literal[
     "curriculum",
     "proxy_vs_base",
 ]
-Preset = Literal["smoke", "demo", "tiny", "small", "paper"]
+Preset = Literal["smoke", "tiny", "small", "paper"]
 
 
 @dataclass(frozen=True)
@@ -122,17 +121,16 @@ class ExperimentConfig:
     DoReMi beside DoGE, with their costs. ood: each domain in turn as the target of the others.
     wiki40b: languages as targets of other languages. scales: weights from proxies of three sizes.
     selection: scores from the gradients of some parameters only. curriculum: weights that change as
-    the proxy's did. proxy_vs_base: the proxy evaluated as a model. demo: universal and ood in
-    minutes."""
+    the proxy's did. proxy_vs_base: the proxy evaluated as a model."""
     out: Path | None = None
     """Directory of the runs and the report; None: experiments/NAME."""
     preset: Preset = "small"
-    """smoke: seconds per run, to test that it works. demo: minutes in all. tiny: minutes per run,
-    for experiments of many runs. small: for a small corpus on two cores. paper: the paper's models,
-    steps, batches and Hub data."""
+    """smoke: seconds per run, to test that it works. tiny: minutes per run, for experiments of many
+    runs. small: for a small corpus on two cores. paper: the paper's models, steps, batches and Hub
+    data."""
     targets: tuple[str, ...] = ()
-    """ood, wiki40b, demo: the domains that are targets, one after another. Empty: ood: all;
-    wiki40b: ca and nl; demo: reference."""
+    """ood, wiki40b: the domains that are targets, one after another. Empty: ood: all; wiki40b: ca
+    and nl."""
     weights: tuple[str, ...] = ()
     """universal: NAME=FILE, a weights.json or the run directory of a proxy: further weights to
     train base models at. Added to a finished experiment, only these models are trained."""
@@ -154,10 +152,11 @@ class ExperimentConfig:
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """The whole method on text found on this machine, in minutes: the experiment `demo`.
+    """The whole method on text found on this machine, in minutes.
 
-    It learns weights for all domains, and for one domain that is not trained on; trains base models
-    at learned, uniform and natural weights; and writes a table and a report.
+    A proxy learns weights for a domain that it is not trained on; base models at several distances
+    along its direction, uniform weights among them, choose how far to follow it; a page shows both.
+    The same command goes on where it was killed.
     """
 
     examples: ClassVar = ("", "--data corpus --target wiki")
@@ -168,9 +167,9 @@ class DemoConfig:
     """A directory (one folder or file per domain), a file or Hub id, or "installed": text found in
     this Python environment."""
     target: str = "reference"
-    """The domain that the second proxy learns for: measured, not trained on."""
+    """The domain that the weights are learned for: measured, not trained on. universal: all."""
     steps: Count = 200
-    """Optimizer steps of each of the two proxies and the five base models."""
+    """Optimizer steps of the proxy and of each of the base models, four at most."""
     seed: Seed = 0
     """Seed of the model initialisation and of the order of the data."""
     device: str = "auto"

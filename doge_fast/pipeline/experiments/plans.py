@@ -29,8 +29,6 @@ from doge_fast.pipeline.records.weights import read_weights
 
 # Stages of the paper's curricula; one stage is the global average.
 CURRICULA = (2, 3, 10)
-# Of the domains of text found on a machine, the one that the demo holds out.
-DEMO_TARGET = "reference"
 
 
 def plan_of(
@@ -79,22 +77,6 @@ def _with_tasks(plan: Plan, tasks: dict[str, Any]) -> Plan:
             f"{plan.config.name} does not. doge-fast evaluate RUN --tasks scores any base run."
         )
     return replace(plan, groups=groups)
-
-
-def _demo(plan: Planner) -> Plan:
-    """Both halves of the paper's question on one corpus, in minutes."""
-    targets = plan.config.targets or (DEMO_TARGET,)
-    arms = [plan.uniform(), plan.natural(), plan.doge()]
-    table, learned = _targeted(plan, targets, plan.domains, is_short=True)
-    learned = [plan.arm("DoGE", "for all domains", plan.proxy()), *learned]
-    return plan.plan(
-        "Domain weights, learned and tried out",
-        "Which mixture of the domains lowers the held-out loss, over all of them and on one that "
-        "nobody trains on?",
-        plan.perplexities(arms),
-        table,
-        WeightsGroup("Domain weights", tuple(learned)),
-    )
 
 
 def _universal(plan: Planner) -> Plan:
@@ -195,12 +177,9 @@ def _out_of_domain(plan: Planner, targets: Sequence[str], domains: Sequence[str]
 
 
 def _targeted(
-    plan: Planner, targets: Sequence[str], domains: Sequence[str], *, is_short: bool = False
+    plan: Planner, targets: Sequence[str], domains: Sequence[str]
 ) -> tuple[TargetsGroup, list[ArmRecord]]:
-    """The table of every target against the same arms, and what `domains` but for it teach.
-
-    `is_short`: no model that goes on with the target, nor one that was trained on it too.
-    """
+    """The table of every target against the same arms, and what `domains` but for it teach."""
     plan.check_known("targets", targets)
     if odd := [name for name in targets if "=" in name]:
         raise ValueError(f"A target's name may hold no '=', which gives weights; got {odd[0]!r}.")
@@ -215,19 +194,15 @@ def _targeted(
         without = {"domains": others, "targets": (target,)}
         uniform = plan.base(f"uniform-without-{target}", "uniform", **without)
         doge = plan.base(f"doge-for-{target}", proxy, **without)
+        tuned, then = "uniform, fine-tuned", "then on the target"
+        oracle = plan.base(f"uniform-with-{target}", "uniform", domains=(*others, target))
         arms = [
             plan.arm("uniform", "without the target", uniform, is_baseline=True),
             plan.arm("DoGE", "learned for the target", doge),
+            plan.arm(tuned, then, plan.finetuned(uniform, target)),
+            plan.arm("DoGE, fine-tuned", then, plan.finetuned(doge, target), baseline=tuned),
+            plan.arm("oracle", "uniform, target included", oracle),
         ]
-        if not is_short:
-            tuned, then = "uniform, fine-tuned", "then on the target"
-            all_domains = (*others, target)
-            oracle = plan.base(f"uniform-with-{target}", "uniform", domains=all_domains)
-            arms += [
-                plan.arm(tuned, then, plan.finetuned(uniform, target)),
-                plan.arm("DoGE, fine-tuned", then, plan.finetuned(doge, target), baseline=tuned),
-                plan.arm("oracle", "uniform, target included", oracle),
-            ]
         rows.append(TargetRow(target, tuple(arms)))
         learned.append(plan.arm(f"for {target}", "average weights", proxy))
     return TargetsGroup("Perplexity on the target", tuple(rows)), learned
@@ -312,7 +287,6 @@ def _proxy_vs_base(plan: Planner) -> Plan:
 
 
 _PLANS: dict[str, Callable[[Planner], Plan]] = {
-    "demo": _demo,
     "universal": _universal,
     "doremi": _doremi,
     "ood": _ood,

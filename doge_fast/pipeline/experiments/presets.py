@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from doge_fast.pipeline.config import DemoConfig, Experiment, ExperimentConfig, Preset
+from doge_fast.pipeline.config import Experiment, ExperimentConfig, Preset
 from doge_fast.pipeline.config.fields import filled
 from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.weights.defaults import default_mu
@@ -104,18 +104,3 @@ def doremi_steps(config: ExperimentConfig) -> tuple[int, ...]:
     steps = config.proxy.steps
     other = max(1, round(steps * config.doremi.longer))
     return config.doremi.steps or tuple(sorted((steps, other)))
-
-
-def demo_of(config: DemoConfig) -> ExperimentConfig:
-    """The experiment that the verb `demo` runs."""
-    preset = preset_of("demo", "demo", data=config.data)
-    return replace(
-        preset,
-        out=config.out,
-        targets=(config.target,),
-        seeds=(config.seed,),
-        corpus=replace(preset.corpus, cache_dir=config.cache_dir),
-        rates=replace(preset.rates, device=config.device),
-        proxy=replace(preset.proxy, steps=config.steps),
-        base=replace(preset.base, steps=config.steps),
-    )

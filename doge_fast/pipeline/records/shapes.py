@@ -315,6 +315,8 @@ class ExperimentSettings:
 
     seeds: tuple[int, ...]
     eval_blocks: Count | None = None
+    proxy: str | None = None
+    """The run outside of the directory whose weights are tried."""
 
 
 @dataclass(frozen=True)

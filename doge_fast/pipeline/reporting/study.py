@@ -111,7 +111,10 @@ def open_study(runs: Sequence[Path]) -> Study:
     path = Path(runs[0]) if is_experiment else None
     if path is not None and not any((path / RUNS).glob("*/config.json")):
         raise ValueError(f"No run of the experiment in {path} has begun.")
+    plan = None if path is None else records.load_experiment(path)[1]
     found = open_runs(runs if path is None else [path / RUNS])
+    if plan is not None and plan.settings.proxy and Path(plan.settings.proxy).is_dir():
+        found += open_runs([Path(plan.settings.proxy)])
     opened = {run.name: run for run in found}
     if all(run.record.stage == "select" for run in found):
         raise ValueError(
@@ -124,8 +127,7 @@ def open_study(runs: Sequence[Path]) -> Study:
             f"Runs of one report need names of their own; {twice} shares its name. Rename it."
         )
     proxies = _proxies_of(found)
-    if path is not None:
-        _, plan = records.load_experiment(path)
+    if plan is not None:
         return Study(plan.title, plan.question, opened, proxies, plan.groups, plan)
     bases = _comparable(found)
     if len(proxies) == 1:

@@ -1,0 +1,87 @@
+"""The whole method on text found on this machine: direction learned, distance measured."""
+
+import logging
+import math
+
+from doge_fast.pipeline import proxy, rehearsal
+from doge_fast.pipeline.config import (
+    CorpusConfig,
+    DemoConfig,
+    ProxyConfig,
+    TemperatureConfig,
+    TrainingConfig,
+)
+from doge_fast.pipeline.report import terminal_table
+from doge_fast.pipeline.reporting.wording import plural
+from doge_fast.pipeline.temperature import lines_of, temperature
+
+# Of each seed: the three that a search begins with, and one that follows from them.
+MOST_RUNS = 4
+# Held-out blocks of each domain.
+BLOCKS = 128
+
+_log = logging.getLogger("doge_fast")
+
+
+def demo(config: DemoConfig) -> list[str]:
+    """Learn weights with a proxy, and measure how far to follow them.
+
+    `config.out` holds proxy/ and temperature/, the second with weights.json and report.html. The
+    same call goes on where it was killed.
+
+    Args:
+        config: on which text, for which target, for how long.
+
+    Returns:
+        Lines to print: the tables, what the search came to, and where the page is.
+
+    Raises:
+        ValueError: the corpus lacks the target, or a setting is out of its range.
+    """
+    first = proxy_of(config)
+    _tell_time(first)
+    learned = proxy.learn_weights(first).path
+    search = temperature(
+        TemperatureConfig(
+            learned,
+            out=config.out / "temperature",
+            steps=config.steps,
+            seeds=(config.seed,),
+            most_runs=MOST_RUNS,
+            eval_blocks=BLOCKS,
+            device=config.device,
+        )
+    ).path
+    return [terminal_table([search]), *lines_of(search)]
+
+
+def proxy_of(config: DemoConfig) -> ProxyConfig:
+    """The demo's proxy."""
+    return ProxyConfig(
+        config.out / "proxy",
+        CorpusConfig(config.data, vocab_size=2048, cache_dir=config.cache_dir),
+        # At a rate of 2e-3 runs of this length leave their first plateau at a step that chance
+        # decides, which moves perplexities by more than the weights do.
+        training=TrainingConfig(
+            config.steps,
+            learning_rate=1e-3,
+            min_learning_rate=2e-4,
+            seed=config.seed,
+            eval_blocks=BLOCKS,
+            device=config.device,
+        ),
+        target=(config.target,),
+    )
+
+
+def _tell_time(config: ProxyConfig) -> None:
+    """How long the demo will take, from a few steps of its proxy."""
+    existing = proxy.existing_run(config)
+    if existing.is_complete:
+        return
+    seconds = rehearsal.seconds_per_step(proxy.prepare(config, existing))
+    minutes = math.ceil((1 + MOST_RUNS) * config.training.steps * seconds / 60)
+    _log.info(
+        "about %s: a proxy and up to %d base models of %d steps, at %.2g s a step",
+        *(plural(minutes, "minute"), MOST_RUNS, config.training.steps, seconds),
+    )
