@@ -27,11 +27,12 @@ from doge_fast.pipeline.config import (
     ProxyConfig,
     ReportConfig,
     TemperatureConfig,
+    checks,
 )
 from doge_fast.pipeline.config.fields import filled
-from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.evaluation import evaluate
 from doge_fast.pipeline.health import Diverged
+from doge_fast.pipeline.model import check_model
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.records.shapes import (
     ArmRecord,
@@ -212,9 +213,7 @@ class _Search:
     @classmethod
     def of(cls, config: TemperatureConfig) -> "_Search":
         """Read the proxy, and refuse what leaves nothing to measure."""
-        check_ranges(config)
-        if not config.seeds or len(set(config.seeds)) < len(config.seeds):
-            raise ValueError(f"seeds must be distinct, and at least one; got {config.seeds}.")
+        checks.check(config)
         recorded = records.read_config(config.proxy)
         if recorded["stage"] != "proxy":
             raise ValueError(
@@ -234,6 +233,8 @@ class _Search:
         search = cls(config, filled(ProxyConfig(config.proxy), recorded["config"]), record)
         for seed in config.seeds:
             training.check(search._base(1.0, seed).training)
+        base = search._base(1.0, config.seeds[0])
+        check_model(base.model, block_size=base.corpus.block_size)
         records.check_experiment(search.out, search._experiment([], None))
         return search
 

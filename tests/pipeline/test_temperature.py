@@ -221,11 +221,15 @@ def test_it_refuses_what_leaves_nothing_to_measure(
     for changes, word in (
         ({"seeds": ()}, "seeds"),
         ({"seeds": (1, 1)}, "distinct"),
+        ({"model": "huge/"}, "model"),
+        # A folder without a model.
+        ({"model": str(tmp_path)}, "model"),
         ({"most_runs": 2}, "most_runs"),
         ({"only": ("base-7-seed0",)}, "only"),
     ):
         with pytest.raises(ValueError, match=word):
             temperature(asked(learned, **changes))
+    assert not learned.with_name("proxy-temperature").exists()
     with pytest.raises(ValueError, match=r"config\.json"):
         temperature(asked(tmp_path / "nowhere"))
     write_weights(learned / "weights.json", dict.fromkeys(NAMES, 0.25))

@@ -155,6 +155,14 @@ def _check_doremi(config: configs.DoReMiConfig) -> None:
     _check_run("reference", config.reference)
 
 
+def _check_temperature(config: configs.TemperatureConfig) -> None:
+    if not config.seeds or len(set(config.seeds)) < len(config.seeds):
+        raise ValueError(f"seeds must be distinct, and at least one; got {config.seeds}.")
+    _check_run("proxy", config.proxy)
+    if config.model is not None:
+        _check_model(configs.ModelConfig(config.model))
+
+
 def _check_evaluate(config: configs.EvaluateConfig) -> None:
     _check_run("run", config.run)
     if config.data is not None:
@@ -174,6 +182,7 @@ _CHECKS: dict[type, Callable[[Any], None]] = {
     configs.ProxyConfig: _check_proxy,
     configs.BaseConfig: _check_base,
     configs.DoReMiConfig: _check_doremi,
+    configs.TemperatureConfig: _check_temperature,
     configs.EvaluateConfig: _check_evaluate,
     configs.DemoConfig: lambda config: _check_data(config.data),
 }
