@@ -2,7 +2,6 @@
 
 import errno
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from doge_fast import cli
 from doge_fast.pipeline import failures, named, trainer
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import BaseConfig
-from tests.pipeline.stages import words_of, write_weights
+from tests.pipeline.stages import write_weights
 from tests.pipeline.workshop import answer
 from tests.pipeline.written_runs import write_proxy
 
@@ -205,46 +204,6 @@ def test_names_that_a_terminal_would_obey(
     assert f"{shown} does not exist" in said.err or "without a NUL" in said.err
     # Letters of any script, and what joins them, are as good as others.
     named.check_visible(["naïve", "日本語", "فارسی", "می\u200cخواهم", "a b", "x/y"], "here")
-
-
-def sessions(config: Any, *more: str) -> list[str]:
-    return [sys.executable, "-m", "doge_fast", *more, *words_of(config)]
-
-
-LIMIT = 60_000
-
-
-def limited() -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, LIMIT))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("file", ["optimizer.pt", "model.safetensors"])
-def test_a_disk_that_fills_up_while_a_checkpoint_is_written(
-    base: Callable[..., BaseConfig], file: str
-) -> None:
-    """A limit on the size of files is a full disk to whoever writes them."""
-    # The optimizer's state is larger than the model; both are larger than all other files.
-    width = 32 if file == "optimizer.pt" else 64
-    whole, config = base(out="whole", save_every=4), base(save_every=4, embed_dim=width)
-    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-    # The corpus is packed without the limit.
-    subprocess.run(sessions(whole, "base"), capture_output=True, env=environment, check=True)
-    done = subprocess.run(
-        sessions(config, "base"),
-        capture_output=True,
-        text=True,
-        env=environment,
-        preexec_fn=limited,
-        check=False,
-    )
-    assert done.returncode == failures.WORLD, done.stderr
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith(f"doge-fast: {config.out}"), done.stderr
-    assert "repeat the command; a training goes on from its last checkpoint." in last
-    assert "Traceback" not in done.stderr
-    subprocess.run(sessions(config, "base"), capture_output=True, env=environment, check=True)
-    assert (config.out / "model").is_dir()
 
 
 def ended(processes: list[subprocess.Popen[str]]) -> None:

@@ -402,34 +402,9 @@ def test_an_emptied_model_is_not_complete_and_is_made_again(base_run: BaseConfig
     assert {file.name: file.read_bytes() for file in model.iterdir()} == before
 
 
-@pytest.mark.parametrize(
-    ("file", "damage"),
-    [("model.safetensors", "half"), ("tokenizer.json", "deleted"), ("manifest.json", "deleted")],
-)
-def test_a_damaged_model_is_not_complete_and_not_trained_over(
-    base_run: BaseConfig, file: str, damage: str
-) -> None:
-    model = base_run.out / "model"
-    DAMAGES[damage][0](model / file)
-    assert not records.is_finished(base_run.out)
-    before = (base_run.out / "metrics.jsonl").read_bytes()
-    for call in (lambda: train_base(base_run), lambda: records.check_finished(base_run.out)):
-        with pytest.raises(
-            ValueError, match=r"model is damaged: .* Restore it, or remove the fold"
-        ):
-            call()
-    assert (base_run.out / "metrics.jsonl").read_bytes() == before
-
-
 def test_a_bit_of_a_model_is_noticed_where_it_is_read(base_run: BaseConfig) -> None:
     flip(base_run.out / "model" / "model.safetensors")
     # Not each time that somebody asks whether a run is there.
     assert records.is_finished(base_run.out)
     with pytest.raises(ValueError, match=r"model\.safetensors is not what was written"):
         records.check_finished(base_run.out)
-
-
-def test_a_complete_run_without_its_weights_is_refused(base_run: BaseConfig) -> None:
-    halve(base_run.out / "weights.json")
-    with pytest.raises(ValueError, match=r"result is damaged: .*weights\.json"):
-        train_base(base_run)

@@ -116,26 +116,6 @@ def test_help_fits_one_screen_and_begins_with_what_must_be_given(
             assert "resumes" in " ".join(about)
 
 
-@pytest.mark.parametrize(
-    ("words", "word"),
-    [
-        ("proxy --batch-size 3", "Did you mean --sequences-per-domain?"),
-        ("proxy --stepz 3", "Did you mean --steps?"),
-        ("proxy --mode fast", "auto, sequential, stacked"),
-        ("proxy --mode stackd", "Did you mean stacked?"),
-        ("proxy --steps", "expected one argument"),
-        ("proxy --steps 1.0005k", "whole number"),
-        ("proxy runs/x", "without an option"),
-        ("base --dry-run=yes", "--dry-run"),
-    ],
-)
-def test_a_typo_gets_the_nearest(words: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([*words.split(), "--out", "never"]) == cli.EXIT_REFUSED
-    said = capsys.readouterr().err
-    assert word in said
-    assert said.count("\n") == 1
-
-
 def test_numbers_may_be_said_in_thousands_and_billions() -> None:
     words = "proxy --out x --max-tokens-per-domain 10k --mu 1e-3 --min-learning-rate -1"
     config = cli.parse(words.split())
@@ -207,34 +187,6 @@ def test_a_runs_own_record_can_be_fed_back(tmp_path: Path) -> None:
     assert again == dataclasses.replace(config, out=Path("runs/y"))
     with pytest.raises(ValueError, match="is the record of a proxy run; it cannot configure base"):
         cli.parse(["base", "--config", str(file)])
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("stepz: 3", "stepz is no field. Nearest: training.steps."),
-        ("training: {lerning_rate: 3}", "lerning_rate is no field. Nearest: learning_rate"),
-        ("training: {steps: true}", "steps is true; it is no switch."),
-        ("training: 3", "training must be a mapping of fields; it is 3"),
-        ("training: {dtype: float8}", "Input should be 'float32' or 'bfloat16'"),
-        ("schema_version: 1", "is a record, and holds no fields of proxy"),
-        ("[1, 2]", "must hold a mapping of fields"),
-        ("training: {seed: 1, seed: 2}", "is there twice"),
-        ("training: {seed: 010}", "010 is octal"),
-        ("target: &self [ca, *self]", "ircular"),
-        ("a: [", "must be YAML or JSON"),
-        (None, "must be a file of fields"),
-    ],
-)
-def test_a_file_that_does_not_fit_is_refused(
-    tmp_path: Path, text: str | None, sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "run.yaml"
-    if text is not None:
-        file.write_text(text)
-    assert cli.main(["proxy", "--out", str(tmp_path / "x"), "--config", str(file)]) == 2
-    assert sentence in capsys.readouterr().err
-    assert not (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize("words", [["proxy", "--help"], ["weights", "show", "nowhere.json"]])

@@ -1,9 +1,11 @@
 """What is said of a command line that is wrong, a line for each kind: command_lines.txt.
 
 A row is the words after `doge-fast`, quoted as for a shell, the exit code, and the word of what is
-said that matters. X300 is a name of 300 letters, and a backslash begins a character as in Python.
+said that matters. X300 is a name of 300 letters, a word in capitals stands for a command of
+test_damaged_files, and a backslash begins a character as in Python.
 """
 
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +14,8 @@ import pytest
 
 from doge_fast import cli
 from doge_fast.pipeline import named
-from tests.pipeline.test_damaged_files import shop  # noqa: F401
-from tests.pipeline.workshop import answer, restored, said_in
+from tests.pipeline.test_damaged_files import COMMANDS, shop  # noqa: F401
+from tests.pipeline.workshop import answer, restored, said_in, written
 
 TABLE = Path(__file__).with_name("command_lines.txt")
 
@@ -26,6 +28,8 @@ def rows() -> Iterator[list[str]]:
 
 
 def words_of(text: str) -> list[str]:
+    for name, command in COMMANDS.items():
+        text = re.sub(rf"^{name} ", f"{command} ", text)
     words = ["x" * 300 if word == "X300" else word for word in shlex.split(text)]
     return [word.encode().decode("unicode_escape") if "\\" in word else word for word in words]
 
@@ -51,7 +55,9 @@ def test_what_is_said_of_a_wrong_command_line(
     folder, pristine = shop
     monkeypatch.chdir(folder)
     with restored(folder, pristine):
+        before = written(folder)
         said = answer(words_of(words), capsys)
+        assert written(folder) == before
         made = sorted(entry.name for entry in folder.iterdir())
     told = said_in(said.err)
     assert said.code == int(code), told

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.pipeline import workshop
-from tests.pipeline.workshop import TRAINED, Damage, answer, restored
+from tests.pipeline.workshop import TRAINED, Damage, answer, restored, written
 
 TABLE = Path(__file__).with_name("damaged_files.txt")
 COMMANDS = {
@@ -72,14 +72,15 @@ def test_what_is_said_of_a_damaged_file(
     found = sorted(folder.glob(file))[0].relative_to(folder)
     with restored(folder, pristine):
         Damage(damage)(found)
+        before = written(folder)
         said = answer(words_of(words, file), capsys)
-        is_begun = Path("new").exists()
+        is_untouched = written(folder) == before and not Path("new").exists()
     told = " ".join(f"{said.err} {said.out} {caplog.text}".split())
     assert said.code == int(code), told
     assert word in told
     assert "Traceback" not in told
     assert "not foreseen" not in told
     if said.code:
-        assert not is_begun
+        assert is_untouched
         assert said.out == ""
         assert said.err.splitlines()[-1].startswith("doge-fast: ")

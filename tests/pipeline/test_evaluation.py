@@ -81,12 +81,6 @@ def test_asking_again_gives_the_same_and_the_batch_does_not_matter(run: BaseConf
     assert other["loss"] == pytest.approx(one["loss"], rel=1e-6)
 
 
-def test_a_domain_that_is_not_there_is_refused(run: BaseConfig) -> None:
-    ask = EvaluateConfig(run=run.out, device="cpu")
-    with pytest.raises(ValueError, match="knows the domains code, prose, table, verse; got poetry"):
-        evaluate(replace(ask, domains=("poetry",)))
-
-
 def test_a_corpus_that_has_grown_is_not_measured(
     run: BaseConfig, base: Callable[..., BaseConfig], small_corpus: Path, tmp_path: Path
 ) -> None:
@@ -164,8 +158,6 @@ def test_some_domains_of_other_text_go_where_they_are_told(
     assert sorted(run.out.glob("evaluation*")) == []
     with pytest.raises(ValueError, match="holds the domains novels, numbers, poetry; got verse"):
         evaluate(replace(ask, target=("verse",)))
-    with pytest.raises(ValueError, match="in a run directory, and a record of it"):
-        evaluate(replace(ask, out=run.out / "evaluation.json"))
     with pytest.raises(ValueError, match=r"Leave out data \(--data\) to measure what was held out"):
         evaluate(replace(ask, data=run.corpus.data))
     (tmp_path / "link").symlink_to(run.corpus.data)

@@ -167,29 +167,6 @@ def test_a_run_that_fails_is_named_and_the_others_are_made(
     assert len(finished()) == 3
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"name": "ood", "targets": ("nowhere",)}, "nowhere"),
-        ({"name": "wiki40b"}, "targets"),
-        ({"name": "wiki40b", "corpus": {"data": "installed"}}, "languages"),
-        ({"proxy": {"models": ("tiny",)}}, "proxy.models"),
-        ({"seeds": (1, 1)}, "seeds"),
-        (
-            {"name": "ood", "corpus": {"domains": ("code",)}, "targets": ("code",)},
-            "code",
-        ),
-        ({"name": "curriculum", "base": {"steps": 1}}, "curriculum"),
-    ],
-)
-def test_refusals(experiment: Make, changes: dict[str, Any], sentence: str) -> None:
-    config = experiment(changes.pop("name", "scales"), **changes)
-    with pytest.raises(ValueError, match=sentence):
-        run_experiment(config)
-    assert config.out is not None
-    assert not config.out.exists()
-
-
 # The paper's own size, of which only the plan can be looked at here.
 
 

@@ -302,28 +302,6 @@ def test_a_complete_run_is_left_as_it_is(
     assert {file: file.stat().st_mtime_ns for file in config.out.rglob("*")} == before
 
 
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"target": ("nowhere",)}, "nowhere"),
-        ({"target": ("universal", "verse")}, "universal alone, or distinct names"),
-        ({"mu": 0.0}, "mu"),
-        ({"num_heads": 5}, "multiple of the number of heads; got 32 and 5"),
-        ({"selection": Path("no-such.json")}, "selection must be a JSON file; no-such.json is not"),
-        ({"init_weights": Path("no-such.json")}, "no-such.json does not exist"),
-    ],
-    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
-)
-def test_bad_input_is_refused_before_anything_is_written(
-    proxy: Make, changes: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    config = proxy(**changes)
-    with pytest.raises(ValueError, match=text):
-        learn_weights(config)
-    assert not config.out.exists()
-
-
 def test_a_run_resumes_at_the_default_that_it_began_with(
     proxy: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

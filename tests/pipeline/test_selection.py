@@ -209,23 +209,3 @@ def test_a_model_with_bare_parameters_is_run_one_example_at_a_time(
     auto = scores_of(measure_cancellation(asked("auto", steps=2)))
     single = scores_of(measure_cancellation(asked("single", steps=2, mode="single")))
     assert auto == single
-
-
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"strategies": ()}, "strategies must be distinct, and at least one; got none"),
-        ({"strategies": ("all",)}, "lowN or highN with N >= 1, high30 for example; got 'all'"),
-        ({"strategies": ("high17",)}, "high17 selects more parameters than the model's 16"),
-        ({"compile": True}, "Run select without compile"),
-        ({"targets": ("nowhere",)}, "nowhere"),
-    ],
-    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
-)
-def test_bad_input_is_refused_before_anything_is_written(
-    asked: Make, changes: dict[str, Any], text: str
-) -> None:
-    config = asked(**changes)
-    with pytest.raises(ValueError, match=text):
-        measure_cancellation(config)
-    assert not config.out.exists()

@@ -220,7 +220,6 @@ def test_it_refuses_what_leaves_nothing_to_measure(
 ) -> None:
     for changes, word in (
         ({"seeds": ()}, "seeds"),
-        ({"seeds": (1, 1)}, "distinct"),
         ({"model": "huge/"}, "model"),
         # A folder without a model.
         ({"model": str(tmp_path)}, "model"),

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -379,32 +378,6 @@ def test_constrain_writes_what_it_tells(tmp_path: Path, capsys: pytest.CaptureFi
     free = said(capsys, "constrain", file)
     assert "No bound holds any domain" in free
     assert "Nothing is written" in free
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["show", "W", "W"], "w.json is named twice"),
-        (["constrain", "W", "--cap", "much"], "much"),
-        (["constrain", "W", "--cap", "a=1", "a=1"], "a=1 a=1"),
-        (["constrain", "W", "--out", "W"], "read here"),
-        (["average", "W", "V", "--out", "V"], "read here"),
-        (["constrain", "W", "--out", "RUN"], "run directory"),
-    ],
-)
-def test_a_refusal_writes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
-) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "config.json").write_text("{}")
-    places = {"W": write(tmp_path / "w.json"), "V": write(tmp_path / "v.json"), "RUN": str(run)}
-    before = {file: file.read_bytes() for file in tmp_path.rglob("*.json")}
-    words = [re.sub("^(W|V|RUN)(?=$|/)", lambda m: places[m[0]], word) for word in words]
-    text = said(capsys, *words, code=cli.EXIT_REFUSED)
-    assert text.count("\n") == 1
-    assert re.search(message, text), text
-    assert {file: file.read_bytes() for file in tmp_path.rglob("*.json")} == before
 
 
 # Figures.

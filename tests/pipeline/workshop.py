@@ -94,6 +94,16 @@ def _corpus(folder: Path) -> None:
     (folder / "logs.txt").write_text("\n\n".join(texts("logs", 60)))
 
 
+def written(folder: Path) -> dict[Path, tuple[int, int]]:
+    """Size and time of every file but those of the cache."""
+    files = (
+        file
+        for file in folder.rglob("*")
+        if file.is_file() and folder / "cache" not in file.parents
+    )
+    return {file: (file.stat().st_size, file.stat().st_mtime_ns) for file in files}
+
+
 @contextmanager
 def restored(folder: Path, pristine: Path) -> Iterator[None]:
     """Put the folder back to what the other one is, file by file, when the block ends."""
