@@ -1,0 +1,228 @@
+"""What a proxy's direction and a measured distance are worth, against other ways to spend the cost.
+
+    python -m benchmarks.known out/known --data mini_slimpajama --target github
+    python -m benchmarks.temperature out/hidden --data out/known/hidden --target github \
+        --domains book arxiv c4 commoncrawl stackexchange wikipedia --steps 400
+    python -m benchmarks.temperature out/hidden --table
+
+For each seed a proxy is trained, and base models along its direction choose a temperature
+(`doge-fast temperature`). About the same number of trainings is given to what a user would try
+instead: a proxy with a quarter of mu, a proxy that is trained four times as long, as many random
+mixtures of which the best is kept, and a regression on those. Base models with another seed, which
+chose nothing, then judge all mixtures. Everything resumes with the same command.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from doge_fast.pipeline import records
+from doge_fast.pipeline.base import train_base
+from doge_fast.pipeline.config import (
+    BaseConfig,
+    CorpusConfig,
+    EvaluateConfig,
+    ProxyConfig,
+    TemperatureConfig,
+    TrainingConfig,
+)
+from doge_fast.pipeline.evaluation import evaluate
+from doge_fast.pipeline.proxy import learn_weights
+from doge_fast.pipeline.reporting.statistics import change_text, paired_difference
+from doge_fast.pipeline.reporting.wording import as_ascii
+from doge_fast.pipeline.tables import table_of, text
+from doge_fast.pipeline.temperature import temperature
+
+Weights = dict[str, float]
+# Blocks of each domain in a step of a proxy; a base model's batch has as many in all.
+BLOCKS = 2
+# Added to a proxy's seed: for the models that choose, and for those that judge.
+CHOOSING, JUDGING = 100, 200
+# Of log weights in the regression; the shares of a Dirichlet distribution are of the order of one.
+RIDGE = 0.1
+SIMULATED = 10_000
+RECORD = "temperature.json"
+
+
+@dataclass(frozen=True)
+class Question:
+    """A corpus, and the loss that counts."""
+
+    out: Path
+    corpus: CorpusConfig
+    targets: tuple[str, ...]
+    """Held out; empty: the mean over all domains counts."""
+    steps: int
+
+    def training(self, seed: int, steps: int | None = None) -> TrainingConfig:
+        """The settings that all models share."""
+        steps = steps or self.steps
+        return TrainingConfig(steps, 1e-3, 2e-4, seed=seed, save_every=0)
+
+    def proxy(
+        self, name: str, seed: int, *, steps: int | None = None, mu: float | None = None
+    ) -> Path:
+        """Train a proxy; its run directory."""
+        config = ProxyConfig(
+            self.out / f"seed{seed}" / name,
+            self.corpus,
+            training=self.training(seed, steps),
+            target=self.targets or ("universal",),
+            sequences_per_domain=BLOCKS,
+            mu=mu,
+            log_every=10,
+        )
+        return learn_weights(config).path
+
+    def loss(self, name: str, weights: Mapping[str, float], seed: int) -> float:
+        """Train a base model at these weights; its mean loss on the targets, or on all domains."""
+        out = self.out / "runs" / f"{name}-seed{seed}"
+        given = ",".join(f"{domain}={weight!r}" for domain, weight in weights.items())
+        config = BaseConfig(
+            out,
+            replace(self.corpus, domains=tuple(weights)),
+            training=self.training(seed),
+            weights=given,
+            targets=self.targets,
+            batch_size=BLOCKS * len(weights),
+        )
+        train_base(config)
+        if not records.is_measured(out, config.training.eval_blocks):
+            evaluate(EvaluateConfig(run=out, blocks=config.training.eval_blocks))
+        losses = records.read_evaluation(out)["loss"]
+        return float(np.mean([losses[each] for each in self.targets or weights]))
+
+
+def random_mixtures(domains: Sequence[str], count: int, seed: int) -> list[Weights]:
+    """Draws from the Dirichlet distribution around uniform weights, all concentrations one."""
+    draws = np.random.default_rng(seed).dirichlet(np.ones(len(domains)), count)
+    return [dict(zip(domains, map(float, draw), strict=True)) for draw in draws]
+
+
+def regressed(mixtures: Sequence[Weights], losses: Sequence[float], seed: int) -> Weights:
+    """The mean of the hundred mixtures with the lowest loss that a ridge regression predicts.
+
+    As RegMix (Liu et al., ICLR 2025), with a linear model of the weights, and of as many models.
+    """
+    names = list(mixtures[0])
+    points = np.array([list(each.values()) for each in mixtures])
+    centred = points - points.mean(0)
+    normal = centred.T @ centred + RIDGE * np.eye(len(names))
+    slopes = np.linalg.solve(normal, centred.T @ (np.array(losses) - np.mean(losses)))
+    tried = np.array([list(each.values()) for each in random_mixtures(names, SIMULATED, seed)])
+    best = tried[np.argsort(tried @ slopes)[:100]].mean(0)
+    return dict(zip(names, map(float, best), strict=True))
+
+
+def weights_of(run: Path) -> Weights:
+    """{domain: weight} of a run."""
+    return dict(records.weights_by_name(records.read_weights(run)))
+
+
+def measured(question: Question, seed: int) -> records.Json:
+    """All methods from one seed: their weights, their cost in trainings, and the judge's losses."""
+    proxy = question.proxy("proxy", seed)
+    own = records.read_weights(proxy)
+    alpha = weights_of(proxy)
+    search = temperature(
+        TemperatureConfig(
+            proxy,
+            out=question.out / f"seed{seed}" / "temperature",
+            steps=question.steps,
+            seeds=(seed + CHOOSING,),
+        )
+    ).path
+    found = records.read_weights(search)
+    count = len(found["points"])
+    mixtures = random_mixtures(list(alpha), count, seed)
+    losses = [
+        question.loss(f"random{number}", mixture, seed + CHOOSING)
+        for number, mixture in enumerate(mixtures)
+    ]
+    best = mixtures[int(np.argmin(losses))]
+    methods = {
+        # {method: (weights, trainings of `steps` steps before the base model)}
+        "uniform": (dict.fromkeys(alpha, 1 / len(alpha)), 0),
+        "DoGE": (alpha, 1),
+        "DoGE, measured distance": (weights_of(search), 1 + count),
+        "DoGE, mu / 4": (weights_of(question.proxy("proxy-mu", seed, mu=own["mu"] / 4)), 1),
+        "DoGE, four times as long": (
+            weights_of(question.proxy("proxy-long", seed, steps=4 * question.steps)),
+            4,
+        ),
+        "best of random mixtures": (best, count),
+        "regression on them": (regressed(mixtures, losses, seed), count),
+    }
+    return {
+        "seed": seed,
+        "inverse_temperature": found["inverse_temperature"],
+        "points": {str(p["inverse_temperature"]): p["loss"] for p in found["points"]},
+        "random": losses,
+        "methods": {
+            name: {
+                "weights": weights,
+                "trainings": trainings,
+                "loss": question.loss(_slug(name), weights, seed + JUDGING),
+            }
+            for name, (weights, trainings) in methods.items()
+        },
+    }
+
+
+def _slug(name: str) -> str:
+    return "judge-" + "".join(c for c in name.replace(" ", "-") if c.isalnum() or c == "-")
+
+
+def table(record: records.Json) -> str:
+    """A row for each method: loss, perplexity against uniform with its interval, and cost."""
+    seeds = record["seeds"]
+    rows = []
+    for name in seeds[0]["methods"]:
+        own = [each["methods"][name] for each in seeds]
+        losses = [each["loss"] for each in own]
+        uniform = [each["methods"]["uniform"]["loss"] for each in seeds]
+        change = "" if name == "uniform" else change_text(paired_difference(losses, uniform))
+        cost = np.mean([each["trainings"] for each in own])
+        rows.append([name, f"{math.exp(np.mean(losses)):.1f}", change, f"{cost:.1f}"])
+    found = ", ".join(f"{each['inverse_temperature']:g}" for each in seeds)
+    head = ["weights", "perplexity", "against uniform", "trainings"]
+    return as_ascii(f"1/T found: {found}\n{text(table_of(head, rows))}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, or print the table of what was measured."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path, help=f"a directory, or with --table its {RECORD}")
+    parser.add_argument("--table", action="store_true", help="print what was measured")
+    parser.add_argument("--data", default="installed")
+    parser.add_argument("--domains", nargs="*", default=[], help="trained on; all unless given")
+    parser.add_argument("--target", nargs="*", default=[], help="held out; universal unless given")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--vocab-size", type=int, default=2048)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    args = parser.parse_args(arguments)
+    file = args.out / RECORD if args.out.is_dir() or not args.table else args.out
+    if not args.table:
+        corpus = CorpusConfig(args.data, tuple(args.domains), vocab_size=args.vocab_size)
+        question = Question(args.out, corpus, tuple(args.target), args.steps)
+        record = {
+            "benchmark": "temperature",
+            "data": args.data,
+            "domains": args.domains,
+            "target": args.target,
+            "steps": args.steps,
+            "versions": records.versions(),
+            "seeds": [measured(question, seed) for seed in args.seeds],
+        }
+        records.write_json(file, record)
+    print(table(json.loads(file.read_text(encoding="utf-8"))))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

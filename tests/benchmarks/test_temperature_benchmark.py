@@ -1,0 +1,62 @@
+"""The temperature against other ways to spend its cost: the regression, the table, a whole run."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from benchmarks import known, temperature
+from doge_fast.pipeline import records
+
+
+def test_the_regression_moves_towards_mixtures_with_less_loss() -> None:
+    names = ["a", "b", "c", "d"]
+    mixtures = temperature.random_mixtures(names, 6, seed=0)
+    # "a" lowers the loss, "d" raises it.
+    losses = [6 - each["a"] + each["d"] for each in mixtures]
+    found = temperature.regressed(mixtures, losses, seed=0)
+    assert math.fsum(found.values()) == pytest.approx(1)
+    assert found["a"] > 0.4 > 0.25 > found["d"]
+
+
+def test_random_mixtures_are_on_the_simplex_and_the_seeds() -> None:
+    first, again = (temperature.random_mixtures("xyz", 5, seed=3) for _ in range(2))
+    assert first == again != temperature.random_mixtures("xyz", 5, seed=4)
+    for mixture in first:
+        assert math.fsum(mixture.values()) == pytest.approx(1)
+
+
+def test_the_table_pairs_the_seeds() -> None:
+    def seed(uniform: float, measured: float) -> records.Json:
+        methods = {
+            name: {"weights": {}, "trainings": cost, "loss": loss}
+            for name, loss, cost in (("uniform", uniform, 0), ("measured", measured, 6))
+        }
+        return {"inverse_temperature": 2.0, "methods": methods}
+
+    # The seeds differ by a whole nat, the methods by a tenth in each.
+    text = temperature.table({"seeds": [seed(5.0, 4.9), seed(6.0, 5.9)]})
+    assert "1/T found: 2, 2" in text
+    assert f"{100 * (math.exp(-0.1) - 1):.1f} %" in text
+    assert f"{math.exp(5.4):.1f}" in text
+
+
+@pytest.mark.exhaustive
+def test_every_method_is_judged_by_a_seed_that_chose_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DOGE_FAST_CACHE", str(tmp_path / "cache"))
+    assert known.main([str(tmp_path / "known")]) == 0
+    words = ["--data", str(tmp_path / "known" / "noise"), "--steps", "2", "--vocab-size", "320", "--seeds", "0"]
+    assert temperature.main([str(tmp_path / "out"), *words]) == 0
+    (seed,) = json.loads((tmp_path / "out" / temperature.RECORD).read_text())["seeds"]
+    judged = tmp_path / "out" / "runs"
+    assert len(list(judged.glob("judge-*-seed200"))) == len(seed["methods"]) == 7
+    number = len(seed["points"])
+    assert len(list(judged.glob("random*-seed100"))) == number == len(seed["random"])
+    assert seed["methods"]["DoGE, measured distance"]["trainings"] == number + 1
+    for name, method in seed["methods"].items():
+        run = judged / f"{temperature._slug(name)}-seed200"
+        losses = json.loads((run / "evaluation.json").read_text())["loss"]
+        assert method["loss"] == pytest.approx(sum(losses.values()) / len(losses))
