@@ -48,7 +48,8 @@ def test_every_method_is_judged_by_a_seed_that_chose_nothing(
 ) -> None:
     monkeypatch.setenv("DOGE_FAST_CACHE", str(tmp_path / "cache"))
     assert known.main([str(tmp_path / "known")]) == 0
-    words = ["--data", str(tmp_path / "known" / "noise"), "--steps", "2", "--vocab-size", "320", "--seeds", "0"]
+    words = ["--steps", "2", "--vocab-size", "320", "--seeds", "0"]
+    words += ["--data", str(tmp_path / "known" / "noise")]
     assert temperature.main([str(tmp_path / "out"), *words]) == 0
     (seed,) = json.loads((tmp_path / "out" / temperature.RECORD).read_text())["seeds"]
     judged = tmp_path / "out" / "runs"
