@@ -7,14 +7,13 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from doge_fast import DoGEOptimizer
 from doge_fast.integrations.causal_lm import PLAIN_HEADS, STACKABLE
 from doge_fast.losses import IGNORED, domain_losses, linear_domain_losses
 from doge_fast.stacked.layers import token_sums
 from tests.grids import grid
+from tests.method.architectures import SIZES, Rows, assert_same, optimizer_of, rows_of
 
 VOCABULARY, LENGTH = 61, 10
-SIZES = {"a": 1, "b": 3, "absent": 0, "c": 2}
 COMMON = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -36,8 +35,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gemma2": GROUPED | {"query_pre_attn_scalar": 8, "sliding_window": 8},
 }
 
-Rows = dict[str, Tensor]
-
 
 def tiny(kind: str, attention: str | None = None, **changes: Any) -> PreTrainedModel:
     torch.manual_seed(0)
@@ -56,19 +53,6 @@ def batch(*, padded: bool) -> tuple[dict[str, Tensor], Tensor]:
         inputs["attention_mask"] = mask_BL.long()
         labels_BL[~mask_BL] = IGNORED
     return inputs, labels_BL
-
-
-def optimizer_of(model: PreTrainedModel) -> DoGEOptimizer:
-    inner = torch.optim.SGD(model.named_parameters(), lr=0.1)
-    return DoGEOptimizer(inner, domains=list(SIZES), absent="keep")
-
-
-def rows_of(optimizer: DoGEOptimizer, model: PreTrainedModel) -> Rows:
-    names = {id(param): name for name, param in model.named_parameters()}
-    blocks = optimizer.buffer.touched(optimizer.param_groups[0]["params"])
-    rows = {names[id(block.param)]: block.rows_BN.clone() for block in blocks}
-    optimizer.zero_grad()
-    return rows
 
 
 def sequential(model: PreTrainedModel, inputs: dict[str, Tensor], labels_BL: Tensor) -> Rows:
@@ -104,14 +88,6 @@ def losses_of(
     return domain_losses(model(**inputs, use_cache=False).logits, labels_BL, SIZES)
 
 
-def assert_same(ours: Rows, expected: Rows) -> None:
-    """To 1e-14 of the largest entry, times the depth of the model."""
-    assert ours.keys() == expected.keys()
-    for name, rows_RN in expected.items():
-        error = (ours[name] - rows_RN).abs().max() / rows_RN.abs().max()
-        assert error <= 2e-14, f"{name} is off by {error:.1e}"
-
-
 # One with learned positions, one with rotary ones and grouped heads.
 SOME = ("gpt2", "llama")
 
@@ -143,7 +119,9 @@ def test_rows_are_those_of_one_domain_after_another(
         model.gradient_checkpointing_enable({"use_reentrant": way == "reentrant"})
     if way == "reentrant":
         model.enable_input_require_grads()
-    assert_same(stacked(model, inputs, labels_BL, fused=way == "fused head"), expected)
+    found = stacked(model, inputs, labels_BL, fused=way == "fused head")
+    # Twice that of one layer: the depth of the model.
+    assert_same(found, expected, bound=2e-14)
 
 
 @pytest.mark.parametrize("kind", SOME)

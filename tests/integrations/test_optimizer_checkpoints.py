@@ -321,6 +321,7 @@ def test_refused_numbers_in_the_groups_change_nothing() -> None:
     model, optimizer = wrapped()
     train(model, optimizer, range(3))
     state = optimizer.state_dict()
+    state["param_groups"][0]["lr"] = 0.5
     del state["doge"]
     for others in ({"domains": ["a", "c", "b"]}, {"domains": ["a", "b"]}, {"target": "far"}):
         model, optimizer = wrapped(**others)
@@ -328,6 +329,7 @@ def test_refused_numbers_in_the_groups_change_nothing() -> None:
         with pytest.raises(ValueError, match="other domains or another target"):
             optimizer.load_state_dict(state)
         assert_same(everything(model, optimizer), before)
+        assert optimizer.param_groups[0]["lr"] == 0.05
 
 
 def test_a_state_dict_is_a_copy() -> None:

@@ -100,19 +100,31 @@ def test_a_group_that_comes_or_goes_is_found(ranks: Ranks, is_alone_first: bool)
 
 
 def with_others(*options: dict[str, Any]) -> str:
-    """What a step says where rank 0 has the first options, and rank 1 the second."""
+    """What a step says where rank 0 has the first options, and rank 1 the second.
+
+    "is_moved", "entered", "later_alpha" and "grad_scale" are no options of the optimizer; the last
+    two come after two whole steps.
+    """
     rank = dist.get_rank()
     here = dict(options[rank])
     is_moved, entered = here.pop("is_moved", False), here.pop("entered", own(rank))
+    alpha, scale = here.pop("later_alpha", None), here.pop("grad_scale", None)
     model, optimizer = built(**here)
     if is_moved:
         with torch.no_grad():
             next(model.parameters()).add_(1e-9)
+    for _ in range(2 if "micro_batches" in here else 0):
+        step_again(model, optimizer, [entered])
+        optimizer.zero_grad()
+    if alpha is not None:
+        state = optimizer.doge.state_dict()
+        optimizer.doge.load_state_dict(state | {"alpha": torch.tensor(alpha).double()})
     enter(model, optimizer, entered)
-    return raised(optimizer.step)
+    return raised(lambda: optimizer.combine(grad_scale=scale) if scale else optimizer.step())
 
 
 BIAS = {"selection": ["0.bias"]}
+LATER = {"micro_batches": None}
 
 
 @pytest.mark.parametrize(
@@ -129,6 +141,8 @@ BIAS = {"selection": ["0.bias"]}
         ({}, {"absent": "keep"}, "micro_batches or absent"),
         ({}, {"is_moved": True}, "the values of the parameters"),
         ({}, {"entered": "a"}, ""),
+        (LATER, LATER | {"later_alpha": [0.25, 0.75]}, "the domain weights"),
+        (LATER | {"grad_scale": 2.0}, LATER | {"grad_scale": 3.0}, "grad_scale"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -138,30 +152,6 @@ def test_ranks_that_differ_say_in_what(
     said, other = ranks.run(2, with_others, first, second)
     assert said == other
     assert (f"differ in {what}: rank 1 from rank 0." if what else "missing ['b']") in said
-
-
-def of_other_in_the_run(what: str) -> str:
-    """Rank 1 differs in a later step."""
-    rank = dist.get_rank()
-    model, optimizer = built(micro_batches=None)
-    state = optimizer.doge.state_dict()
-    for _ in range(2):
-        enter(model, optimizer, own(rank))
-        optimizer.step()
-        optimizer.zero_grad()
-    if what == "the domain weights":
-        state |= {"alpha": torch.tensor([0.3, 0.7], dtype=torch.float64)} if rank else {}
-        optimizer.doge.load_state_dict(state)
-    enter(model, optimizer, own(rank))
-    scale = 2.0 + rank if what == "grad_scale" else None
-    return raised(lambda: optimizer.combine(grad_scale=scale))
-
-
-@pytest.mark.parametrize("what", ["the domain weights", "grad_scale"])
-def test_ranks_that_differ_in_a_run_say_in_what(ranks: Ranks, what: str) -> None:
-    one, other = ranks.run(2, of_other_in_the_run, what)
-    assert one == other
-    assert f"differ in {what}: rank 1 from rank 0." in one
 
 
 def of_a_group() -> tuple[list[float], list[float], str]:
@@ -217,36 +207,26 @@ THAT_REDUCE: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
+FORWARD_FIRST = "Run forward and backward inside the domain"
+
+
 def of_wrapper(said: str) -> str:
     model, _ = built()
-    wrapped = THAT_REDUCE[said](model)
+    wrapped = THAT_REDUCE.get(said, DistributedDataParallel)(model)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = DoGEOptimizer(inner, domains=list(SIZES), mu=5.0)
-    return raised(lambda: enter(wrapped, optimizer, own(dist.get_rank())))
+    name = own(dist.get_rank())
+    if said != FORWARD_FIRST:
+        return raised(lambda: enter(wrapped, optimizer, name))
+    outputs = wrapped(examples(name, 0, 4))
+    return raised(lambda: enter(lambda _: outputs, optimizer, name))
 
 
-@pytest.mark.parametrize("said", THAT_REDUCE)
+@pytest.mark.parametrize("said", [*THAT_REDUCE, FORWARD_FIRST])
 @pytest.mark.filterwarnings("ignore")
 def test_what_reduces_by_itself_is_refused(ranks: Ranks, said: str) -> None:
     for sentence in ranks.run(2, of_wrapper, said):
         assert said in sentence
-
-
-def forward_before_the_domain() -> str:
-    model, optimizer = built()
-    wrapped = DistributedDataParallel(model)
-    outputs = wrapped(examples("a", 0, 4))
-
-    def backward() -> None:
-        with optimizer.domain("a"):
-            losses(outputs, "a").mean().backward()
-
-    return raised(backward)
-
-
-def test_ddp_whose_forward_ran_before_the_domain_is_refused(ranks: Ranks) -> None:
-    for said in ranks.run(2, forward_before_the_domain):
-        assert "Run forward and backward inside the domain" in said
 
 
 def reduce_before_the_first_step() -> Tensor:
@@ -329,6 +309,7 @@ def test_what_one_rank_raises_drops_the_step_on_all(ranks: Ranks, how: str) -> N
     assert "dropped on all ranks, since rank 1 raised" in said
     assert itself
     assert "rank 1" not in itself
+
     torch.testing.assert_close(theta_N, alone_N, rtol=0, atol=1e-13)
     assert torch.equal(theta_N, other_N)
 

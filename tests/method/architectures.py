@@ -1,12 +1,13 @@
 """Small models of every kind in one table, each from token ids [B, L] to logits [B, L, V]."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from doge_fast import DoGEOptimizer
 from doge_fast.stacked.layers import LayerRule, Outer, Sum
 
 SIZES = {"a": 1, "b": 3, "absent": 0, "c": 2}
@@ -294,3 +295,31 @@ def rows_by_autograd(model: nn.Module, ids_BL: Tensor, sizes: dict[str, int] = S
         for (name, param), *column in zip(params.items(), *rows, strict=True)
         if any(grad is not None for grad in column)
     }
+
+
+def optimizer_of(model: nn.Module, domains: Mapping[str, int] = SIZES) -> DoGEOptimizer:
+    """Of the parameters that take a gradient; the loop says when a step ends."""
+    return DoGEOptimizer(
+        torch.optim.SGD([p for p in model.named_parameters() if p[1].requires_grad], lr=0.1),
+        domains=list(domains),
+        absent="keep",
+        micro_batches=None,
+        domain_max_grad_norm=None,
+    )
+
+
+def rows_of(optimizer: DoGEOptimizer, model: nn.Module) -> Rows:
+    """What the buffer holds; the step is forgotten."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    blocks = optimizer.buffer.touched(optimizer.param_groups[0]["params"])
+    rows = {names[id(block.param)]: block.rows_BN.clone() for block in blocks}
+    optimizer.zero_grad()
+    return rows
+
+
+def assert_same(ours: Rows, expected: Rows, bound: float = 1e-14) -> None:
+    """To `bound` of the largest entry: a few float64 roundings, in another order."""
+    assert ours.keys() == expected.keys()
+    for name, rows_RN in expected.items():
+        error = (ours[name] - rows_RN).abs().max() / rows_RN.abs().max()
+        assert error <= bound, f"{name} is off by {error:.1e}"

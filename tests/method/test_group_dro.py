@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from doge_fast.weights.group_dro import (
-    STEP_SIZE,
     ExcessWeights,
     Variant,
     domain_means,
@@ -118,46 +117,6 @@ def test_tokens_are_clipped_one_by_one_and_not_their_mean() -> None:
     # Two nats worse on one token and two better on the other.
     assert per_token.tolist() == [1.0, 0.75]
     assert of_means.tolist() == [0.0, 0.75]
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_domain_that_the_reference_predicts_better_gains_weight(variant: Variant) -> None:
-    reference_BT = torch.full((4, 3), 2.0)
-    losses_BT = reference_BT + torch.tensor([[-1.0], [0.0], [0.5], [1.5]])
-    weights = start([0.25] * 4)
-    excess_K = excess_losses(
-        losses_BT, reference_BT, torch.arange(4), weights.excess, variant=variant
-    )
-    assert excess_K.tolist() == [0.0, 0.0, 0.5, 1.5]
-    alpha = weights.moved(excess_K, step_size=STEP_SIZE[variant], smoothing=0.0).alpha.tolist()
-    assert alpha[0] == alpha[1] < 0.25 < alpha[3]
-    assert alpha[0] < alpha[2] < alpha[3]
-
-
-def test_equal_excess_moves_nothing_and_smoothing_is_a_floor() -> None:
-    weights = start([0.7, 0.2, 0.1])
-    still = weights.moved(torch.full((3,), 0.8, dtype=torch.float64), step_size=1, smoothing=0)
-    assert still.alpha.tolist() == pytest.approx([0.7, 0.2, 0.1], rel=ULPS)
-    huge = torch.tensor([1e4, 0.0, 0.0], dtype=torch.float64)
-    floor = weights.moved(huge, step_size=1, smoothing=0.03).alpha.tolist()
-    assert floor == pytest.approx([0.98, 0.01, 0.01], rel=ULPS)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_weights_move_with_the_domains_names(variant: Variant) -> None:
-    generator = torch.Generator().manual_seed(3)
-    losses_BT, reference_BT = torch.rand(2, 6, 4, generator=generator, dtype=torch.float64)
-    ids_B, order = torch.tensor([0, 0, 1, 2, 2, 2]), torch.tensor([2, 0, 1])
-    last_K = torch.zeros(3, dtype=torch.float64)
-    there = excess_losses(losses_BT, reference_BT, ids_B, last_K, variant=variant)
-    here = excess_losses(losses_BT, reference_BT, order[ids_B], last_K, variant=variant)
-    assert here[order].tolist() == pytest.approx(there.tolist(), rel=ULPS)
-
-
-def test_at_the_sampling_weights_the_loss_is_the_ordinary_one() -> None:
-    sampling_K = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64)
-    shares_B = example_shares(sampling_K, sampling_K, torch.tensor([0, 0, 0, 1, 2]))
-    assert shares_B.tolist() == pytest.approx([0.2] * 5, rel=ULPS)
 
 
 def test_token_losses_are_the_models_own() -> None:

@@ -16,12 +16,15 @@ from tests.method.architectures import (
     Own,
     ScaledLinear,
     ScaledLinearRule,
+    assert_same,
     ids_of,
     losses_of,
     made,
+    optimizer_of,
     rows_by_autograd,
+    rows_of,
 )
-from tests.method.test_stacked import assert_same, optimizer_of, rows_of, run
+from tests.method.test_stacked import run
 
 
 @pytest.fixture(autouse=True)

@@ -101,11 +101,6 @@ def test_a_schedule_runs_dry_as_with_any_optimizer() -> None:
     assert optimizer.num_steps == 0
 
 
-def test_weights_as_domains_are_refused() -> None:
-    with pytest.raises(ValueError, match="initial="):
-        DoGEOptimizer(sgd(0.1), domains={"a": 0.7, "b": 0.3})
-
-
 def moments(optimizer: DoGEOptimizer) -> torch.Tensor:
     (weight,) = optimizer.param_groups[0]["params"]
     return optimizer.state[weight]["exp_avg"]

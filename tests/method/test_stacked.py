@@ -24,35 +24,19 @@ from tests.method.architectures import (
     SIZES,
     VOCABULARY,
     Recurrent,
-    Rows,
     Tiny,
+    assert_same,
     ids_of,
     losses_of,
     made,
     mean_loss,
+    optimizer_of,
     rows_by_autograd,
+    rows_of,
 )
 from tests.packages import installed
 
 EQUAL = {"a": 2, "b": 2, "absent": 0, "c": 2}
-
-
-def optimizer_of(model: nn.Module, domains: dict[str, int] = SIZES) -> DoGEOptimizer:
-    return DoGEOptimizer(
-        torch.optim.SGD([p for p in model.named_parameters() if p[1].requires_grad], lr=0.1),
-        domains=list(domains),
-        absent="keep",
-        micro_batches=None,
-        domain_max_grad_norm=None,
-    )
-
-
-def rows_of(optimizer: DoGEOptimizer, model: nn.Module) -> Rows:
-    names = {id(param): name for name, param in model.named_parameters()}
-    blocks = optimizer.buffer.touched(optimizer.param_groups[0]["params"])
-    rows = {names[id(block.param)]: block.rows_BN.clone() for block in blocks}
-    optimizer.zero_grad()
-    return rows
 
 
 def run(
@@ -64,14 +48,6 @@ def run(
 ) -> None:
     with optimizer.stacked(model, sizes):
         losses_of((model if call is None else call)(ids_BL), ids_BL, sizes).sum().backward()
-
-
-def assert_same(ours: Rows, expected: Rows) -> None:
-    """To 1e-14 of the largest entry: a few float64 roundings, in another order."""
-    assert ours.keys() == expected.keys()
-    for name, rows_RN in expected.items():
-        error = (ours[name] - rows_RN).abs().max() / rows_RN.abs().max()
-        assert error <= 1e-14, f"{name} is off by {error:.1e}"
 
 
 @pytest.fixture
