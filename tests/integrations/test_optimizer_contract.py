@@ -109,7 +109,7 @@ def test_an_averaged_model_is_a_copy_whose_gradients_nobody_takes() -> None:
     assert all(param.grad is None for param in model.parameters())
 
 
-# Accelerate. Its state is one for the process, hence a process for each.
+# Accelerate. Its state is one for the process, hence a process for each check.
 
 
 def by_hand(
@@ -134,7 +134,13 @@ def with_rate(model: nn.Module, optimizer: DoGEOptimizer) -> list[Tensor]:
     return [*everything(model, optimizer), torch.tensor(optimizer.inner.param_groups[0]["lr"])]
 
 
-def check_accelerate(given: str, micro: int, clip: float | None) -> None:
+def check_accelerate() -> None:
+    accelerated("wrapper", 1, None)
+    accelerated("inner", 2, None)
+    accelerated("wrapper", 2, 0.01)
+
+
+def accelerated(given: str, micro: int, clip: float | None) -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=micro)
     model, doge = wrapped(micro_batches=micro)
     scheduler: Any = lr_scheduler.LambdaLR(doge if given == "wrapper" else doge.inner, halved)
@@ -151,13 +157,6 @@ def check_accelerate(given: str, micro: int, clip: float | None) -> None:
             optimizer.zero_grad()
     assert_same(with_rate(model, doge), with_rate(*by_hand(range(4), micro=micro, clip=clip)))
     assert doge.num_steps == 4
-
-
-@pytest.mark.parametrize(
-    ("given", "micro", "clip"), [("wrapper", 1, None), ("inner", 2, None), ("wrapper", 2, 0.01)]
-)
-def test_accelerate(given: str, micro: int, clip: float | None) -> None:
-    isolated(check_accelerate, given, micro, clip)
 
 
 def check_loaders() -> None:
@@ -231,8 +230,10 @@ def check_accelerate_scaler() -> None:
     assert_same(with_rate(model, doge), expected)
 
 
-@pytest.mark.parametrize("check", [check_loaders, check_division, check_accelerate_scaler])
-def test_accelerate_with_loaders_of_domains_and_with_a_scaler(check: Callable[[], None]) -> None:
+@pytest.mark.parametrize(
+    "check", [check_accelerate, check_loaders, check_division, check_accelerate_scaler]
+)
+def test_accelerate(check: Callable[[], None]) -> None:
     isolated(check)
 
 
@@ -549,42 +550,7 @@ def check_compiled(what: str) -> None:
         assert_same(ours, theirs)
 
 
-@pytest.mark.parametrize(
-    "what",
-    [*(pytest.param(w, marks=pytest.mark.exhaustive) for w in ("step", "training")), "model"],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("what", ["step", "training", "model"])
 def test_compilers(what: str) -> None:
     isolated(check_compiled, what)
-
-
-# Stand-ins, and gradients of somebody else's.
-
-
-class StandIn:
-    """What Lightning hands out: of a class derived from the optimizer's, with a dict of its own."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.original = optimizer
-        self.__class__ = type("StandInForOne", (StandIn, type(optimizer)), {})
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.original, name)
-
-    def step(self) -> Any:
-        return self.original.step()
-
-
-def test_a_stand_in_is_entered_as_the_optimizer() -> None:
-    model, optimizer = wrapped()
-    twin, plain = wrapped()
-    stand_in: Any = StandIn(optimizer)
-    for step in range(3):
-        collect(model, stand_in, step)
-        if step == 1:
-            stand_in.combine()
-        stand_in.step()
-        stand_in.zero_grad(set_to_none=False)
-        assert set(vars(stand_in)) == {"original"}
-        train(twin, plain, [step])
-    stand_in.load_state_dict(stand_in.state_dict())
-    assert_same(everything(model, stand_in), everything(twin, plain))

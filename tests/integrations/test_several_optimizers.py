@@ -1,7 +1,7 @@
 """Several wrapped optimizers: one W over all parameters, one mixture, and each steps its own.
 
-The truth is plain autograd in float64 with `doge_fast.reference`. Tolerance: that of
-test_optimizer_twins, 1e-12, two orders above what a hundred steps of rounding come to.
+Their steps are those of the reference in test_optimizer_twins; over ranks and in one pass for all
+domains: test_several_processes and test_sharded; resumed: the two tests of checkpoints.
 """
 
 import copy
@@ -13,63 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
-from doge_fast import DoGEOptimizer, reference
+from doge_fast import DoGEOptimizer
 from tests.integrations import small
-from tests.integrations.test_several_processes import (
-    bare,
-    examples,
-    losses,
-    muon_and_adamw,
-    sgd_and_adamw,
-    small_model,
-    trained,
-    values,
-)
-
-STEPS = 100
-TOLERANCE = 1e-12
-SIZES = {"a": 4, "b": 8, "c": 4, "d": 4}
-MU = 20.0
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def plainly(kind: Callable[[nn.Module], list[Optimizer]]) -> tuple[Tensor, ...]:
-    """Parameters, mean alpha and the last norm of a loop with autograd.grad and the optimizers."""
-    model = small_model()
-    optimizers = kind(model)
-    params = list(model.parameters())
-    alpha_K = torch.full((len(SIZES),), 1 / len(SIZES), dtype=torch.float64)
-    total_K = torch.zeros_like(alpha_K)
-    for step in range(STEPS):
-        rows = []
-        for name, size in SIZES.items():
-            loss = losses(model(examples(name, step, size)), name).mean()
-            rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, params)]))
-        lr = optimizers[0].param_groups[0]["lr"]
-        alpha_K, gradient_N, _ = reference.step(
-            torch.stack(rows), alpha_K, tau_R=torch.ones(len(SIZES)).double(), lr=lr, mu=MU
-        )
-        total_K += alpha_K
-        pieces = gradient_N.split([param.numel() for param in params])
-        for param, piece in zip(params, pieces, strict=True):
-            param.grad = piece.view(param.shape)
-        for each in optimizers:
-            each.step()
-    return values(model), total_K / STEPS, gradient_N.norm()
-
-
-@pytest.mark.parametrize("kind", [muon_and_adamw, sgd_and_adamw])
-@pytest.mark.parametrize("is_stacked", [False, True], ids=["sequential", "stacked"])
-def test_several_optimizers_equal_plain_autograd(kind: Any, is_stacked: bool) -> None:
-    """Over ranks: test_several_processes and test_sharded; resumed: the two of checkpoints."""
-    options = {"inner": kind, "mu": MU, "domain_max_grad_norm": None}
-    found = trained(bare, SIZES, is_stacked, options, steps=range(STEPS))
-    expected = plainly(kind)
-    # The weights have left uniform.
-    assert (expected[1] - 1 / len(SIZES)).abs().max() > 1e-2
-    for value, truth in zip(found, expected, strict=True):
-        torch.testing.assert_close(value, truth, rtol=0, atol=TOLERANCE)
 
 
 # What stands around a step; `small.pair` takes other ways through test_optimizer_contract too.

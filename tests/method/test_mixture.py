@@ -50,7 +50,10 @@ def test_ranks_and_workers_together_see_the_batches_of_one_process(world, worker
     assert united(loaders) == plain(expected, 7)
 
 
-@pytest.mark.parametrize(("workers", "context"), [(0, None), (2, None), (1, "spawn")])
+@pytest.mark.parametrize(
+    ("workers", "context"),
+    [(0, None), (2, None), pytest.param(1, "spawn", marks=pytest.mark.exhaustive)],
+)
 def test_a_change_holds_from_the_step_it_names_whatever_the_workers(workers, context):
     mixture = sized(steps=14)
     seen = []

@@ -146,13 +146,6 @@ def test_a_changed_state_is_refused_before_anything_moves(part: str, value: Any)
     assert torch.equal(optimizer.alpha, before)
 
 
-@given(json_values)
-def test_what_is_no_state_is_refused_by_name(value: Any) -> None:
-    optimizer = _after_a_step(2)
-    with pytest.raises((TypeError, ValueError), match="state"):
-        optimizer.doge.load_state_dict(value)
-
-
 # Files.
 
 

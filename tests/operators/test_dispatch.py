@@ -77,10 +77,8 @@ def test_a_missing_compiler_is_said_once(tmp_path: Path) -> None:
     assert "/nonexistent" in result["explained"]
 
 
-@pytest.mark.parametrize(
-    "variable",
-    ["DOGE_FAST_NO_JIT=1", pytest.param("DOGE_FAST_BACKEND=torch", marks=pytest.mark.exhaustive)],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("variable", ["DOGE_FAST_NO_JIT=1", "DOGE_FAST_BACKEND=torch"])
 def test_plain_torch_that_was_asked_for_is_not_warned_of(tmp_path: Path, variable: str) -> None:
     name, value = variable.split("=")
     result = in_fresh_process(tmp_path, CXX="/nonexistent", **{name: value})
