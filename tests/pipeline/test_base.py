@@ -253,14 +253,6 @@ def test_dropout_goes_on_where_it_stood(
     assert_same_run(cut.out, whole.out)
 
 
-def test_weights_of_other_domains_are_refused(base: Make, tmp_path: Path) -> None:
-    file = write_weights(tmp_path / "w.json", {"code": 0.5, "poetry": 0.5})
-    config = base(weights=str(file))
-    with pytest.raises(ValueError, match="no weight for prose, table, verse and weights for poet"):
-        train_base(config)
-    assert not config.out.exists()
-
-
 def test_more_steps_for_a_complete_run_are_refused_with_the_way_out(
     base: Make, proxy: Callable[..., ProxyConfig], trained_base: Path, trained_proxy: Path
 ) -> None:

@@ -23,6 +23,7 @@ from doge_fast.pipeline.proxy import ProxyTrainer, learn_weights
 from doge_fast.pipeline.records import manifest
 from tests.pipeline.conftest import settings_of
 from tests.pipeline.stages import assert_same_run, killed_at, words_of
+from tests.pipeline.workshop import Damage
 
 NEWEST, BEFORE = "checkpoint-6", "checkpoint-4"
 FILES = (
@@ -65,40 +66,15 @@ def run(killed: Path, tmp_path: Path) -> Path:
     return shutil.copytree(killed, tmp_path / "run")
 
 
-def flip(file: Path, position: int | None = None) -> None:
-    """One bit; in the middle, or of the byte at a position."""
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2 if position is None else position] ^= 1
-    file.write_bytes(content)
-
-
-def halve(file: Path) -> None:
-    content = file.read_bytes()
-    file.write_bytes(content[: len(content) // 2])
-
-
-def lengthen(file: Path) -> None:
-    file.write_bytes(file.read_bytes() + b"\0")
-
-
-def become_a_folder(file: Path) -> None:
-    file.unlink()
-    file.mkdir()
-
-
-def dangle(file: Path) -> None:
-    file.unlink()
-    file.symlink_to("nowhere")
-
-
-DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "deleted": (Path.unlink, "{} is missing"),
-    "empty": (lambda file: file.write_bytes(b""), "{} has 0 bytes, and "),
-    "half": (halve, "{} has "),
-    "longer": (lengthen, "{} has "),
-    "one bit flipped": (flip, "{} is not what was written: its sha256 differs"),
-    "a folder": (become_a_folder, "{} is missing"),
-    "a dangling link": (dangle, "{} is missing"),
+# {what workshop.Damage does: how the sentence begins that says so}.
+DAMAGES = {
+    "delete": "{} is missing",
+    "empty": "{} has 0 bytes, and ",
+    "half": "{} has ",
+    "add x": "{} has ",
+    "flip 0.5": "{} is not what was written: its sha256 differs",
+    "folder": "{} is missing",
+    "dangling": "{} is missing",
 }
 
 
@@ -115,17 +91,16 @@ def test_two_generations_are_kept_with_all_that_they_need(killed: Path) -> None:
 
 @pytest.mark.parametrize(
     ("file", "damage"),
-    [*((file, "deleted") for file in FILES), *(("optimizer.pt", damage) for damage in DAMAGES)],
+    [*((file, "delete") for file in FILES), *(("optimizer.pt", damage) for damage in DAMAGES)],
 )
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
     run: Path, file: str, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    change, sentence = DAMAGES[damage]
-    change(run / "checkpoints" / NEWEST / file)
+    Damage(damage)(run / "checkpoints" / NEWEST / file)
     with caplog.at_level("WARNING", logger="doge_fast"):
         assert records.resume_checkpoint(run) == run / "checkpoints" / BEFORE
     (said,) = caplog.messages
-    assert said.startswith(f"{run}: {NEWEST} is damaged: {sentence.format(file)}")
+    assert said.startswith(f"{run}: {NEWEST} is damaged: {DAMAGES[damage].format(file)}")
     assert said.endswith(f". {BEFORE} is used.")
     steps = [line["step"] for line in records.read_metrics(run, kind="train")]
     assert steps == list(range(5))
@@ -139,8 +114,9 @@ def test_any_bit_of_a_manifest_may_flip(run: Path, monkeypatch: pytest.MonkeyPat
     metrics = (run / "metrics.jsonl").read_bytes()
     harmless = 0
     for position in range(0, len(content), 11):
-        file.write_bytes(content)
-        flip(file, position)
+        changed = bytearray(content)
+        changed[position] ^= 1
+        file.write_bytes(changed)
         (run / "metrics.jsonl").write_bytes(metrics)
         found = records.resume_checkpoint(run)
         assert found is not None
@@ -152,14 +128,14 @@ def test_any_bit_of_a_manifest_may_flip(run: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("file", "damage"),
     [
-        ("model.safetensors", "one bit flipped"),
-        pytest.param("scheduler.pt", "deleted", marks=pytest.mark.exhaustive),
+        ("model.safetensors", "flip 0.5"),
+        pytest.param("scheduler.pt", "delete", marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_generation_before_leads_to_the_bits_of_the_uninterrupted_run(
     config: ProxyConfig, whole: Path, run: Path, file: str, damage: str
 ) -> None:
-    DAMAGES[damage][0](run / "checkpoints" / NEWEST / file)
+    Damage(damage)(run / "checkpoints" / NEWEST / file)
     assert learn_weights(replace(config, out=run)).path == run
     assert_same_run(run, whole)
     assert not (run / "checkpoints").exists()
@@ -169,7 +145,7 @@ def test_without_a_whole_checkpoint_nothing_is_trained(
     config: ProxyConfig, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run / "checkpoints" / NEWEST / "optimizer.pt").unlink()
-    halve(run / "checkpoints" / BEFORE / "model.safetensors")
+    Damage("half")(run / "checkpoints" / BEFORE / "model.safetensors")
     before = (run / "metrics.jsonl").read_bytes()
     words = ["proxy", *words_of(replace(config, out=run)), "--sequences-per-domain", "2"]
     assert cli.main(words) not in (0, None)
@@ -403,7 +379,7 @@ def test_an_emptied_model_is_not_complete_and_is_made_again(base_run: BaseConfig
 
 
 def test_a_bit_of_a_model_is_noticed_where_it_is_read(base_run: BaseConfig) -> None:
-    flip(base_run.out / "model" / "model.safetensors")
+    Damage("flip 0.5")(base_run.out / "model" / "model.safetensors")
     # Not each time that somebody asks whether a run is there.
     assert records.is_finished(base_run.out)
     with pytest.raises(ValueError, match=r"model\.safetensors is not what was written"):

@@ -146,15 +146,6 @@ def test_what_a_run_begins_with_and_was_told_is_recorded_where_there_is_somethin
     assert not records.read_config(config.out).keys() & nothing.keys()
 
 
-def test_another_corpus_is_refused_and_named(tmp_path):
-    config = proxy_config(tmp_path)
-    records.open_run(config.out, stage="proxy", config=config, corpus=CORPUS)
-    recorded = records.read_config(config.out)
-    records.check_corpus(config.out, recorded, CORPUS)
-    with pytest.raises(ValueError, match="tokenizer_sha256"):
-        records.check_corpus(config.out, recorded, CORPUS | {"tokenizer_sha256": "1" * 64})
-
-
 def test_no_flipped_bit_of_weights_gives_other_weights(tmp_path):
     path = tmp_path / "weights.json"
     entries = [{"name": "web", "weight": 0.25}, {"name": "wiki", "weight": 0.75}]
@@ -188,7 +179,7 @@ def test_weights_that_were_edited_are_refused_unless_their_digest_is_taken_out(t
         records.read_weights(path)
 
 
-def test_a_text_that_has_changed_is_refused_where_its_digest_was_recorded(tmp_path):
+def test_another_tokenizer_or_text_is_refused(tmp_path):
     config = proxy_config(tmp_path)
 
     def corpus(digest: str) -> Any:
@@ -198,6 +189,8 @@ def test_a_text_that_has_changed_is_refused_where_its_digest_was_recorded(tmp_pa
     records.open_run(config.out, stage="proxy", config=config, corpus=corpus("a"))
     recorded = records.read_config(config.out)
     records.check_corpus(config.out, recorded, corpus("a"))
+    with pytest.raises(ValueError, match="tokenizer_sha256"):
+        records.check_corpus(config.out, recorded, corpus("a") | {"tokenizer_sha256": "1" * 64})
     with pytest.raises(ValueError, match="began with another text"):
         records.check_corpus(config.out, recorded, corpus("b"))
     # Earlier releases recorded none.
@@ -328,11 +321,9 @@ def test_float32_weights_and_printed_ones_sum_to_one(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"schema_version": 7}, "schema 7"),
         ({"schema_version": None}, "at least"),
         ({"domains": []}, "domains"),
         ({"domains": {"a": 1.0}}, "domains"),
-        ({"domains": ["a"]}, "domains"),
         ({"domains": [{"weight": 1.0}]}, "name"),
         ({"domains": [{"name": "a", "weight": 0.5}] * 2}, "a occurs twice"),
         ({"domains": [{"name": "a", "weight": 0.9}]}, r"sum to 1; .* 0\.9"),
@@ -345,11 +336,8 @@ def test_float32_weights_and_printed_ones_sum_to_one(tmp_path):
         ({"domains": [{"name": "a", "weight": 1, "tokens": 1.5}]}, "tokens"),
         ({"domains": [{"name": "a", "weight": 1, "mean_doc_tokens": 0}]}, "mean_doc_tokens"),
         ({"method": ""}, "method"),
-        ({"target": "everything"}, "target"),
         ({"steps": -3}, "steps"),
-        ({"seed": 0.5}, "seed"),
         ({"reference": "runs/base"}, "reference"),
-        ({"average": {"count": "many"}}, "average"),
         ({"stages": "later"}, "stages"),
     ],
 )

@@ -167,7 +167,6 @@ def write_base(
     steps: int = STEPS,
     learning_rate: float = TRAINING.learning_rate,
     is_evaluated: bool = True,
-    eval_steps: Sequence[int] = (),
     blocks: int = 128,
     tokens: Mapping[str, int] = TOKENS,
 ) -> Path:
@@ -197,9 +196,6 @@ def write_base(
                 "seconds": 0.3,
             },
         )
-    for step in eval_steps:
-        late = {name: value + 3 * math.exp(-3 * step / steps) for name, value in losses.items()}
-        records.append_metrics(out, {"step": step, "kind": "eval", "loss": late})
     given = given_weights(weights, names)
     records.write_weights(
         out,
@@ -222,13 +218,13 @@ def given_weights(weights: str, names: Sequence[str]) -> dict[str, float]:
     return dict.fromkeys(names, 1 / len(names))
 
 
-def write_experiment(folder: Path, changes: Sequence[float], *, doge: str = "DoGE") -> Path:
+def write_experiment(folder: Path, changes: Sequence[float]) -> Path:
     """An experiment whose learned arm's losses differ from uniform's by `changes`, one a seed."""
     seeds = range(len(changes))
     arms = [
         {"label": "uniform", "about": "baseline", "is_baseline": True}
         | {"runs": [f"uniform-seed{seed}" for seed in seeds]},
-        {"label": doge, "about": "learned", "runs": [f"doge-seed{seed}" for seed in seeds]},
+        {"label": "DoGE", "about": "learned", "runs": [f"doge-seed{seed}" for seed in seeds]},
     ]
     group = {"kind": "perplexity", "title": "Base models", "arms": arms}
     records.write_experiment(
