@@ -228,7 +228,8 @@ class _Search:
         if math.log(max(positive) / min(positive)) < 1e-6:
             raise ValueError(
                 f"The weights of {config.proxy} are equal: every temperature gives the same "
-                "mixture. Train the proxy longer, or with a smaller mu."
+                "mixture. Train the proxy longer or with a smaller mu; of two domains with "
+                "--domain-max-grad-norm 0, for gradients of one norm have equal scores."
             )
         search = cls(config, filled(ProxyConfig(config.proxy), recorded["config"]), record)
         for seed in config.seeds:

@@ -33,6 +33,8 @@ COUNTS = ("num_steps", "num_skipped")
 
 # A learning rate may still be warming up before.
 _STEPS_OF_A_RATE = 50
+# Steps after which two domains whose scores were always equal are no coincidence.
+_STEPS_OF_A_TIE = 10
 
 # Weights that were printed or read from a file are rounded.
 _SUM_TOLERANCE = 1e-5
@@ -207,13 +209,14 @@ class DomainWeights:
     def warn_of_failure(self) -> None:
         """Warn, once each, of weights that mean nothing.
 
-        These are: all steps were skipped, all scores are zero, the default mu does not fit the
-        learning rate, or the weights have collapsed. Waits for the device.
+        These are: all steps were skipped, all scores are zero or equal by construction, the default
+        mu does not fit the learning rate, or the weights have collapsed. Waits for the device.
         """
         state = state_views(self._state_S.cpu())
         messages = {
             "skipped": self._all_skipped(state),
             "unmoved": self._unmoved(state),
+            "tied": self._tied(state),
             "few": self._collapsed(state),
             "rate": self._other_rate(state),
         }
@@ -267,13 +270,31 @@ class DomainWeights:
             "target= a domain that the loop runs."
         )
 
+    @property
+    def _is_for_all(self) -> bool:
+        return not self.objective.measured and len(set(self.objective.tau)) == 1
+
+    def _tied(self, state: WeightsState) -> str | None:
+        """W_j = 1 + g_1 . g_2 for both of two domains whose gradients are clipped to norm 1."""
+        norm, count = self.rule.domain_max_grad_norm, int(state.num_steps)
+        is_pair = len(self.objective.domains) == 2 and self._is_for_all and norm is not None
+        # What is not finite is told as skipped, and no score at all as unmoved.
+        has_scores = bool(state.gain.any())
+        is_still = torch.allclose(state.alpha_mean, self._start_K, rtol=1e-3)
+        if not (is_pair and has_scores and is_still and count >= _STEPS_OF_A_TIE):
+            return None
+        return (
+            f"the domain weights have stayed where they began in {count} steps: the gradients of "
+            f"both domains are clipped to the norm {norm:g}, and two domains of one norm have "
+            "equal scores, whatever mu is. Pass domain_max_grad_norm=None."
+        )
+
     def _collapsed(self, state: WeightsState) -> str | None:
         names = self.objective.domains
         least = 1 + COLLAPSED * (len(names) - 1)
         num_effective = float(simplex.effective_domains(state.alpha))
         is_expected = float(simplex.effective_domains(self._start_K)) < least
-        is_for_all = not self.objective.measured and len(set(self.objective.tau)) == 1
-        if num_effective >= least or is_expected or not is_for_all:
+        if num_effective >= least or is_expected or not self._is_for_all:
             return None
         largest = names[int(state.alpha.argmax())]
         return (

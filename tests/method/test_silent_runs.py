@@ -24,7 +24,8 @@ def run(
     """Steps of two domains on one matrix, the first with a gradient twice as long."""
     (weight,) = inner.param_groups[0]["params"]
     scheduler = schedule(inner)
-    optimizer = DoGEOptimizer(inner, domains=["a", "b"], domain_max_grad_norm=None, **options)
+    options = {"domain_max_grad_norm": None, **options}
+    optimizer = DoGEOptimizer(inner, domains=["a", "b"], **options)
     for _ in range(steps):
         for factor, name in ((2.0, "a"), (1.0, "b")):
             with optimizer.domain(name):
@@ -83,6 +84,16 @@ def test_a_default_mu_of_another_rate_is_told(
 def test_a_first_group_without_a_rate_is_told() -> None:
     optimizer = run(sgd(0.0), 60, mu=1.0)
     assert any("was 0 in all 60 steps" in message for message in messages(optimizer))
+
+
+@pytest.mark.parametrize(("norm", "is_told"), [(1.0, True), (3.0, False)])
+def test_two_domains_clipped_to_one_norm_are_told_why_they_stay(norm: float, is_told: bool) -> None:
+    # Of norms 4 and 2: a norm of 3 clips the first alone, and its scores are 9 + 6 and 4 + 6.
+    optimizer = run(sgd(0.01), 20, domain_max_grad_norm=norm, mu=1e-2)
+    found = [message for message in messages(optimizer) if "domain_max_grad_norm=None" in message]
+    assert len(found) == is_told
+    weight = optimizer.weights["a"]
+    assert (abs(weight - 0.5) < 1e-4) == is_told
 
 
 def test_a_mu_that_was_given_is_nobodys_mistake() -> None:
