@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
+from torch import Tensor, nn
 
 from benchmarks import memory, models, optimizer_step, protocol, steps
 from benchmarks.models import Shape
 from benchmarks.steps import DogeStep, PlainStep, Problem
+from doge_fast import DoGEOptimizer
 from doge_fast.alternation import alternated, paired, ratio_of
 from doge_fast.losses import domain_losses, linear_domain_losses
 
@@ -118,7 +118,7 @@ def measure_memory(problem: Problem, device: torch.device | str) -> dict[str, An
 
 
 class Head:
-    """Hidden states to gradients of hidden states and weight."""
+    """Hidden states to their gradient and each domain's gradient of the weight."""
 
     def __init__(
         self,
@@ -137,26 +137,39 @@ class Head:
 
         self.is_fused = is_fused
         self.hidden_BLH = draw(num_domains, tokens + 1, width)
-        self.weight_VH = draw(vocabulary, width)
+        self.head = nn.Linear(width, vocabulary, bias=False, device=device)
+        with torch.no_grad():
+            self.head.weight.copy_(draw(vocabulary, width))
         self.labels_BL = torch.randint(
             vocabulary, (num_domains, tokens + 1), generator=generator, device=device
         )
         self.sizes = {str(domain): 1 for domain in range(num_domains)}
+        self.optimizer = DoGEOptimizer(
+            torch.optim.SGD(self.head.parameters(), lr=0.1),
+            domains=list(self.sizes),
+            micro_batches=None,
+        )
         on_gpu = torch.device(device).type == "cuda"
         self.autocast = torch.autocast("cuda", torch.bfloat16, enabled=on_gpu)
 
     def losses(self) -> Tensor:
         """[D]"""
         if self.is_fused:
-            return linear_domain_losses(self.hidden_BLH, self.weight_VH, self.labels_BL, self.sizes)
-        logits_BLV = F.linear(self.hidden_BLH, self.weight_VH)
-        return domain_losses(logits_BLV, self.labels_BL, self.sizes)
+            weight_VH = self.head.weight
+            return linear_domain_losses(self.hidden_BLH, weight_VH, self.labels_BL, self.sizes)
+        return domain_losses(self.head(self.hidden_BLH), self.labels_BL, self.sizes)
 
-    def __call__(self) -> tuple[Tensor, ...]:
-        """Both gradients."""
-        with self.autocast:
-            total = self.losses().sum()
-        return torch.autograd.grad(total, (self.hidden_BLH, self.weight_VH))
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        """Gradients of the hidden states, and of the weight by domain."""
+        self.hidden_BLH.grad = None
+        self.optimizer.zero_grad()
+        with self.optimizer.stacked(self.head, self.sizes):
+            with self.autocast:
+                total = self.losses().sum()
+            total.backward()
+        (block,) = self.optimizer.buffer.blocks
+        assert self.hidden_BLH.grad is not None
+        return self.hidden_BLH.grad, block.rows_BN
 
 
 def head(is_fused: bool, sizes: list[int], device: str) -> Head:

@@ -44,6 +44,7 @@ class Block:
         "is_pending",
         "made_for",
         "param",
+        "reserved",
         "rows",
         "rows_BN",
         "written",
@@ -60,6 +61,8 @@ class Block:
         # Bit r: row r holds a gradient of this step.
         self.written = 0
         self.is_pending = False
+        # {row without a gradient: its memory, for whom it is reserved}
+        self.reserved: dict[int, Tensor] = {}
         self.combined: Tensor | None = None
 
     def _shaped(self) -> Sequence[Tensor]:
@@ -69,6 +72,7 @@ class Block:
     def remake(self, num_rows: int, dtype: torch.dtype) -> None:
         """Replace the rows by more, or wider, ones with the same values."""
         before = self.rows
+        self.reserved.clear()
         self.rows_BN = _new_rows(self.param, num_rows, dtype)
         self.rows = self._shaped()
         for r, row in enumerate(before):
@@ -284,6 +288,27 @@ class FlatBuffer:
             block.written |= these
             return block.rows_BN[first_row : first_row + num_rows], adds
 
+    def reserve(self, row: int, param: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Memory of a row that holds no gradient in this step; None if it does, or is too narrow.
+
+        The row stays without a gradient until `slots` is called. Before that, `is_reserved` says
+        whether what was written to the memory is still there.
+        """
+        with self._lock:
+            block = self._block(param, dtype)
+            if block.written >> row & 1 or block.rows_BN.dtype.itemsize < dtype.itemsize:
+                return None
+            # A view of its own: whose it is can be told.
+            memory = block.reserved[row] = block.rows[row].view_as(block.rows[row])
+            return memory
+
+    def is_reserved(self, row: int, param: Tensor, memory: Tensor) -> bool:
+        """Whether no other gradient and no other `reserve` has taken the memory of a row."""
+        block = self._blocks.get(id(param))
+        return (
+            block is not None and block.reserved.get(row) is memory and not block.written >> row & 1
+        )
+
     def flush(self) -> None:
         """Write the gradients that wait."""
         if self._grads:
@@ -305,6 +330,7 @@ class FlatBuffer:
         for block in self._blocks.values():
             block.written = 0
             block.is_pending = False
+            block.reserved.clear()
         # The model may move before the next step.
         self._found = [], None, []
 

@@ -1,8 +1,8 @@
 """Losses of a batch that holds several domains: one mean per domain."""
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,9 @@ from doge_fast.stacked.layers.token_sums import exact, put, wide_dtype
 from doge_fast.stacked.stacked import StackedModel, pass_of
 
 IGNORED = -100
+
+Out = tuple[Tensor | None, bool]
+"""Memory of a gradient, None if there is none to compute; and whether it is to be added to."""
 
 
 def domain_losses(
@@ -82,9 +85,9 @@ def linear_domain_losses(
 
     Equals `domain_losses(F.linear(hidden_BLH, weight_VH, bias_V), labels_BL, sizes)` to rounding.
     That call keeps B L V logits several times over; this one has the logits of one domain (or of
-    `chunk_tokens` tokens) at a time and computes them again in the backward pass, which costs one
-    more product of the head's size. Inside `DoGEOptimizer.stacked` each domain's gradient of the
-    head goes straight into its row::
+    `chunk_tokens` tokens) at a time. Inside `DoGEOptimizer.stacked` each domain's gradient of the
+    head goes straight into its row, while its logits are there: see `_LinearLosses`. Elsewhere the
+    backward pass computes the logits again, which costs one more product of the head's size::
 
         with optimizer.stacked(model, sizes):
             hidden = model.base_model(input_ids).last_hidden_state
@@ -119,16 +122,20 @@ def linear_domain_losses(
     examples = [sizes[name] for name in names]
     targets_BL = labels_BL[:, 1:]
     ends = [last * targets_BL.shape[1] for last in itertools.accumulate(examples)]
-    passes = [None if each is None else _pass_of(each, examples) for each in (weight_VH, bias_V)]
+    weight_pass, bias_pass = (
+        None if each is None else _pass_of(each, examples) for each in (weight_VH, bias_V)
+    )
+    is_trained = torch.is_grad_enabled()
     spans = tuple(itertools.starmap(slice, itertools.pairwise([0, *ends])))
-    sums_D: Tensor = _LinearLosses.apply(  # type: ignore[no-untyped-call]
+    losses_D: Tensor = _LinearLosses.apply(  # type: ignore[no-untyped-call]
         rearrange(hidden_BLH[:, :-1], "b l h -> (b l) h"),
         weight_VH,
         bias_V,
         rearrange(targets_BL, "b l -> (b l)"),
-        _Head(spans, ignore_index, chunk_tokens, *passes),
+        _counts(targets_BL, names, examples, num_targets, ignore_index),
+        _Head(spans, ignore_index, chunk_tokens, weight_pass, bias_pass, is_trained),
     )
-    return sums_D / _counts(targets_BL, names, examples, num_targets, ignore_index)
+    return losses_D
 
 
 class _Head(NamedTuple):
@@ -142,6 +149,13 @@ class _Head(NamedTuple):
     """The stacked pass that trains the weight; None: autograd gets its gradient."""
     bias_pass: StackedModel | None
     """The same for the bias."""
+    is_trained: bool
+    """Whether a backward pass may follow."""
+
+    def dtype_of(self, domain: int, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of a domain's gradient of the weight, for products of `dtype`."""
+        # 16 bits are enough for one product; sums of several are float32.
+        return dtype if len(self.chunks(self.spans[domain])) == 1 else wide_dtype(dtype)
 
     def chunks(self, span: slice) -> list[slice]:
         """The chunks of a domain's tokens; at least one, even without tokens."""
@@ -164,7 +178,15 @@ def _pass_of(param: Tensor, examples: list[int]) -> StackedModel | None:
 
 
 class _LinearLosses(torch.autograd.Function):
-    """[D] sums of token losses. The backward pass computes the logits again."""
+    """[D] mean losses. Gradients are computed with the losses where they have a place to wait in.
+
+    A domain's loss reaches the parameters through one number, the gradient of that loss, which the
+    backward pass brings: mostly 1, or the scale of a GradScaler. So in a stacked pass the gradients
+    of the means are computed while the logits are there, those of the head into memory of the
+    domain's row (`FlatBuffer.reserve`), and the backward pass only multiplies by that number.
+    It computes the logits again where a row holds gradients of an earlier micro-batch, where
+    autograd gets the gradient of the head, and in float16, which is too narrow before a scale.
+    """
 
     @staticmethod
     def forward(
@@ -173,69 +195,178 @@ class _LinearLosses(torch.autograd.Function):
         weight_VH: Tensor,
         bias_V: Tensor | None,
         targets_T: Tensor,
+        counts_D: Tensor,
         head: _Head,
     ) -> Tensor:
         dtype = autocast_dtype(hidden_TH) or hidden_TH.dtype
-        hidden, weight = hidden_TH.to(dtype), weight_VH.to(dtype)
         bias = None if bias_V is None else bias_V.to(dtype)
-        with without_autocast(hidden):
-            sums = []
-            for span in head.spans:
-                losses = [
-                    F.cross_entropy(
-                        exact(F.linear(hidden[chunk], weight, bias)),
-                        targets_T[chunk],
-                        ignore_index=head.ignore_index,
-                        reduction="sum",
-                    )
-                    for chunk in head.chunks(span)
-                ]
-                sums.append(losses[0] if len(losses) == 1 else torch.stack(losses).sum())
-        ctx.save_for_backward(hidden, weight_VH, bias_V, weight, bias, targets_T)
+        tensors = hidden_TH.to(dtype), weight_VH.to(dtype), bias, targets_T
+        needs_hidden, *needs = ctx.needs_input_grad[:3]
+        places = ctx.places = _reserved(head, (weight_VH, bias_V), needs, dtype)
+        share_D = None if places is None else counts_D.to(wide_dtype(dtype)).reciprocal()
+        with without_autocast(hidden_TH):
+            sums_D, ctx.grad_TH = _over_domains(
+                head,
+                *tensors,
+                share_D=share_D,
+                needs_hidden=needs_hidden,
+                memory_of=lambda domain: nullcontext(_outs(places, domain)),
+            )
         ctx.head = head
-        return torch.stack(sums)
+        ctx.save_for_backward(weight_VH, bias_V, counts_D, *tensors)
+        return sums_D / counts_D
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_D: Tensor) -> Any:
+        weight, bias, counts_D, *tensors = ctx.saved_tensors
+        head: _Head = ctx.head
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        if _are_kept(ctx.places):
+            grad_TH = ctx.grad_TH
+            _multiply(grad_D, head.spans, grad_TH, ctx.places)
+            ctx.grad_TH = ctx.places = None
+            return grad_TH, *[None] * 5
+        wide = wide_dtype(tensors[0].dtype)
+        grad_VH = grad_V = None
+        if needs_weight and head.weight_pass is None:
+            grad_VH = torch.zeros_like(tensors[1], dtype=wide)
+        if needs_bias and head.bias_pass is None:
+            grad_V = torch.zeros_like(tensors[2], dtype=wide)
+
+        @contextmanager
+        def memory_of(domain: int) -> Iterator[tuple[Out, Out]]:
+            dtype = head.dtype_of(domain, tensors[0].dtype)
+            with (
+                _memory_for(grad_VH, weight, head.weight_pass, domain, dtype) as for_weight,
+                _memory_for(grad_V, bias, head.bias_pass, domain, wide) as for_bias,
+            ):
+                yield for_weight, for_bias
+
         with without_autocast(grad_D):
-            return *_head_gradients(ctx, grad_D), None, None
+            _, grad_TH = _over_domains(
+                head,
+                *tensors,
+                share_D=grad_D / counts_D,
+                needs_hidden=needs_hidden,
+                memory_of=memory_of,
+            )
+        return grad_TH, grad_VH, grad_V, None, None, None
 
 
-def _head_gradients(ctx: Any, grad_D: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients of hidden states, weight and bias; None if a stacked pass writes it to the rows."""
-    hidden_TH, weight_param, bias_param, weight_VH, bias_V, targets_T = ctx.saved_tensors
-    head: _Head = ctx.head
-    needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+class _Place(NamedTuple):
+    """Memory of a row for the gradient of a parameter, before the backward pass."""
+
+    stacked: StackedModel
+    param: Tensor
+    row: int
+    memory: Tensor
+
+
+Places = list[tuple[_Place | None, _Place | None]]
+"""For every domain those of weight and bias; None without a gradient."""
+
+
+def _reserved(
+    head: _Head, params: Sequence[Tensor | None], needs: Sequence[bool], dtype: torch.dtype
+) -> Places | None:
+    """Places for all gradients of weight and bias; None if one of them has none."""
+    if not head.is_trained or dtype == torch.float16:
+        return None
+    places: Places = []
+    for domain in range(len(head.spans)):
+        kinds = head.dtype_of(domain, dtype), wide_dtype(dtype)
+        own: list[_Place | None] = []
+        passes = head.weight_pass, head.bias_pass
+        for param, is_needed, stacked, kind in zip(params, needs, passes, kinds, strict=True):
+            if param is None or not is_needed:
+                own.append(None)
+                continue
+            row = -1 if stacked is None else stacked.segments[domain].row
+            memory = None if stacked is None else stacked.reserve(param, row, kind)
+            if stacked is None or memory is None:
+                return None
+            own.append(_Place(stacked, param, row, memory))
+        places.append((own[0], own[1]))
+    return places
+
+
+def _outs(places: Places | None, domain: int) -> tuple[Out, Out]:
+    weight, bias = (None, None) if places is None else places[domain]
+    return (weight and weight.memory, False), (bias and bias.memory, False)
+
+
+def _are_kept(places: Places | None) -> bool:
+    """Whether there are places, and nothing else has used their memory since."""
+    return places is not None and all(
+        each is None or each.stacked.is_reserved(each.param, each.row, each.memory)
+        for pair in places
+        for each in pair
+    )
+
+
+def _multiply(
+    grad_D: Tensor, spans: Sequence[slice], grad_TH: Tensor | None, places: Places
+) -> None:
+    """Make gradients of the means those of the loss; the places become rows."""
+    # The host knows the numbers of a CPU.
+    is_one = grad_D.is_cpu and bool((grad_D == 1).all())
+    for grad, span, pair in zip(grad_D, spans, places, strict=True):
+        values = [] if grad_TH is None else [grad_TH[span]]
+        for place in filter(None, pair):
+            rows = range(place.row, place.row + 1)
+            values.append(place.stacked.slots(place.param, rows, place.memory.dtype)[0])
+        for value in () if is_one else values:
+            value.mul_(grad)
+
+
+def _over_domains(
+    head: _Head,
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    targets_T: Tensor,
+    *,
+    share_D: Tensor | None,
+    needs_hidden: bool,
+    memory_of: Callable[[int], AbstractContextManager[tuple[Out, Out]]],
+) -> tuple[Tensor, Tensor | None]:
+    """[D] sums of the token losses, and the gradient of the hidden states.
+
+    Args:
+        head: the domains and chunks.
+        hidden_TH: [T, H] of all domains; with weight [V, H] and bias [V] of its dtype.
+        weight_VH: as above.
+        bias_V: as above, or None.
+        targets_T: [T] int64.
+        share_D: d(result) / d(loss of a token) by domain; None: losses alone.
+        needs_hidden: whether the hidden states have a gradient.
+        memory_of: a domain's memory for its gradients of weight and bias, which are written.
+    """
     counted_T = targets_T != head.ignore_index
     # Ignored positions get a valid index; their share is zero.
-    targets_T = torch.where(counted_T, targets_T, 0)
-    parts = zip(grad_D.unbind(), head.spans, strict=True)
-    # d(result) / d(loss of the token).
-    share_T = counted_T * torch.cat([grad.expand(span.stop - span.start) for grad, span in parts])
-    minus_share_T = -share_T
-    # 16 bits are enough for one product; sums of several are float32.
+    targets_T1 = torch.where(counted_T, targets_T, 0)[:, None]
     wide = wide_dtype(hidden_TH.dtype)
-    grad_TH = torch.empty_like(hidden_TH) if needs_hidden else None
-    grad_VH = grad_V = None
-    if needs_weight and head.weight_pass is None:
-        grad_VH = torch.zeros_like(weight_VH, dtype=wide)
-    if needs_bias and head.bias_pass is None:
-        grad_V = torch.zeros_like(bias_V, dtype=wide)
+    grad_TH = torch.empty_like(hidden_TH) if needs_hidden and share_D is not None else None
+    sums = []
     for domain, span in enumerate(head.spans):
-        chunks = head.chunks(span)
-        dtype = hidden_TH.dtype if len(chunks) == 1 else wide
-        with (
-            _memory_for(grad_VH, weight_param, head.weight_pass, domain, dtype) as (out_VH, adds_w),
-            _memory_for(grad_V, bias_param, head.bias_pass, domain, wide) as (out_V, adds_b),
-        ):
-            for index, chunk in enumerate(chunks):
-                hidden_CH = hidden_TH[chunk]
-                logits_CV = exact(F.linear(hidden_CH, weight_VH, bias_V))
+        losses = []
+        with memory_of(domain) as ((out_VH, adds_w), (out_V, adds_b)):
+            for index, chunk in enumerate(head.chunks(span)):
+                hidden_CH, targets_C1 = hidden_TH[chunk], targets_T1[chunk]
+                # Everything of the logits' size happens in the same memory.
+                values_CV = exact(F.linear(hidden_CH, weight_VH, bias_V))
+                values_CV.sub_(values_CV.amax(1, keepdim=True))
+                picked_C1 = values_CV.gather(1, targets_C1)
+                totals_C1 = values_CV.exp_().sum(1, keepdim=True)
+                losses_C = (totals_C1.log() - picked_C1)[:, 0]
+                losses.append(torch.where(counted_T[chunk], losses_C, 0).sum())
+                if share_D is None:
+                    continue
                 # share_t (softmax(logits) - one-hot(target)).
-                slope_CV = torch.softmax(logits_CV, 1).mul_(share_T[chunk, None])
-                del logits_CV
-                slope_CV.scatter_add_(1, targets_T[chunk, None], minus_share_T[chunk, None])
+                share_C1 = counted_T[chunk, None] * share_D[domain]
+                slope_CV = values_CV.mul_(share_C1 / totals_C1)
+                slope_CV.scatter_add_(1, targets_C1, -share_C1)
                 slope_CV = slope_CV.to(hidden_CH.dtype)
                 if grad_TH is not None:
                     torch.mm(slope_CV, weight_VH, out=grad_TH[chunk])
@@ -244,7 +375,8 @@ def _head_gradients(ctx: Any, grad_D: Tensor) -> tuple[Tensor | None, ...]:
                     multiply(out_VH[None], left_1VC, right_1CH, adds_w or index > 0)
                 if out_V is not None:
                     put(out_V, slope_CV.sum(0, dtype=wide), adds_b or index > 0)
-    return grad_TH, grad_VH, grad_V
+        sums.append(losses[0] if len(losses) == 1 else torch.stack(losses).sum())
+    return torch.stack(sums), grad_TH
 
 
 @contextmanager

@@ -244,6 +244,137 @@ def test_in_a_stacked_batch_each_domain_has_its_row(
         assert (found - expected).abs().max() <= 1e-14 * expected.abs().max()
 
 
+class Products(TorchDispatchMode):
+    """Counts matrix products of the head's size."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_product = func.overloadpacket in (
+            *(torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm),
+            torch.ops.aten.addmm_,
+        )
+        self.number += is_product and any(
+            VOCABULARY in each.shape for each in args if isinstance(each, Tensor)
+        )
+        return func(*args, **(kwargs or {}))
+
+
+def losses_and_rows(
+    model: Model, ids_BL: Tensor, weigh: Any, *, is_fused: bool, buffer_dtype: Any = None
+) -> tuple[list[Tensor], int]:
+    """The rows of one stacked pass, and the products of its backward pass."""
+    optimizer = DoGEOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        domains=["a", "b"],
+        buffer_dtype=buffer_dtype,
+        micro_batches=None,
+    )
+    sizes = {"a": 2, "b": 3}
+    with optimizer.stacked(model, sizes):
+        hidden, head = model.hidden(ids_BL), model.head
+        if is_fused:
+            losses_D = linear_domain_losses(hidden, head.weight, ids_BL, sizes, bias_V=head.bias)
+        else:
+            losses_D = domain_losses(head(hidden), ids_BL, sizes)
+        loss = weigh(losses_D)
+        with Products() as products:
+            loss.backward()
+    blocks = optimizer.buffer.touched(optimizer.param_groups[0]["params"])
+    return [block.rows_BN.clone() for block in blocks], products.number
+
+
+@pytest.mark.parametrize(
+    "weigh",
+    [
+        lambda losses_D: losses_D.sum(),
+        lambda losses_D: 1024 * losses_D.sum(),
+        lambda losses_D: (losses_D * torch.tensor([0.3, -2.0])).sum(),
+        lambda losses_D: losses_D[1],
+        lambda losses_D: losses_D.square().sum(),
+    ],
+    ids=["sum", "scaled", "weighted", "one", "square"],
+)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_gradients_of_the_head_are_those_of_any_function_of_the_losses(
+    weigh: Any, tied: bool
+) -> None:
+    model = Model(tied=tied, bias=True).double()
+    ids_BL = torch.randint(VOCABULARY, (5, LENGTH))
+    ours, products = losses_and_rows(model, ids_BL, weigh, is_fused=True)
+    theirs, _ = losses_and_rows(model, ids_BL, weigh, is_fused=False)
+    for found, expected in zip(ours, theirs, strict=True):
+        assert (found - expected).abs().max() <= 1e-14 * expected.abs().max()
+    # The logits are not computed again, and the head's gradients are there already.
+    assert products == 0
+
+
+def test_a_loss_that_is_not_used_leaves_nothing_in_the_rows() -> None:
+    model = Model(tied=False, bias=True).double()
+    ids_BL = torch.randint(VOCABULARY, (5, LENGTH))
+
+    def twice(losses_D: Tensor) -> Tensor:
+        # Forward once more, as gradient checkpointing and a second head do.
+        hidden, head = model.hidden(ids_BL), model.head
+        linear_domain_losses(
+            hidden, head.weight, ids_BL, {"a": 2, "b": 3}, bias_V=head.bias, chunk_tokens=3
+        )
+        return losses_D.sum()
+
+    ours, _ = losses_and_rows(model, ids_BL, twice, is_fused=True)
+    theirs, _ = losses_and_rows(model, ids_BL, lambda losses_D: losses_D.sum(), is_fused=False)
+    for found, expected in zip(ours, theirs, strict=True):
+        assert (found - expected).abs().max() <= 1e-14 * expected.abs().max()
+
+
+def test_a_step_without_the_losses_backward_has_no_row_of_the_head() -> None:
+    model = Model(tied=False, bias=True)
+    ids_BL = torch.randint(VOCABULARY, (5, LENGTH))
+
+    def other(losses_D: Tensor) -> Tensor:
+        return model.hidden(ids_BL).square().sum()
+
+    rows, _ = losses_and_rows(model, ids_BL, other, is_fused=True)
+    # Those of the words and of the body alone.
+    assert len(rows) == 3
+
+
+def test_two_heads_on_one_matrix_add_up() -> None:
+    model = Model(tied=False, bias=False).double()
+    ids_BL = torch.randint(VOCABULARY, (5, LENGTH))
+    sizes = {"a": 2, "b": 3}
+
+    def both(is_fused: bool) -> Any:
+        def weigh(losses_D: Tensor) -> Tensor:
+            hidden, weight = model.hidden(ids_BL).sin(), model.head.weight
+            more_D = (
+                linear_domain_losses(hidden, weight, ids_BL, sizes)
+                if is_fused
+                else domain_losses(model.head(hidden), ids_BL, sizes)
+            )
+            return losses_D.sum() + 3 * more_D.sum()
+
+        return weigh
+
+    ours, _ = losses_and_rows(model, ids_BL, both(True), is_fused=True)
+    theirs, _ = losses_and_rows(model, ids_BL, both(False), is_fused=False)
+    for found, expected in zip(ours, theirs, strict=True):
+        assert (found - expected).abs().max() <= 1e-14 * expected.abs().max()
+
+
+def test_without_gradients_nothing_is_reserved() -> None:
+    model = Model(tied=False, bias=True)
+    ids_BL = torch.randint(VOCABULARY, (5, LENGTH))
+    optimizer = DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), domains=["a", "b"])
+    sizes = {"a": 2, "b": 3}
+    with optimizer.stacked(model, sizes):
+        with torch.no_grad():
+            hidden, head = model.hidden(ids_BL), model.head
+            linear_domain_losses(hidden, head.weight, ids_BL, sizes, bias_V=head.bias)
+        assert not optimizer.buffer.blocks
+        model(ids_BL).sum().backward()
+
+
 def test_a_narrow_row_rounds_the_sum_of_its_chunks_once() -> None:
     model = Model(tied=False, bias=True).bfloat16()
     ids_BL = torch.randint(VOCABULARY, (5, LENGTH))
