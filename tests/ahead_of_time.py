@@ -2,7 +2,7 @@
 
 Run as a program without TRITON_INTERPRET, which would leave nothing to compile:
 
-    python -m tests.ahead_of_time {some,all} PART PARTS
+    python -m tests.ahead_of_time PART PARTS
 
 takes every PARTS-th compilation, from PART on.
 """
@@ -48,14 +48,8 @@ POINTERS = {
 # Numbers that Triton finds to be multiples of 16 at a launch on a flat buffer's rows.
 ALIGNED = ("out_stride",)
 
-NUM_ROWS = (1, 2, 3, 4, 7, 8, 9, 10, 11, 12, 13, 14, 16, 22, 32, 50, 64, 128)
-FLOAT32, BFLOAT16, FLOAT16, FLOAT64 = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float64,
-)
-DTYPES = (FLOAT32, BFLOAT16, FLOAT16, FLOAT64)
+FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
+FLOAT64 = torch.float64
 # One of each kind of launch.
 SOME_GRAMS = (
     *itertools.product((1, 7, 22, 50, 128), (FLOAT32, BFLOAT16)),
@@ -135,7 +129,7 @@ def gram_cases(num_rows: int, dtype: torch.dtype, is_aligned: bool) -> Iterator[
     )
 
 
-def reduce_cases(num_rows: int, is_folded: bool) -> Iterator[Case]:
+def reduce_cases(num_rows: int) -> Iterator[Case]:
     sizes = gram.reduction(num_rows)
     constants = {
         "R": num_rows,
@@ -143,40 +137,33 @@ def reduce_cases(num_rows: int, is_folded: bool) -> Iterator[Case]:
         "STRIDE": num_rows**2,
         "PROGRAMS": sizes.programs,
         "BLOCK": sizes.block,
-        "FOLDED": is_folded,
+        "FOLDED": True,
         "ADD": True,
     }
-    name = f"gram_reduce of {num_rows} rows{', folded' if is_folded else ''}"
     options = {"num_warps": sizes.num_warps}
-    yield Case(name, gram.gram_reduce, constants, options)
+    yield Case(f"gram_reduce of {num_rows} rows", gram.gram_reduce, constants, options)
 
 
-def weighted_sum_cases(
-    num_rows: int, dtype: torch.dtype, out_dtype: torch.dtype, is_aligned: bool
-) -> Iterator[Case]:
+def weighted_sum_cases(num_rows: int, dtype: torch.dtype, out_dtype: torch.dtype) -> Iterator[Case]:
     sizes = weighted_sum.pick(num_rows)
     constants = weighted_sum.constants_of(num_rows, dtype, out_dtype)
     yield Case(
-        f"weighted_sum of {num_rows} rows, {dtype} to {out_dtype}, "
-        f"{'aligned' if is_aligned else 'ragged'}",
+        f"weighted_sum of {num_rows} rows, {dtype} to {out_dtype}",
         weighted_sum.sum_chunk,
-        constants | {"ALIGNED": is_aligned},
+        constants | {"ALIGNED": True},
         {"num_warps": sizes.num_warps},
-        sizes.group * is_aligned,
+        sizes.group,
     )
 
 
-def accumulate_cases(
-    grad_dtype: torch.dtype, row_dtype: torch.dtype, add: bool, is_aligned: bool
-) -> Iterator[Case]:
+def accumulate_cases(grad_dtype: torch.dtype, row_dtype: torch.dtype, add: bool) -> Iterator[Case]:
     constants = accumulate.constants_of(grad_dtype, row_dtype, add)
     yield Case(
-        f"accumulate of {grad_dtype} {'to' if add else 'as'} {row_dtype}, "
-        f"{'aligned' if is_aligned else 'ragged'}",
+        f"accumulate of {grad_dtype} {'to' if add else 'as'} {row_dtype}",
         accumulate.accumulate_chunk,
-        constants | {"ALIGNED": is_aligned},
+        constants | {"ALIGNED": True},
         {"num_warps": accumulate.NUM_WARPS},
-        (1 + add) * is_aligned,
+        1 + add,
     )
 
 
@@ -218,48 +205,24 @@ def reweight_cases(num_rows: int) -> Iterator[Case]:
         yield Case(name, reweight.reweight_once, constants, options)
 
 
-def some_cases() -> Iterator[Case]:
+def cases() -> Iterator[Case]:
     """One of each kind of launch, of the usual dtypes."""
     for num_rows, dtype in SOME_GRAMS:
         yield from gram_cases(num_rows, dtype, True)
     yield from gram_cases(7, FLOAT32, False)
     yield from gram_cases(22, BFLOAT16, False)
-    yield from reduce_cases(22, True)
+    yield from reduce_cases(22)
     for num_rows, (dtype, out_dtype) in itertools.product((1, 7, 22), SOME_PAIRS):
-        yield from weighted_sum_cases(num_rows, dtype, out_dtype, True)
+        yield from weighted_sum_cases(num_rows, dtype, out_dtype)
     for pair in SOME_PAIRS:
-        yield from accumulate_cases(*pair, True, True)
-    yield from accumulate_cases(BFLOAT16, FLOAT32, False, True)
+        yield from accumulate_cases(*pair, True)
+    yield from accumulate_cases(BFLOAT16, FLOAT32, False)
     yield from reweight_cases(8)
     yield from reweight_cases(64)
     for dtype in (FLOAT32, BFLOAT16):
         yield from segment_sum_cases(dtype, FLOAT32, 65536, 7, **GAIN)
         yield from segment_sum_cases(dtype, FLOAT32, 65536, 7 * 50257, **EMBEDDING, add=True)
     yield from segment_sum_cases(FLOAT32, FLOAT32, 512, 7)
-
-
-def all_cases() -> Iterator[Case]:
-    """Every launch that can happen with up to 128 rows, and more rows than a tile."""
-    flags = (True, False)
-    for num_rows, dtype, is_aligned in itertools.product((*NUM_ROWS, 200), DTYPES, flags):
-        yield from gram_cases(num_rows, dtype, is_aligned)
-    for num_rows, is_folded in itertools.product((7, 22, 50, 128), flags):
-        yield from reduce_cases(num_rows, is_folded)
-    for num_rows, *pair in itertools.product((1, 2, 4, 7, 8, 10, 22, 50, 128), DTYPES, DTYPES):
-        yield from weighted_sum_cases(num_rows, *pair, True)
-    for num_rows, *pair in itertools.product((7, 22), DTYPES, DTYPES):
-        yield from weighted_sum_cases(num_rows, *pair, False)
-    for arguments in itertools.product(DTYPES, DTYPES, flags, flags):
-        yield from accumulate_cases(*arguments)
-    for num_rows in (1, 2, 8, 64, 512, 513):
-        yield from reweight_cases(num_rows)
-    for dtype, out_dtype, add in itertools.product(DTYPES, DTYPES, flags):
-        for kind in ({}, GAIN, GAIN | {"has_borders": True}):
-            yield from segment_sum_cases(dtype, out_dtype, 500, 8, **kind, add=add)
-        yield from segment_sum_cases(dtype, out_dtype, 65536, 10**6, **EMBEDDING, add=add)
-    for dtype in DTYPES:
-        yield from segment_sum_cases(dtype, FLOAT32, 65536, 7, **GAIN)
-        yield from segment_sum_cases(dtype, FLOAT32, 65536, 7, has_borders=True)
 
 
 def compiled(case: Case, architecture: int) -> Any:
@@ -309,8 +272,8 @@ def run(*command: Path | str) -> str:
 
 
 if __name__ == "__main__":
-    part, parts = int(sys.argv[2]), int(sys.argv[3])
-    every = itertools.product({"some": some_cases, "all": all_cases}[sys.argv[1]](), ARCHITECTURES)
+    part, parts = map(int, sys.argv[1:])
+    every = itertools.product(cases(), ARCHITECTURES)
     print(
         json.dumps(
             {

@@ -78,7 +78,6 @@ def test_a_release_needs_an_address(tmp_path: Path) -> None:
         asked = subprocess.run(["make", "address"], cwd=tmp_path, capture_output=True, check=False)
         assert (asked.returncode == 0) == bool(urls)
         assert (b"has no [project.urls] Repository" in asked.stderr) != bool(urls)
-    assert "\nrelease: address " in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
 @pytest.mark.exhaustive

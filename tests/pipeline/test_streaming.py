@@ -177,13 +177,6 @@ def test_a_stream_is_packed_once_and_apart_from_the_whole(mingled, columned, mon
     assert documents(whole, "web", "train") != documents(first, "web", "train")
 
 
-def test_a_stream_of_local_files_with_a_domain_column(mingled, columned):
-    assert load_corpus(columned(data=str(mingled))).train_tokens == {"book": 1600, "web": 1600}
-    one = str(mingled / f"train-00000-of-{FILES:05}.jsonl")
-    loaded = load_corpus(columned(data=one, max_tokens_per_domain=160))
-    assert loaded.train_tokens == {"book": 160, "web": 160}
-
-
 def test_a_stream_warns_of_what_it_did_not_count(mingled, columned, monkeypatch, caplog):
     answer_as_hub(monkeypatch, "owner/large", mingled)
     (warning,) = load_corpus(columned()).warnings

@@ -91,12 +91,12 @@ def learned(trained: Path, tmp_path: Path) -> Path:
 
 
 def asked(learned: Path, **changes: Any) -> TemperatureConfig:
-    told: dict[str, Any] = {"steps": 4, "seeds": (0, 1), "most_runs": 4, "device": "cpu"}
+    told: dict[str, Any] = {"steps": 4, "seeds": (0,), "most_runs": 3, "device": "cpu"}
     return TemperatureConfig(learned, **(told | changes))
 
 
 def test_the_lowest_measured_loss_is_written(learned: Path) -> None:
-    config = asked(learned)
+    config = asked(learned, seeds=(0, 1), most_runs=4)
     run = temperature(config)
     record, alpha = run.record, records.weights_by_name(records.read_weights(learned))
     assert len(record["points"]) == 4
@@ -125,10 +125,10 @@ def test_the_lowest_measured_loss_is_written(learned: Path) -> None:
 
 
 def test_a_complete_search_is_left_as_it_is(learned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = temperature(asked(learned, most_runs=3))
+    run = temperature(asked(learned))
     before = (run.path / "weights.json").read_bytes()
     monkeypatch.setattr(module, "train_base", lambda config: pytest.fail("it was trained already"))
-    temperature(asked(learned, most_runs=3))
+    temperature(asked(learned))
     assert (run.path / "weights.json").read_bytes() == before
 
 
@@ -163,7 +163,7 @@ def test_runs_are_planned_and_made_one_by_one(
 
 def test_targets_count_by_their_weights(proxy: Callable[..., ProxyConfig]) -> None:
     learned = learn_weights(proxy(target=("verse=0.75", "table=0.25"), mu=1e-3)).path
-    run = temperature(asked(learned, seeds=(0,), most_runs=3))
+    run = temperature(asked(learned))
     assert run.record["objective"] == {"verse": 0.75, "table": 0.25}
     for point in run.record["points"]:
         base = run.path / "runs" / f"base-{point['inverse_temperature']:g}-seed0"
@@ -193,26 +193,26 @@ def test_a_model_that_diverges_is_no_choice(
     assert records.weights_by_name(record) == pytest.approx(dict.fromkeys(NAMES, 0.25))
     # Also where it is uniform weights that have no loss to compare with.
     survivors = ("base-1-",)
-    run = temperature(asked(learned, out=learned.parent / "other", seeds=(0,)))
+    run = temperature(asked(learned, out=learned.parent / "other", most_runs=4))
     assert run.record["inverse_temperature"] == 1
     assert not run.record["is_decided"]
     survivors = ()
     with pytest.raises(Diverged, match="Every base model"):
-        temperature(asked(learned, out=learned.parent / "none", seeds=(0,)))
+        temperature(asked(learned, out=learned.parent / "none", most_runs=4))
     assert not (learned.parent / "none" / "weights.json").exists()
 
 
 def test_a_search_may_go_on_with_more_runs_and_another_budget(
     learned: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = temperature(asked(learned, seeds=(0,), most_runs=3)).record
-    more = temperature(asked(learned, seeds=(0,), most_runs=4, budget_tokens=1e4)).record
+    first = temperature(asked(learned)).record
+    more = temperature(asked(learned, most_runs=4, budget_tokens=1e4)).record
     kept = {point["inverse_temperature"]: point["losses"] for point in first["points"]}
     found = {point["inverse_temperature"]: point["losses"] for point in more["points"]}
     assert len(found) == 4
     assert kept.items() <= found.items()
     with pytest.raises(ValueError, match="steps"):
-        temperature(asked(learned, seeds=(0,), steps=5))
+        temperature(asked(learned, steps=5))
 
 
 def test_it_refuses_what_leaves_nothing_to_measure(
@@ -242,7 +242,7 @@ def test_it_refuses_what_leaves_nothing_to_measure(
 def test_epochs_beyond_four_are_said_before_training(
     learned: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = temperature(asked(learned, seeds=(0,), most_runs=3, budget_tokens=1e9))
+    run = temperature(asked(learned, budget_tokens=1e9))
     assert "constrain" in caplog.text
     tokens = {each["name"]: each["tokens"] for each in run.record["domains"]}
     for point in run.record["points"]:
