@@ -57,28 +57,11 @@ def test_the_loss_is_the_mean_over_all_predicted_tokens(run: BaseConfig) -> None
         assert result["perplexity"][name] == math.exp(result["loss"][name])
 
 
-def test_the_average_is_the_exponential_of_the_mean_loss(run: BaseConfig) -> None:
-    result = evaluate(EvaluateConfig(run=run.out, device="cpu"))
-    mean = sum(result["loss"].values()) / 4
-    assert result["average_perplexity"] == pytest.approx(math.exp(mean), rel=1e-12)
-    assert result["step"] == 8
-    assert records.read_evaluation(run.out) == result
-    assert f"{result['average_perplexity']:.2f}" in table(result)
-
-
 def test_some_blocks_of_some_domains(run: BaseConfig) -> None:
     result = evaluate(
         EvaluateConfig(run=run.out, blocks=3, domains=("verse", "code"), device="cpu")
     )
     assert result["blocks"] == {"verse": 3, "code": 3}
-
-
-def test_asking_again_gives_the_same_and_the_batch_does_not_matter(run: BaseConfig) -> None:
-    one, two, other = (
-        evaluate(EvaluateConfig(run=run.out, batch_size=size, device="cpu")) for size in (16, 16, 3)
-    )
-    assert one == two
-    assert other["loss"] == pytest.approx(one["loss"], rel=1e-6)
 
 
 def test_a_corpus_that_has_grown_is_not_measured(

@@ -69,15 +69,6 @@ def test_there_is_no_dropout_and_one_embedding() -> None:
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
 
 
-def test_a_saved_model_opens_with_transformers(tmp_path: Path) -> None:
-    model = build_model(ModelConfig(), tokenizer_of(100), block_size=16).eval()
-    model.save_pretrained(tmp_path)
-    tokens_BL = torch.arange(16).view(1, 16)
-    expected = model(tokens_BL).logits
-    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens_BL).logits, expected)
-    assert torch.equal(open_model(tmp_path)(tokens_BL).logits, expected)
-
-
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
     config = LlamaConfig(

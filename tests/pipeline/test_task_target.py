@@ -36,11 +36,6 @@ def piqa(document: dict[str, Any]) -> str:
     return f"Question: {document['goal']}\nAnswer: {document[('sol1', 'sol2')[document['label']]]}"
 
 
-def sciq(document: dict[str, Any]) -> str:
-    question = f"Question: {document['question']}\nAnswer: {document['correct_answer']}"
-    return f"{document['support'].lstrip()}\n{question}"
-
-
 def winogrande(document: dict[str, Any]) -> str:
     return document["sentence"].replace("_", document[f"option{document['answer']}"])
 
@@ -48,7 +43,6 @@ def winogrande(document: dict[str, Any]) -> str:
 WRITTEN: dict[str, Callable[[dict[str, Any]], str]] = {
     "copa": copa,
     "piqa": piqa,
-    "sciq": sciq,
     "winogrande": winogrande,
 }
 

@@ -51,16 +51,6 @@ def by_name(content: Mapping[str, Any]) -> dict[str, float]:
 # What weights mean.
 
 
-def test_ratio_epochs_and_effective_domains() -> None:
-    mixture = summary.describe(record(), budget_tokens=2e7)
-    code, prose, verse = mixture.domains
-    assert code.ratio == pytest.approx(0.5 / 0.6)
-    assert [each.epochs for each in (code, prose, verse)] == pytest.approx([10 / 6, 2, 4])
-    entropy = -sum(value * math.log(value) for value in WEIGHTS)
-    assert mixture.effective_domains == pytest.approx(math.exp(entropy))
-    assert summary.describe(record()).domains[0].epochs is None
-
-
 def test_tokens_that_there_really_are_decide_epochs_and_given_for_all_the_priors() -> None:
     one = summary.describe(record(), budget_tokens=1e7, tokens={"verse": 2e6})
     assert one.domains[2].epochs == pytest.approx(1.0)
