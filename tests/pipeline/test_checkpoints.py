@@ -21,8 +21,9 @@ from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import BaseConfig, ProxyConfig
 from doge_fast.pipeline.proxy import ProxyTrainer, learn_weights
 from doge_fast.pipeline.records import manifest
+from tests.grids import grid
 from tests.pipeline.conftest import settings_of
-from tests.pipeline.stages import assert_same_run, killed_at, words_of
+from tests.pipeline.stages import Killed, assert_same_run, killed_at, words_of
 from tests.pipeline.workshop import Damage
 
 NEWEST, BEFORE = "checkpoint-6", "checkpoint-4"
@@ -91,7 +92,7 @@ def test_two_generations_are_kept_with_all_that_they_need(killed: Path) -> None:
 
 @pytest.mark.parametrize(
     ("file", "damage"),
-    [*((file, "delete") for file in FILES), *(("optimizer.pt", damage) for damage in DAMAGES)],
+    grid(FILES, DAMAGES, some=lambda file, damage: damage == "delete" or file == "optimizer.pt"),
 )
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
     run: Path, file: str, damage: str, caplog: pytest.LogCaptureFixture
@@ -300,10 +301,6 @@ def test_files_and_folders_are_kept_before_the_checkpoint_has_its_name(
     model = events.index("name .model")
     assert {"keep model.safetensors", "keep metrics.jsonl"} < set(events[named:model])
     assert events[model + 1] == "keep run"
-
-
-class Killed(BaseException):
-    """Not an Exception: nothing on the way may swallow it."""
 
 
 class FailingAt:
