@@ -10,7 +10,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from doge_fast.pipeline import ranks
 
-FLOAT32 = 4
+FLOAT32, INT64 = 4, 8
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -35,6 +35,11 @@ def needed(num_parameters: int, num_rows: int = 0) -> dict[str, int]:
         here = max(-(-(r + 1) * num_rows // number) - r * num_rows // number for r in range(number))
         parts[f"gradients of {here} rows"] = here * size
     return parts
+
+
+def batch(num_tokens: int) -> dict[str, int]:
+    """{what: bytes} of the tokens of a step, all ranks' together; each shares them."""
+    return {"tokens of a step": -(-num_tokens // ranks.number()) * INT64}
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -126,9 +126,16 @@ def _refuse_more_steps(config: StageConfig, further: str) -> None:
 
 
 def read_corpus(config: StageConfig, existing: ExistingRun) -> Corpus:
-    """The corpus; ValueError where a run that is resumed began with another."""
+    """The corpus.
+
+    Raises:
+        ValueError: a run that is resumed began with another, or a step cannot fit.
+    """
     # Before a corpus is packed, which may take hours.
     check_model(config.model, block_size=config.corpus.block_size)
+    # How many domains there are may be in the data alone.
+    num_rows = max(1, len({*config.corpus.domains, *config.targets}))
+    _refuse_what_cannot_fit(config, memory.batch(_tokens_of_step(config, num_rows)))
     _log.info("%s: reading %s", config.out, config.corpus.data)
     corpus = domains.load_corpus(config.corpus, targets=config.targets)
     if existing.record:
@@ -144,14 +151,13 @@ def make_model(
     Raises:
         ValueError: as `build_model`, or it cannot fit.
     """
-    device = training.device_of(config.training.device, needs_float64=needs_float64)
 
     def check_memory(num_parameters: int) -> None:
-        advice = "Take a smaller model (--model, --num-layers, --embed-dim)"
-        if num_rows:
-            advice += ", fewer domains, or share them among processes (torchrun)"
         needed = memory.needed(num_parameters, num_rows)
-        memory.refuse_what_cannot_fit(needed, device, advice=f"{advice}.")
+        tokens = memory.batch(_tokens_of_step(config, num_rows))
+        _refuse_what_cannot_fit(
+            config, needed | tokens, needs_float64=needs_float64, num_rows=num_rows
+        )
 
     _log.info("%s: building the model %s", config.out, config.model.model)
     # A run of this seed always begins with the same numbers.
@@ -159,6 +165,24 @@ def make_model(
     return build_model(
         config.model, corpus.tokenizer, block_size=corpus.block_size, on_size=check_memory
     )
+
+
+def _tokens_of_step(config: StageConfig, num_rows: int) -> int:
+    """Of all ranks; a stage takes so many blocks of every row, or so many in all."""
+    of_each: int | None = getattr(config, "sequences_per_domain", None)
+    num_blocks = cast(Any, config).batch_size if of_each is None else of_each * num_rows
+    return int(num_blocks) * config.corpus.block_size
+
+
+def _refuse_what_cannot_fit(
+    config: StageConfig, parts: Mapping[str, int], *, needs_float64: bool = False, num_rows: int = 0
+) -> None:
+    flag = "--sequences-per-domain" if hasattr(config, "sequences_per_domain") else "--batch-size"
+    advice = f"Take a smaller model (--model, --num-layers, --embed-dim) or step ({flag})"
+    if num_rows:
+        advice += ", fewer domains, or share them among processes (torchrun)"
+    device = training.device_of(config.training.device, needs_float64=needs_float64)
+    memory.refuse_what_cannot_fit(parts, device, advice=f"{advice}.")
 
 
 @contextmanager

@@ -2,15 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from doge_fast.flat_buffer import FlatBuffer
-from doge_fast.pipeline import failures, memory
+from doge_fast.pipeline import domains, failures, memory
 from doge_fast.pipeline import model as models
-from doge_fast.pipeline.config import ProxyConfig
+from doge_fast.pipeline.base import train_base
+from doge_fast.pipeline.config import BaseConfig, ProxyConfig
 from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.rehearsal import rehearse
 
@@ -50,12 +52,35 @@ def test_stored_gradients_count_too(
     size = int(plan[plan.index("parameters") - 1].replace(",", ""))
     assert sum(memory.needed(size).values()) == 16 * size
     assert sum(memory.needed(size, num_rows).values()) == (16 + 4 * num_rows) * size
-    enough = (16 + 4 * num_rows) * size
+    # Two blocks of each row, and 8 bytes a token.
+    step = config.sequences_per_domain * num_rows * config.corpus.block_size * 8
+    enough = (16 + 4 * num_rows) * size + step
     free(enough)
     learn_weights(config)
     free(enough - 1)
     with pytest.raises(ValueError, match=r"gradients of 4 rows .*fewer domains"):
         learn_weights(replace(config, out=config.out / "other"))
+
+
+@pytest.mark.parametrize("stage", ["proxy", "base"])
+def test_a_step_that_cannot_fit_is_refused_before_the_corpus_is_read(
+    proxy: Callable[..., ProxyConfig], stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(domains, "load_corpus", None)
+    config = proxy()
+    number = 10**12
+    if stage == "proxy":
+        call: Callable[[], object] = partial(
+            learn_weights, replace(config, sequences_per_domain=number)
+        )
+    else:
+        base = BaseConfig(
+            config.out, config.corpus, config.model, config.training, "uniform", batch_size=number
+        )
+        call = partial(train_base, base)
+    with pytest.raises(ValueError, match=r"tokens of a step .* memory are free"):
+        call()
+    assert not config.out.exists()
 
 
 def test_processes_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
