@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from accelerate import Accelerator
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -26,7 +25,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from doge_fast import DoGEOptimizer
-from tests.integrations.isolated import isolated
 from tests.integrations.small import (
     AS_IN_THE_PAPER,
     DOMAINS,
@@ -209,37 +207,6 @@ def test_a_resumed_run_is_the_run(route: str, run: str, tmp_path: Path) -> None:
         train_with_absences(pair, range(4, 8))
     assert_same(everything(*new), everything(*old))
     assert all(group["doge"] == () for pair in (old, new) for group in pair[1].param_groups)
-
-
-def check_accelerate(path: str) -> None:
-    """Through save_state and load_state; prepare() itself passes the state through once."""
-    accelerator = Accelerator(cpu=True)
-    build = RUNS["draws"]
-    old = build()
-    train_with_absences(old, range(2))
-    prepared = accelerator.prepare(*old)
-    train_with_absences((prepared[0], old[1]), range(2, 4))
-    accelerator.save_state(path)
-    expected = everything(*old)
-    train_with_absences((prepared[0], old[1]), range(4, 8))
-    # Into the same objects, which have gone on.
-    final = everything(*old)
-    accelerator.load_state(path)
-    assert_same(everything(*old), expected)
-    train_with_absences((prepared[0], old[1]), range(4, 8))
-    assert_same(everything(*old), final)
-    # And into new ones.
-    accelerator.free_memory()
-    new = build()
-    accelerator.prepare(*new)
-    accelerator.load_state(path)
-    assert_same(everything(*new), expected)
-    train_with_absences(new, range(4, 8))
-    assert_same(everything(*new), final)
-
-
-def test_accelerate_saves_and_loads(tmp_path: Path) -> None:
-    isolated(check_accelerate, str(tmp_path))
 
 
 @pytest.mark.parametrize("inner", [adamw, stateless])

@@ -114,15 +114,6 @@ class Root(Tiny):
         return super().forward(ids_BL) + self.offset
 
 
-class Replaced(Tiny):
-    """A module whose forward was replaced."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        forward = self.up.forward
-        self.up.forward = lambda x: 2 * forward(x)  # type: ignore[method-assign]
-
-
 class Recurrent(Tiny):
     """Reads the last state of both directions, [2, examples, 8]."""
 
@@ -250,7 +241,6 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     "frozen": Frozen,
     "without rules": Composite,
     "root": Root,
-    "replaced": Replaced,
     "lstm": lambda: Recurrent(nn.LSTM),
     "gru": lambda: Recurrent(nn.GRU),
 }

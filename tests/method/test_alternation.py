@@ -1,7 +1,7 @@
 """How times are compared: who runs when, what is divided by what."""
 
 import contextlib
-from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -46,41 +46,38 @@ def test_time_ends_the_rounds_but_not_the_first_three() -> None:
     assert not Clock().expired()
 
 
+class Event:
+    """Of a fake GPU."""
+
+    def __init__(self, gpu: "Gpu", *, enable_timing: bool) -> None:
+        self.gpu = gpu
+
+    def record(self) -> None:
+        self.gpu.seen.append("event")
+        self.at_ms = self.gpu.slept_ms
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, last: "Event") -> float:
+        return last.at_ms - self.at_ms
+
+
 class Gpu:
     """A GPU that counts a million cycles a millisecond and a host with a clock of its own."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: list[str | int] = []
-        self.host_ms = 0.0
-        self.slept_ms = 0.0
-        gpu = self
-
-        class Event:
-            def __init__(self, *, enable_timing: bool) -> None:
-                assert enable_timing
-
-            def record(self) -> None:
-                gpu.seen.append("event")
-                self.at_ms = gpu.slept_ms
-
-            def synchronize(self) -> None:
-                pass
-
-            def elapsed_time(self, last: "Event") -> float:
-                return last.at_ms - self.at_ms
-
-        def sleep(cycles: int) -> None:
-            self.seen.append(cycles)
-            self.slept_ms += cycles / 1e6
-
-        @contextlib.contextmanager
-        def device(_: object) -> Iterator[None]:
-            yield
-
-        fakes = {"Event": Event, "_sleep": sleep, "device": device, "synchronize": lambda _: None}
-        for name, fake in fakes.items():
-            monkeypatch.setattr(torch.cuda, name, fake)
+        self.host_ms = self.slept_ms = 0.0
+        monkeypatch.setattr(torch.cuda, "Event", partial(Event, self))
+        monkeypatch.setattr(torch.cuda, "_sleep", self.sleep)
+        monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
         monkeypatch.setattr(alternation.time, "perf_counter", lambda: self.host_ms / 1e3)
+
+    def sleep(self, cycles: int) -> None:
+        self.seen.append(cycles)
+        self.slept_ms += cycles / 1e6
 
     def call(self, *host_ms: float) -> alternation.Call:
         """What takes the host so long, the last time for ever."""

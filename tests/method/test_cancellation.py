@@ -246,16 +246,11 @@ def test_a_step_that_moves_nothing_adds_no_term() -> None:
     assert set(effect.terms().values()) == {1}
     # A ratio over the gradient is zero then, and a term.
     assert set(effect.terms("change-over-sum").values()) == {2}
-
-
-def test_unwatched_steps_do_not_count_and_release_stops() -> None:
-    effect, model, optimizer = follow(1)
-    before = effect.scores()
+    # Nor does an unwatched step, or any after the release.
     optimizer.step()
-    assert (effect.num_steps, effect.scores()) == (1, before)
     effect.release()
-    go_on(effect, model, optimizer, range(1, 2))
-    assert (effect.num_steps, effect.scores()) == (1, before)
+    go_on(effect, model, optimizer, range(2, 3))
+    assert (effect.num_steps, effect.scores()) == (2, before)
 
 
 def test_a_saved_and_loaded_effect_goes_on_to_the_same_bits() -> None:
@@ -274,19 +269,26 @@ def test_a_saved_and_loaded_effect_goes_on_to_the_same_bits() -> None:
         effect.load_state_dict(first.state_dict())
 
 
+def test_parameters_that_are_not_stepped_are_not_scored() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model[1].bias.requires_grad_(False)
+    optimizer = torch.optim.SGD([model[0].bias, *model[1].parameters()], lr=0.1)
+    effect = CancellationEffect(model, optimizer)
+    with effect.watching(3):
+        model(torch.randn(3, 2)).mean().backward()
+    optimizer.step()
+    assert effect.columns == {"0.bias": 2, "1.weight": 2}
+    assert all(score > 0 for score in effect.scores().values())
+
+
 def test_the_model_without_rule_is_refused_for_several_examples_only() -> None:
     model = nn.Bilinear(3, 3, 1)
     effect = CancellationEffect(model, torch.optim.SGD(model.parameters()))
     assert effect.without_rule == ["the model (Bilinear)"]
-    with pytest.raises(ValueError, match="Bilinear"):
-        enter(effect, 2)
+    with pytest.raises(ValueError, match="Bilinear"), effect.watching(2):
+        pass
     with effect.watching(1):
         model(torch.randn(1, 3), torch.randn(1, 3)).sum().backward()
-
-
-def enter(effect: CancellationEffect, num_examples: int, weight: float | None = None) -> None:
-    with effect.watching(num_examples, weight=weight):
-        pass
 
 
 def test_misuse_speaks() -> None:
@@ -295,14 +297,13 @@ def test_misuse_speaks() -> None:
     effect = CancellationEffect(model, optimizer)
     with pytest.raises(RuntimeError, match="No step has been watched"):
         effect.scores()
-    with pytest.raises(ValueError, match="num_examples must be at least 1; got 0"):
-        enter(effect, 0)
-    with pytest.raises(ValueError, match="weight must be a number greater than zero; got -1"):
-        enter(effect, 1, weight=-1)
+    for count, weight, said in ((0, None, "at least 1; got 0"), (1, -1, "than zero; got -1")):
+        with pytest.raises(ValueError, match=said), effect.watching(count, weight=weight):
+            pass
     with effect.watching(2):
         model(torch.randn(2, 2)).mean().backward()
-    with pytest.raises(ValueError, match="weight"):
-        enter(effect, 4)
+    with pytest.raises(ValueError, match="weight"), effect.watching(4):
+        pass
     optimizer.step()
     with pytest.raises(ValueError, match=r"reading must be one of norms-over-change, .*'words'"):
         effect.scores("words")  # type: ignore[arg-type]
@@ -312,19 +313,6 @@ def test_misuse_speaks() -> None:
     with pytest.raises(ValueError, match="1 is a BatchNorm1d, whose statistics mix"):
         CancellationEffect(coupled, torch.optim.SGD(coupled.parameters()))
     CancellationEffect(coupled.eval(), torch.optim.SGD(coupled.parameters()))
-
-
-def test_parameters_that_are_not_stepped_are_not_scored() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    model[1].bias.requires_grad_(False)
-    params = [model[0].bias, model[1].weight, model[1].bias]
-    optimizer = torch.optim.SGD(params, lr=0.1)
-    effect = CancellationEffect(model, optimizer)
-    with effect.watching(3):
-        model(torch.randn(3, 2)).mean().backward()
-    optimizer.step()
-    assert effect.columns == {"0.bias": 2, "1.weight": 2}
-    assert all(score > 0 for score in effect.scores().values())
 
 
 # Selection.

@@ -35,6 +35,15 @@ def test_a_selection_is_found_again_where_a_host_replaces_parameters(kind: str) 
     assert tracked(groups).selected_ids is None
     ours = tracked(groups, selection=["other"] if kind == "names" else [other])
     assert ours.selected_ids == {id(other)}
+    if kind == "tensors":
+        # It waits where nothing is trained yet: a host empties the groups before it fills them.
+        ours.scan()
+        ours.groups[0]["params"] = []
+        assert ours.scan() == []
+        assert ours.selected_ids == set()
+        ours.groups[0]["params"] = [one, other]
+        ours.scan()
+        assert ours.selected_ids == {id(other)}
     ours.groups[0]["params"] = [one, later]
     if kind == "tensors":
         with pytest.raises(RuntimeError, match="none of the parameters of the selection any more"):
@@ -42,19 +51,6 @@ def test_a_selection_is_found_again_where_a_host_replaces_parameters(kind: str) 
     else:
         ours.scan()
         assert ours.selected_ids == {id(later)}
-
-
-def test_a_selection_waits_where_nothing_is_trained_yet() -> None:
-    """As where a host empties the groups before it puts its own parameters there."""
-    one = param(2)
-    ours = tracked([one], selection=[one])
-    ours.scan()
-    ours.groups[0]["params"] = []
-    assert ours.scan() == []
-    assert ours.selected_ids == set()
-    ours.groups[0]["params"] = [one]
-    ours.scan()
-    assert ours.selected_ids == {id(one)}
 
 
 def test_a_number_on_a_device_is_not_waited_for() -> None:
@@ -189,35 +185,28 @@ def test_each_tracked_parameter_has_one_hook_and_no_other_has() -> None:
 
 
 def test_taken_at_once_on_a_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And only those that have a gradient, if all of it is zeros."""
     monkeypatch.setattr(parameters, "takes_at_once", lambda param: False)
-    one = param(2)
-    ours = tracked([one])
+    one, other, third = param(2), param(3), param(4)
+    ours = tracked([one, other, third])
     received: list[Tensor] = []
     ours.receive = received.append
     ours.scan()
     one.sum().backward()
+    third.grad = torch.zeros(4)
     assert received == []
     assert ours.has_noted
-    assert [grad.tolist() for grad in ours.take()[1]] == [[1.0, 1.0]]
+    params, grads = ours.take()
+    assert params == [one, third]
+    assert [grad.tolist() for grad in grads] == [[1.0, 1.0], [0.0] * 4]
     assert not ours.has_noted
-    assert one.grad is None
+    assert one.grad is other.grad is third.grad is None
     # As after the model has moved.
     monkeypatch.undo()
     ours.scan()
     one.sum().backward()
     assert received == [one]
     assert not ours.has_noted
-
-
-def test_only_parameters_with_a_gradient_are_taken() -> None:
-    one, other, third = param(2), param(3), param(4)
-    ours = tracked([one, other, third])
-    third.grad = torch.ones(4)
-    one.grad = torch.zeros(2)
-    params, grads = ours.take()
-    assert params == [one, third]
-    assert [grad.tolist() for grad in grads] == [[0.0, 0.0], [1.0] * 4]
-    assert one.grad is other.grad is third.grad is None
 
 
 def test_a_copy_has_no_hooks_until_it_looks() -> None:

@@ -50,12 +50,9 @@ def messages(optimizer: DoGEOptimizer) -> list[str]:
     return [str(each.message) for each in caught]
 
 
-def test_steps_that_were_all_skipped_are_counted() -> None:
+def test_steps_that_were_all_skipped_are_counted(tmp_path: Any) -> None:
     (message,) = messages(run(sgd(0.1), 30, value=math.nan))
     assert "30 of 30 steps" in message
-
-
-def test_saved_weights_say_it_too(tmp_path: Any) -> None:
     optimizer = run(sgd(0.1), 3, value=math.nan)
     with pytest.warns(UserWarning, match="3 of 3 steps"):
         optimizer.save_weights(tmp_path / "weights.json")

@@ -101,15 +101,12 @@ def test_misuse_is_refused() -> None:
         readable.step()
 
 
-def test_defaults_are_those_of_the_fast_one() -> None:
+def test_it_is_short_and_plain_and_its_defaults_are_those_of_the_fast_one() -> None:
+    lines = Path(simple.__file__).read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 120
+    assert not [line for line in lines if "doge_fast" in line]
     of_fast = inspect.signature(DoGEOptimizer.__init__).parameters
     for name, parameter in inspect.signature(SimpleDoGE.__init__).parameters.items():
         # "universal" has a name there.
         if name != "target" and parameter.default is not inspect.Parameter.empty:
             assert parameter.default == of_fast[name].default
-
-
-def test_it_stays_readable_and_plain() -> None:
-    lines = Path(simple.__file__).read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 120
-    assert not [line for line in lines if "doge_fast" in line]
