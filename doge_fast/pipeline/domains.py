@@ -128,7 +128,9 @@ class Corpus:
         }
 
 
-def load_corpus(config: CorpusConfig, *, targets: Sequence[str] = ()) -> Corpus:
+def load_corpus(
+    config: CorpusConfig, *, targets: Sequence[str] = (), is_measured: bool = False
+) -> Corpus:
     """Read, tokenise and pack the corpus, or find it packed in the cache.
 
     `config.data` is one of
@@ -142,7 +144,8 @@ def load_corpus(config: CorpusConfig, *, targets: Sequence[str] = ()) -> Corpus:
 
     A domain without a validation split holds out `config.validation_fraction` of its documents
     by a hash of the text: stable, and equal documents fall on one side. Where that is much more
-    of the text than asked for, the corpus has a warning, which is logged too.
+    of the text than asked for, the corpus has a warning, which is logged too; more than a half is
+    refused.
 
     With `config.streaming` a Hub data set is read no further than until every domain has
     `config.max_tokens_per_domain` training tokens and `config.validation_fraction` of that held
@@ -153,12 +156,13 @@ def load_corpus(config: CorpusConfig, *, targets: Sequence[str] = ()) -> Corpus:
         config: where the text is and how it becomes blocks.
         targets: domains to measure. Those not in `config.domains` are held out of training.
             "mix" holds out a slice of every training domain; "universal" asks for nothing.
+        is_measured: nothing is trained on, so any share may be held out.
 
     Raises:
         ValueError: a path does not exist; the text column is missing; a domain is unknown,
-            named twice, empty, or smaller than one block; a target is not in the data; the
-            tokenizer does not open; a number in `config` is out of range; a stream would have no
-            end. Nothing is written but finished cache entries.
+            named twice, empty, smaller than one block or mostly held out; a target is not in the
+            data; the tokenizer does not open; a number in `config` is out of range; a stream would
+            have no end. Nothing is written but finished cache entries.
     """
     _check_config(config)
     held_out = [name for name in dict.fromkeys(targets) if name not in (UNIVERSAL, MIX)]
@@ -175,7 +179,8 @@ def load_corpus(config: CorpusConfig, *, targets: Sequence[str] = ()) -> Corpus:
         for name in names:
             train[name], mix[name] = _reserve(train[name], name)
     _tell_held_out(chosen, config)
-    _check_held_out(chosen, packed)
+    if not is_measured:
+        _check_held_out(chosen, packed, config)
     split_here = {name: packed[name] for name, part in chosen.items() if part.validation is None}
     warnings = [
         *_holdout_warnings(split_here, config.validation_fraction),
@@ -212,16 +217,29 @@ def _tell_held_out(parts: Mapping[str, Part], config: CorpusConfig) -> None:
     tell_once(f"{config.data}: held out, {'; and, '.join(told)}.")
 
 
-def _check_held_out(parts: Mapping[str, Part], packed: Mapping[str, Packed]) -> None:
-    """Refuse to hold out more by name than is trained on: then a name hardly means a split."""
+def _check_held_out(
+    parts: Mapping[str, Part], packed: Mapping[str, Packed], config: CorpusConfig
+) -> None:
+    """Refuse to hold out more than half of a domain, unless that is what is asked for.
+
+    A name then hardly means a split, a split hardly a sample, and one document is most of the text.
+    """
     for name, part in parts.items():
         num_held, num_train = len(packed[name].validation), len(packed[name].train)
-        if part.is_held_by_name and num_held > num_train:
+        asked = config.validation_fraction if part.validation is None else 0.0
+        if num_held <= max(0.5, asked + _MAX_EXCESS) * (num_held + num_train):
+            continue
+        told = f"{name}: {num_held} blocks would be held out and {num_train} trained on"
+        if part.validation is None:
             raise ValueError(
-                f"{name}: {num_held} blocks would be held out and {num_train} trained on, because "
-                f"of names: {part.held_out}. Rename what is to be trained on, or give it less "
-                "text to hold out."
+                f"{told}, for whole documents are held out, and {packed[name].documents} of them "
+                "stay. Give it a validation file, or cut it into more documents."
             )
+        if part.is_held_by_name:
+            kind, way_out = "names", "Rename what is to be trained on, or give it less to hold out."
+        else:
+            kind, way_out = "splits", "Make a directory of files from it, and name that (--data)."
+        raise ValueError(f"{told}, because of {kind}: {part.held_out}. {way_out}")
 
 
 def _row_warnings(
@@ -257,9 +275,7 @@ def _holdout_warnings(packed: Mapping[str, Packed], asked: float) -> Iterator[st
     for name, domain in packed.items():
         num_train, num_held = len(domain.train), len(domain.validation)
         share = num_held / (num_train + num_held)
-        is_more = share > 3 * asked and share - asked > _MAX_EXCESS
-        # A large share asked for cannot be tripled; then what is left for training says it.
-        if is_more or 3 * (1 - share) < 1 - asked:
+        if share > 3 * asked and share - asked > _MAX_EXCESS:
             yield (
                 f"{name}: {share:.0%} of its tokens are held out, where validation_fraction "
                 f"(--validation-fraction) asks for {asked:.0%}, for whole documents are held out, "

@@ -170,7 +170,7 @@ def _other(config: EvaluateConfig, data: str, record: Json) -> dict[str, dataset
     parts = find_parts(asked, [])
     _check_names(config, f"{data} holds", sorted(parts))
     chosen = dict.fromkeys((*config.domains, *config.target)) if config.domains else ()
-    corpus = load_corpus(replace(asked, domains=tuple(chosen)))
+    corpus = load_corpus(replace(asked, domains=tuple(chosen)), is_measured=True)
     return {
         name: corpus.validation[name]
         if parts[name].validation is not None

@@ -1,5 +1,6 @@
 """Text in, blocks out, once: nothing is lost, and nothing is packed again without need."""
 
+import itertools
 import json
 import os
 import re
@@ -73,13 +74,27 @@ def lopsided(folder: Path) -> Path:
     return folder
 
 
-def test_a_long_document_held_out_is_warned_of(tmp_path, config, caplog):
+def test_a_document_that_is_most_of_a_domain_is_not_held_out(tmp_path, config):
     few = rename(config, data=str(lopsided(tmp_path)), validation_fraction=0.05)
-    loaded = load_corpus(few)
+    with pytest.raises(ValueError, match=r"a: \d+ blocks would be held out .*, and 1 of them stay"):
+        load_corpus(few)
+
+
+def test_a_large_share_held_out_is_warned_of(tmp_path, config, caplog):
+    folder = lopsided(tmp_path)
+    # As much again, half of it in documents that the hash leaves to training.
+    long, short = (
+        json.loads(line)["text"] for line in (folder / "a.jsonl").read_text().splitlines()
+    )
+    border = packing._text_hash(long)
+    salted = (" ".join(texts(f"more {salt}", 13)) for salt in itertools.count())
+    kept = itertools.islice((text for text in salted if packing._text_hash(text) > border), 2)
+    write_jsonl(folder / "a.jsonl", [long, short, *kept])
+    loaded = load_corpus(rename(config, data=str(folder), validation_fraction=0.05))
     (warning,) = loaded.warnings
     assert re.match(
-        r"a: 9\d% of its tokens are held out, where validation_fraction \(--validation-fraction\) "
-        r"asks for 5%, for whole documents are held out, and 1 is left to train on\.",
+        r"a: 4\d% of its tokens are held out, where validation_fraction \(--validation-fraction\) "
+        r"asks for 5%, for whole documents are held out, and 3 are left to train on\.",
         warning,
     )
     warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]

@@ -250,8 +250,12 @@ def test_what_is_no_directory_of_domains_is_refused(tmp_path, config, files, pla
 def test_more_held_out_by_name_than_trained_on_is_refused(tmp_path, config):
     write_jsonl(tmp_path / "blog" / "old.jsonl", texts("old", 10))
     write_jsonl(tmp_path / "blog" / "my-dev.jsonl", texts("dev", 40))
+    asked = rename(config, data=str(tmp_path))
     with pytest.raises(ValueError, match=r"blog: \d+ blocks would be held out .*my-dev.jsonl"):
-        load_corpus(rename(config, data=str(tmp_path)))
+        load_corpus(asked)
+    # Text that a model is measured on may be all validation.
+    loaded = load_corpus(asked, is_measured=True)
+    assert len(loaded.validation["blog"]) > 3 * len(loaded.train["blog"])
 
 
 def test_a_name_that_begins_like_a_split_is_trained_on_and_warned_of(tmp_path, config, caplog):
