@@ -11,6 +11,7 @@ sum only the number of targets of each domain in a step, and the losses for the 
 """
 
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from inspect import signature
 from itertools import islice
@@ -145,6 +146,7 @@ class DoGETrainer(_StepByDomain):
     Raises:
         ValueError: no domains, an unknown mode, a `DoGEOptimizer` that contradicts the arguments,
             or as `DoGEOptimizer`.
+        FileNotFoundError: a checkpoint to resume from lacks the optimizer's state.
         RuntimeError: several GPUs in one process, several processes that Trainer would train
             separately, or a model sharded by anything but FSDP2 (FSDP1, DeepSpeed,
             parallelism_config).
@@ -260,6 +262,20 @@ class DoGETrainer(_StepByDomain):
             )
         self.optimizer = self._doge = inner
         return inner
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            # Of FSDP2 they are a folder optimizer_0.
+            left = {name.split(".")[0].split("_")[0] for name in os.listdir(checkpoint)}
+            # Trainer would go on without a word, with moments and an average of the rest alone.
+            if missing := {"optimizer", "scheduler"} - left:
+                raise FileNotFoundError(
+                    f"{checkpoint} lacks the state of the {' and the '.join(sorted(missing))}, "
+                    "which holds the domain weights and their average (save_only_model=True leaves "
+                    "it out). Resume from a whole checkpoint, or load its model and begin a new "
+                    "run: train() without resume_from_checkpoint."
+                )
+        super()._load_optimizer_and_scheduler(checkpoint)
 
     def check_host(self) -> None:
         """Raise RuntimeError for parallelism that DoGETrainer does not support (see the class)."""

@@ -49,6 +49,10 @@ _REMEDIES = {
 # What was named is not there, or is something else.
 _NAMED_WRONG = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG)
 _IN_WORDS = re.compile(r"\(os error (\d+)\)")
+# torch.save says what the system said where it opens a file, and not where it writes.
+_OF_TORCH = re.compile(r"inline_container.*?(?:strerror: (.+))?$", re.MULTILINE)
+_NUMBERS = {os.strerror(number): number for number in errno.errorcode}
+_PROBE_BYTES = 1 << 20
 _MEMORY = ("OutOfMemoryError", "MemoryError")
 # What gloo and NCCL say where another rank is gone.
 _RANK_IS_LOST = re.compile(
@@ -152,11 +156,18 @@ def ending_of(error: BaseException, directory: Path | None = None) -> Ending | N
 
 def _of_the_system(error: BaseException, directory: Path | None) -> Ending | None:
     """What the operating system did not do, in whatever disguise."""
-    number = error_number(error)
+    number, file = error_number(error), getattr(error, "filename", None)
+    where = file if isinstance(file, str) else (directory or "A file")
+    if number is None and _OF_TORCH.search(str(error)):
+        number = _why_not_written(directory)
+        if number is None:
+            return Ending(
+                WORLD,
+                f"{where}: it could not be written to its end, and the system did not say why. "
+                f"Look whether there is room, and at the disk. {_AGAIN}.",
+            )
     if number is None:
         return None
-    file = getattr(error, "filename", None)
-    where = file if isinstance(file, str) else (directory or "A file")
     code, sentence = _system_ending(number)
     return Ending(code, f"{where}: {sentence}")
 
@@ -173,8 +184,22 @@ def error_number(error: BaseException) -> int | None:
         return error.errno
     if found := _IN_WORDS.search(str(error)):
         return int(found[1])
-    # torch.save does not say what the system said.
-    return errno.ENOSPC if "inline_container" in str(error) else None
+    found = _OF_TORCH.search(str(error))
+    return _NUMBERS.get((found[1] or "").rstrip(".")) if found else None
+
+
+def _why_not_written(directory: Path | None) -> int | None:
+    """errno of writing a little there; None: that can be done."""
+    if directory is None:
+        return None
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(bytes(_PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error.errno
+    return None
 
 
 def _is_raised_here(error: BaseException) -> bool:

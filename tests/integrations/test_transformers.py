@@ -408,6 +408,16 @@ def test_a_resumed_run_is_the_uninterrupted_run(tmp_path: Path, micro: int, repl
     assert torch.equal(resumed.doge.alpha_mean, whole.doge.alpha_mean)
 
 
+@pytest.mark.parametrize("lost", ["optimizer.pt", "scheduler.pt"])
+def test_a_checkpoint_without_its_optimizer_is_not_resumed(tmp_path: Path, lost: str) -> None:
+    trainer_for(tmp_path / "cut", save_strategy="steps", save_steps=4).train()
+    checkpoint = tmp_path / "cut" / "checkpoint-4"
+    (checkpoint / lost).unlink()
+    resumed = trainer_for(tmp_path / "cut")
+    with pytest.raises(FileNotFoundError, match=f"state of the {lost[:-3]}"):
+        resumed.train(resume_from_checkpoint=str(checkpoint))
+
+
 @pytest.mark.parametrize("mode", ["sequential", "stacked"])
 def test_a_loss_scale_changes_no_weight(tmp_path: Path, mode: str) -> None:
     plain, scaled = (trainer_for(tmp_path / name, mode=mode) for name in ("a", "b"))

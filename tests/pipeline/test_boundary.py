@@ -56,6 +56,7 @@ class PanicException(BaseException):
     """As pyo3 raises it where tokenizers or safetensors panic."""
 
 
+TORCH = "[enforce fail at inline_container.cc:747] . open file failed with"
 CASES = [
     # (whose, error, code, what is said)
     ("ours", ValueError("A rule. A way out."), 2, "A rule. A way out."),
@@ -71,9 +72,11 @@ CASES = [
     ("theirs", OSError(errno.EIO, "x", "a"), 1, "a: Input/output error. Look at the disk."),
     ("theirs", OSError(errno.ECHILD, "x", "a"), 1, "a: No child processes. Repeat the command"),
     ("theirs", OSError(errno.ENOENT, "x", "a"), 2, "a: No such file or directory. Name what"),
-    # As safetensors and torch.save say that a disk is full.
+    # As safetensors and torch.save say it.
     ("theirs", Exception("I/O error: x (os error 28)"), 1, "No space left on device. Make room"),
-    ("theirs", RuntimeError("[enforce fail at inline_container.cc:672]"), 1, "No space left"),
+    ("theirs", RuntimeError(f"{TORCH} unexpected pos 704 vs 598"), 1, "not say why. Look whether"),
+    ("theirs", RuntimeError(f"{TORCH} strerror: Permission denied"), 1, "Change its permissions"),
+    ("theirs", RuntimeError(f"{TORCH} strerror: Read-only file system"), 1, "Name another place"),
     ("theirs", MemoryError(), 1, "There is not enough memory: MemoryError. Ask for less"),
     ("theirs", RuntimeError("DefaultCPUAllocator: can't allocate memory"), 1, "not enough memory"),
 ]
@@ -97,6 +100,21 @@ def test_every_kind_of_failure_has_its_code_and_sentence(
     assert said.err.startswith(SENTENCE)
     assert told in said.err
     assert said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EACCES, errno.EROFS])
+def test_why_torch_could_not_write_is_found_out(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fsync(descriptor: int) -> None:
+        raise OSError(number, "x")
+
+    error = RuntimeError(f"{TORCH} unexpected pos 704 vs 598")
+    monkeypatch.setattr(os, "fsync", fsync)
+    ending = failures.ending_of(error, tmp_path)
+    assert ending is not None
+    assert ending.code == failures.WORLD
+    assert ending.sentence.startswith(f"{tmp_path}: {os.strerror(number)}. ")
 
 
 def test_what_nobody_foresaw_leaves_a_log(
