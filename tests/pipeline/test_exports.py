@@ -392,6 +392,80 @@ def test_paths_come_from_a_file_too(file: Path, capsys: pytest.CaptureFixture[st
         assert "YAML" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "word"),
+    [
+        ("p.json", '{"web": "/a", "web": "/b", "code": "/c", "book": "/d"}', "twice"),
+        ("p.yaml", "web: /a\nweb: /b\ncode: /c\nbook: /d\n", "twice"),
+        ("p.yaml", "no: /a\nweb: /b\n", "False is no text"),
+        ("p.yaml", "2: /a\nweb: /b\n", "2 is no text"),
+        ("p.yaml", "wbe: /a\nweb: /b\ncode: /c\nbook: /d\n", "wbe"),
+        ("p.json", '{"web": {"/a": true, "/b": 1}, "code": "/c", "book": "/d"}', "above 0"),
+        ("p.json", '{"web": [["/a"]], "code": "/c", "book": "/d"}', "needs a path"),
+        ("p.json", '["/a"]', "must map"),
+    ],
+)
+def test_a_table_of_paths_is_strict(
+    file: Path, name: str, text: str, word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = file.with_name(name)
+    table.write_text(text)
+    words = ["export", str(file), "--to", "megatron", "--paths", str(table)]
+    assert cli.main(words) == 2
+    assert word in capsys.readouterr().err
+
+
+def test_a_table_and_a_path_may_hold_an_equals_sign(file: Path) -> None:
+    table = file.with_name("e=f.json")
+    table.write_text(json.dumps(PATHS))
+    assert _paths([str(table)], "paths", list(PATHS)) == PATHS
+    assert _paths(["web=e=f.json"], "paths", list(PATHS)) == {"web": ["e=f.json"]}
+
+
+FILES = ("a*.jsonl", "c[1].jsonl", "d?.jsonl", "{x}.jsonl", "plain.jsonl")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_snippet_reads_the_very_file(tmp_path: Path, name: str) -> None:
+    for each in (*FILES, "ab.jsonl", "c1.jsonl", "de.jsonl", "x.jsonl"):
+        (tmp_path / each).write_text(json.dumps({"text": each}) + "\n")
+    path = str(tmp_path / name)
+    text = export({"a": 1.0}, to="datasets", paths={"a": path}, rows="blocks").text
+    found: dict[str, Any] = {}
+    exec(text, found)
+    assert [row["text"] for row in found["domains"]["a"]] == [name]
+    # A reader that takes no escaped name.
+    if name in FILES[:3]:
+        with pytest.raises(ValueError, match="pattern"):
+            export({"a": 1.0}, to="ms-swift", paths={"a": path}, rows="blocks")
+        with pytest.raises(ValueError, match="pattern"):
+            export({"a": 1.0}, to="olmo-core", paths={"a": path})
+
+
+@pytest.mark.parametrize("to", ["datasets", "torchdata", "torchtitan", "ms-swift"])
+@pytest.mark.parametrize(
+    ("path", "word"),
+    [
+        ("/nowhere/web-*.jsonl", "one by one"),
+        ("/nowhere/c[1]", "one by one"),
+        ("/nowhere/a::b.jsonl", "::"),
+    ],
+)
+def test_a_pattern_or_address_as_a_name_is_refused(to: str, path: str, word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        export({"a": 1.0}, to=to, paths={"a": path}, mean_doc_tokens={"a": 1.0})
+
+
+def test_a_file_that_looks_like_an_address_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "s3:").mkdir()
+    (tmp_path / "s3:" / "b.jsonl").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="address"):
+        export({"a": 1.0}, to="datasets", paths={"a": "s3://b.jsonl"}, rows="blocks")
+
+
 def test_a_domain_with_an_equals_sign_has_paths() -> None:
     words = ["e=f=/data/ef", "e=/data/e", "g=/data/a=b"]
     paths = {"e=f": ["/data/ef"], "e": ["/data/e"], "g": ["/data/a=b"]}

@@ -8,7 +8,9 @@ renormalise in silence. Here the arithmetic is rational and the rounding by larg
 the printed numbers sum to one as decimals, whatever the number of domains.
 """
 
+import glob
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -249,7 +251,10 @@ def _parts_of(name: str, given: Any) -> dict[str, Fraction | None]:
             )
     if isinstance(paths, Mapping):
         parts = paths.values()
-        if not all(isinstance(part, int | float) and 0 < part < math.inf for part in parts):
+        if not all(
+            isinstance(part, int | float) and not isinstance(part, bool) and 0 < part < math.inf
+            for part in parts
+        ):
             raise ValueError(f"The parts of {name}'s paths must be above 0; they are {paths}.")
         return dict(normalised(paths))
     if len(set(paths)) < len(paths):
@@ -279,6 +284,36 @@ def _bytes(path: str) -> int:
     return found[0].stat().st_size if found and REMOTE not in path else 0
 
 
+_MAGIC = re.compile(r"[*?\[]")
+
+
+def name_of_file(path: str, reader: str, *, is_pattern: bool, can_escape: bool = False) -> str:
+    """A path as a reader takes it that has patterns (* ? [ ]) and addresses (:: ://).
+
+    Args:
+        path: of a file or folder.
+        reader: for messages.
+        is_pattern: whether the target's paths may be patterns; then one that is a file is refused.
+        can_escape: whether the reader takes escaped names.
+
+    Raises:
+        ValueError: it would read another file than the one that is named.
+    """
+    is_here = Path(path).exists()
+    if is_here and REMOTE in path:
+        raise ValueError(f"{path} is a file here and an address to {reader}. Rename it.")
+    if "::" in path:
+        raise ValueError(f"{path} has ::, which chains addresses for {reader}. Rename it.")
+    if not _MAGIC.search(path) or (is_pattern and not is_here):
+        return path
+    if can_escape and is_here:
+        return glob.escape(path)
+    told = f"{path} has one of * ? [, which are a pattern for {reader}"
+    if is_here:
+        raise ValueError(f"{told}: it would read other files. Rename it, or link to it.")
+    raise ValueError(f"{told}, and is no file here. Name the files one by one (NAME=PATH ...).")
+
+
 @dataclass(frozen=True)
 class Target:
     """A framework, or one of its ways to take a mixture."""
@@ -295,6 +330,9 @@ class Target:
     """The version or commit of the framework whose own code was read or run, and when."""
     rows: Sequence[Rows] = ("blocks",)
     """What the framework's numbers may count, the default first; one where it decides itself."""
+    names: Literal["plain", "pattern", "patterns"] = "plain"
+    """What the framework takes a path for: a name; a pattern where it has * ? or [ in it, though
+    one file is meant; a pattern, by its documentation."""
     needs_paths: bool = True
     """Whether every domain needs a path."""
     comment: str | None = "# "

@@ -1,5 +1,6 @@
 """`doge-fast export`: files in, one text out; what a person should know goes to the log."""
 
+import functools
 import json
 import logging
 from collections.abc import Sequence
@@ -9,9 +10,10 @@ from typing import Any
 import yaml
 
 from doge_fast import atomic_file
-from doge_fast.pipeline import failures, named, records
+from doge_fast.pipeline import failures, named, records, strict_yaml
 from doge_fast.pipeline.config import ExportConfig
 from doge_fast.pipeline.exports.registry import export, listing
+from doge_fast.weights.weights_file import unique_keys
 
 _LOG = logging.getLogger(__name__)
 _FILES = (".json", ".yaml", ".yml")
@@ -70,10 +72,16 @@ def run(config: ExportConfig) -> list[str]:
 
 def _paths(words: Sequence[str], flag: str, names: Sequence[str]) -> dict[str, Any]:
     """Paths by domain: NAME=PATH, a name again for a further path; or a JSON or YAML file."""
-    if len(words) == 1 and "=" not in words[0] and words[0].endswith(_FILES):
+    if len(words) == 1 and _is_table(words[0], names):
         value = _parsed(Path(words[0]))
-        if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        if not isinstance(value, dict):
             raise ValueError(f"{words[0]} must map domains to paths; it holds {value!r}.")
+        for name in value:
+            if not isinstance(name, str):
+                raise ValueError(
+                    f"{words[0]} must map domains to paths; {name!r} is no text. Write the name of "
+                    "a domain in quotes."
+                )
         return value
     found: dict[str, list[str]] = {}
     for word in words:
@@ -89,9 +97,18 @@ def _paths(words: Sequence[str], flag: str, names: Sequence[str]) -> dict[str, A
     return dict(found)
 
 
+def _is_table(word: str, names: Sequence[str]) -> bool:
+    """Whether a word is a file of paths and not NAME=PATH; the name of a file may hold "="."""
+    is_pair = any(word.startswith(f"{name}=") for name in names)
+    is_named = "=" not in word or Path(word).is_file()
+    return word.endswith(_FILES) and is_named and not is_pair
+
+
 def _parsed(file: Path) -> Any:
     """What a JSON or YAML file holds."""
-    parse = json.loads if file.suffix == ".json" else yaml.safe_load
+    parse = strict_yaml.load
+    if file.suffix == ".json":
+        parse = functools.partial(json.loads, object_pairs_hook=unique_keys)
     try:
         return parse(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePosixPath
 
-from doge_fast.pipeline.exports.blend import REMOTE, Blend
+from doge_fast.pipeline.exports.blend import REMOTE, Blend, name_of_file
 from doge_fast.pipeline.exports.text import mapping, plain, sequence, string, strings
 
 # The reader that a suffix asks for, by the name that `datasets` gives it.
@@ -34,7 +34,11 @@ def _opened(paths: Sequence[str]) -> str:
             f"load_dataset takes one directory or Hub id; got {', '.join(paths)}. Name files "
             "(jsonl, parquet, csv, txt, arrow), or make each a domain."
         )
-    return f"{string(reader)}, data_files=[{strings(paths)}]" if reader else string(paths[0])
+    names = [
+        name_of_file(path, "load_dataset", is_pattern=False, can_escape=reader is not None)
+        for path in paths
+    ]
+    return f"{string(reader)}, data_files=[{strings(names)}]" if reader else string(names[0])
 
 
 def _streams(blend: Blend) -> str:

@@ -24,6 +24,7 @@ from doge_fast.pipeline.exports.blend import (
     Target,
     by_document,
     check_known,
+    name_of_file,
     normalised,
     path_parts,
 )
@@ -127,6 +128,7 @@ def export(
             f"Every domain with a weight needs a path; there is none for {', '.join(missing)}. "
             "Give them as paths={name: path} (--paths NAME=PATH ..., or a JSON or YAML file)."
         )
+    _check_names(target, blend)
     warnings = _left_out(blend)
     if stages := record.get("stages"):
         warnings.append(
@@ -140,6 +142,15 @@ def export(
         notes=notes,
         has_comments=target.comment is not None,
     )
+
+
+def _check_names(target: Target, blend: Blend) -> None:
+    """Refuse a path of which the framework would read another file."""
+    if target.names == "plain":
+        return
+    for domains in blend.paths.values():
+        for path in (path for paths in domains.values() for path in paths):
+            name_of_file(path, target.name, is_pattern=target.names == "patterns")
 
 
 def _record(weights: Mapping[str, Any]) -> Mapping[str, Any]:
