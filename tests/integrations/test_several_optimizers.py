@@ -272,8 +272,10 @@ def test_names_of_the_wrapped_optimizer_are_forwarded(is_one_of_two: bool) -> No
     # Nobody's, and the wrapper's own.
     optimizer.of_a_host = 1
     assert not hasattr(inner, "of_a_host")
-    assert optimizer.of_a_host == 1
+    inner.of_a_host = 2
+    optimizer.of_a_host = 3
+    assert (optimizer.of_a_host, inner.of_a_host) == (3, 2)
     assert not hasattr(optimizer, "missing")
     optimizer._step_supports_amp_scaling = True
     assert not inner.__dict__.get("_step_supports_amp_scaling")
-    assert copy.deepcopy(optimizer).of_a_host == 1
+    assert copy.deepcopy(optimizer).of_a_host == 3

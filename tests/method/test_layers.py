@@ -18,7 +18,6 @@ from tests.method.architectures import (
     ScaledLinearRule,
     assert_same,
     ids_of,
-    losses_of,
     made,
     optimizer_of,
     rows_by_autograd,
@@ -82,6 +81,13 @@ def test_a_rule_may_be_registered_by_name_and_replaced() -> None:
         rows.append(rows_of(optimizer, model)["offset.offset"])
     torch.testing.assert_close(rows[1], 2 * rows[0])
 
+    class Lacks(OffsetRule):
+        input_gradient = registry.LayerRule.input_gradient
+
+    register(Offset, Lacks())
+    with pytest.raises(NotImplementedError, match="Lacks"):
+        run(optimizer, model, ids_of())
+
 
 def test_subclasses_and_modules_with_other_parameters_have_no_rule() -> None:
     class Derived(Offset):
@@ -131,17 +137,6 @@ def test_a_module_of_several_inputs_has_no_rule_to_follow() -> None:
         model(torch.randn(6, 5), torch.randn(6, 1))
     with pytest.raises(RuntimeError, match="Bilinear got 1"), optimizer.stacked(model, SIZES):
         model([torch.randn(6, 5)])
-
-
-def test_a_rule_that_lacks_something_is_named() -> None:
-    class Lacks(OffsetRule):
-        input_gradient = registry.LayerRule.input_gradient
-
-    register(Offset, Lacks())
-    model = made("own rules")
-    optimizer = optimizer_of(model)
-    with pytest.raises(NotImplementedError, match="Lacks"), optimizer.stacked(model, SIZES):
-        losses_of(model(ids_of()), ids_of(), SIZES).sum().backward()
 
 
 def test_runs_are_neighbours_in_batch_and_buffer() -> None:

@@ -179,6 +179,8 @@ def test_a_loader_that_would_ignore_the_weights_is_refused():
     for shuffle in (False, True):
         with pytest.raises(TypeError, match="batch_sampler"):
             list(DataLoader(sized(), batch_size=12, shuffle=shuffle))
+    with pytest.raises(TypeError, match="endless"):
+        len(sized().batches())
 
 
 def test_rows_learn_the_number_of_their_domain():
@@ -253,6 +255,7 @@ def test_a_pass_that_was_broken_off_goes_on_where_the_loop_says(workers):
     with pytest.raises(RuntimeError, match=r"mixture.seek\(step\)"):
         next(iter(batches))
     mixture.seek(4)
+    assert len(mixture.batches()) == 5
     seen += [batch.tolist() for batch in batches]
     assert seen == plain(sized(), 9)
 
@@ -320,11 +323,3 @@ def resumed_at(step: int) -> DomainMixture:
 def test_mixtures_refuse(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-def test_an_endless_mixture_has_no_length():
-    with pytest.raises(TypeError, match="endless"):
-        len(sized().batches())
-    mixture = sized(steps=9)
-    mixture.seek(4)
-    assert len(mixture.batches()) == 5

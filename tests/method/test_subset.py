@@ -133,8 +133,14 @@ def test_the_draw_stays_until_the_step_is_taken() -> None:
         optimizer.combine()
         model.zero_grad()
     assert optimizer.domains_of_step == drawn
+    state = optimizer.state_dict()
     run_step(optimizer, model)
     assert optimizer._step.subset.draws == 1
+    assert optimizer.domains_of_step != drawn
+    # A checkpoint of a version without draws starts at the first.
+    del state["doge"]["draws"]
+    optimizer.load_state_dict(state)
+    assert optimizer.domains_of_step == drawn
 
 
 def test_memory_is_that_of_the_domains_in_the_step() -> None:
@@ -202,15 +208,3 @@ def test_a_domain_that_was_not_drawn_is_refused() -> None:
 def test_numbers_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         optimizer_of(model_of(), **options)
-
-
-def test_a_checkpoint_of_a_version_without_draws_starts_at_the_first() -> None:
-    model = model_of()
-    optimizer = optimizer_of(model)
-    state = optimizer.state_dict()
-    del state["doge"]["draws"]
-    first = optimizer.domains_of_step
-    run_step(optimizer, model)
-    assert optimizer.domains_of_step != first
-    optimizer.load_state_dict(state)
-    assert optimizer.domains_of_step == first

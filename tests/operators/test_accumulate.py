@@ -68,11 +68,13 @@ def test_gradients_of_any_shape_and_strides(implementation: str, device: torch.d
     channels_last = torch.randn(2, 3, 4, 5, device=device).to(memory_format=torch.channels_last)
     expanded = torch.randn(1, device=device).expand(7)
     transposed = torch.randn(4, 6, device=device).T
-    grads = [channels_last, expanded, transposed, torch.randn((), device=device)]
+    empty = torch.empty(0, 4, device=device)
+    grads = [channels_last, expanded, transposed, torch.randn((), device=device), empty]
     rows = [torch.full((grad.numel(),), math.nan, device=device) for grad in grads]
     accumulate(grads, rows, add=False, implementation=implementation)
     for grad, row in zip(grads, rows, strict=True):
         assert torch.equal(row, grad.flatten())
+    accumulate([], [], add=True, implementation=implementation)
 
 
 def test_rows_of_a_matrix_and_nothing_beside_them(
@@ -84,12 +86,6 @@ def test_rows_of_a_matrix_and_nothing_beside_them(
     assert (row_N == 8).all()
     row_N.fill_(7)
     assert (memory_KN == 7).all()
-
-
-def test_no_gradients_and_empty_ones_are_no_work(implementation: str, device: torch.device) -> None:
-    accumulate([], [], add=True, implementation=implementation)
-    row = torch.empty(0, device=device)
-    accumulate([torch.empty(0, 4, device=device)], [row], add=False, implementation=implementation)
 
 
 @pytest.mark.parametrize("add", [False, True])

@@ -40,6 +40,8 @@ def test_chunks_cover_every_column_once() -> None:
             assert not new & covered
             covered |= new
     assert covered == {(s.source, i) for s in spans for i in range(s.length)}
+    # Nothing to do makes no table.
+    assert chunk_tables([spans[1]], FIELDS, 64, CPU) == ()
 
 
 def test_a_ragged_block_does_not_take_wide_loads_from_the_others() -> None:
@@ -61,10 +63,6 @@ def test_a_ragged_block_does_not_take_wide_loads_from_the_others() -> None:
 def test_alignment_needs_all_four(span: Span) -> None:
     [table] = chunk_tables([span], FIELDS, 64, CPU)
     assert not table.is_aligned
-
-
-def test_nothing_to_do_makes_no_table() -> None:
-    assert chunk_tables([Span(0, 4, 64, 0)], FIELDS, 64, CPU) == ()
 
 
 def tables_at(
@@ -90,6 +88,10 @@ def test_a_table_is_made_once_and_old_ones_are_let_go(monkeypatch: pytest.Monkey
     for address in range(100, 110):
         tables_at(64 * address)
     assert tables_at(0) is not first
+    # An address that comes back with another size is another table.
+    [short], [long] = tables_at(0, 64), tables_at(0, 128)
+    assert short.table[:, 2].tolist() == [64]
+    assert long.table[:, 2].tolist() == [64, 64]
 
 
 def test_the_tables_of_a_step_are_kept_whatever_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,12 +102,6 @@ def test_the_tables_of_a_step_are_kept_whatever_they_cost(monkeypatch: pytest.Mo
     tables_at(64)
     assert tables_at(0, length=64 * 200) is not large[0]
     assert len(chunks._kept[FIELDS]) == chunks.MIN_TABLES
-
-
-def test_an_address_that_comes_back_with_another_size_is_another_table() -> None:
-    [short], [long] = tables_at(0, 64), tables_at(0, 128)
-    assert short.table[:, 2].tolist() == [64]
-    assert long.table[:, 2].tolist() == [64, 64]
 
 
 def test_one_operator_does_not_push_out_the_tables_of_another(
