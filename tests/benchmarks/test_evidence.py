@@ -65,6 +65,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_the_page_shows_what_the_kept_records_say(told: dict[str, str]) -> None:
     shown = [block.text.strip() for block in blocks_of(PAGE) if block.language == "none"]
     assert shown
@@ -72,6 +73,7 @@ def test_the_page_shows_what_the_kept_records_say(told: dict[str, str]) -> None:
         assert any(block in each for each in told.values()), block
 
 
+@pytest.mark.exhaustive
 def test_percentages_in_running_text_stand_in_a_table(told: dict[str, str]) -> None:
     numbers = set(re.findall(r"\d+\.\d+", "\n".join(told.values())))
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
