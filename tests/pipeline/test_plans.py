@@ -22,9 +22,8 @@ from doge_fast.pipeline.config.fields import filled
 from doge_fast.pipeline.experiments import runner
 from doge_fast.pipeline.experiments.planner import Job, Plan
 from doge_fast.pipeline.experiments.plans import plan_of
-from doge_fast.pipeline.experiments.presets import check, known_domains, preset_of, with_mu
+from doge_fast.pipeline.experiments.presets import known_domains, preset_of, with_mu
 from doge_fast.pipeline.experiments.runner import run_experiment
-from doge_fast.pipeline.records.shapes import PerplexityGroup
 from doge_fast.pipeline.sources import find_parts
 from doge_fast.weights.weights_file import plain, write_json
 
@@ -63,27 +62,6 @@ def test_mu_follows_target_domains_and_learning_rate(
 ) -> None:
     config = filled(preset_of(name, preset), changes)
     assert with_mu(config, tuple("abcdefg")).proxy.mu == pytest.approx(mu, rel=1e-12)
-
-
-def test_weights_of_ones_own_stand_beside_learned_ones(tmp_path: Path) -> None:
-    file = tmp_path / "mine.json"
-    entries = [{"name": name, "weight": 1 / 3} for name in "abc"]
-    write_json(file, {"schema_version": 1, "domains": entries})
-    config = replace(preset_of("universal", data="x"), weights=(f"mine={file}",))
-    plan = planned(config, tuple("abc"))
-    (model,) = config.base.models
-    table = plan.groups[0]
-    assert isinstance(table, PerplexityGroup)
-    arms = {arm.label: arm.runs for arm in table.arms}
-    assert arms["mine"] == tuple(f"base-given-mine-{model}-seed{seed}" for seed in config.seeds)
-    given = [job.config for job in plan.jobs if job.name in arms["mine"]]
-    assert {each.weights for each in given if isinstance(each, BaseConfig)} == {str(file)}
-    with pytest.raises(ValueError, match="universal"):
-        check(replace(config, name="doremi"))
-    # Reports find an arm by its label.
-    for label in ("uniform", "DoGE"):
-        with pytest.raises(ValueError, match=label):
-            planned(replace(config, weights=(f"{label}={file}",)), tuple("abc"))
 
 
 def test_the_plan_is_commands_in_an_order_that_can_be_run(

@@ -12,7 +12,7 @@ from doge_fast.pipeline.config.ranges import (
     Range,
     Seed,
 )
-from doge_fast.pipeline.config.stages import CorpusConfig, TasksConfig
+from doge_fast.pipeline.config.stages import CorpusConfig
 from doge_fast.weights.defaults import DOMAIN_MAX_GRAD_NORM
 
 Experiment = Literal[
@@ -131,9 +131,6 @@ class ExperimentConfig:
     targets: tuple[str, ...] = ()
     """ood, wiki40b: the domains that are targets, one after another. Empty: ood: all; wiki40b: ca
     and nl."""
-    weights: tuple[str, ...] = ()
-    """universal: NAME=FILE, a weights.json or the run directory of a proxy: further weights to
-    train base models at. Added to a finished experiment, only these models are trained."""
     seeds: tuple[Seed, ...] = (0, 1, 2)
     """Every run of the plan is repeated with each seed. Runs of one seed have the same
     initialisation and the same order of the data."""
@@ -143,7 +140,6 @@ class ExperimentConfig:
     """Names of runs in the plan: make only these, where they are not complete, and no report."""
     corpus: CorpusConfig = field(default_factory=CorpusConfig)
     rates: RatesConfig = field(default_factory=RatesConfig)
-    tasks: TasksConfig = field(default_factory=TasksConfig)
     proxy: ProxyArmsConfig = field(default_factory=ProxyArmsConfig)
     base: BaseArmsConfig = field(default_factory=BaseArmsConfig)
     doremi: DoReMiArmsConfig = field(default_factory=DoReMiArmsConfig)

@@ -5,7 +5,6 @@ left; and groups, each the runs behind a table.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,10 @@ from doge_fast.pipeline.experiments.presets import (
 from doge_fast.pipeline.records.shapes import (
     ArmRecord,
     Group,
-    PerplexityGroup,
     TargetRow,
     TargetsGroup,
-    TasksGroup,
     WeightsGroup,
 )
-from doge_fast.pipeline.records.weights import read_weights
 
 # Stages of the paper's curricula; one stage is the global average.
 CURRICULA = (2, 3, 10)
@@ -35,7 +31,6 @@ def plan_of(
     config: ExperimentConfig,
     names: Sequence[str],
     out: Path,
-    tasks: dict[str, Any] | None = None,
 ) -> Plan:
     """The runs and tables of an experiment.
 
@@ -43,40 +38,13 @@ def plan_of(
         config: which experiment, how large.
         names: domains that the corpus holds.
         out: the experiment's directory.
-        tasks: of lm-eval, to score base models on: `tasks`, and `task_data_sha256` of their
-            documents where they are local.
 
     Raises:
-        ValueError: the corpus lacks a domain that is asked for, or there are tasks and no table of
-            base models.
+        ValueError: the corpus lacks a domain that is asked for.
     """
     planner = Planner(config, names, out)
     planner.check_known("domains", config.corpus.domains)
-    plan = _PLANS[config.name](planner)
-    return _with_tasks(plan, tasks) if tasks else plan
-
-
-def _with_tasks(plan: Plan, tasks: dict[str, Any]) -> Plan:
-    """A table of accuracies after each of perplexities."""
-    asked = plan.config.tasks
-    groups: list[Group] = []
-    for group in plan.groups:
-        groups.append(group)
-        if isinstance(group, PerplexityGroup):
-            scored = TasksGroup(
-                f"Tasks: {group.title}",
-                group.arms,
-                shots=asked.shots,
-                task_limit=asked.task_limit,
-                **tasks,
-            )
-            groups.append(scored)
-    if len(groups) == len(plan.groups):
-        raise ValueError(
-            "tasks are scored where base models are compared on all domains; "
-            f"{plan.config.name} does not. doge-fast evaluate RUN --tasks scores any base run."
-        )
-    return replace(plan, groups=groups)
+    return _PLANS[config.name](planner)
 
 
 def _universal(plan: Planner) -> Plan:
@@ -103,25 +71,8 @@ def _universal_perplexity(plan: Planner, model: str) -> Group:
         plan.arm(label, "learned", plan.base(f"doremi-{steps}-{model}", each, model=model))
         for steps, label, each in plan.doremis()
     ]
-    arms += _given_arms(plan, [arm.label for arm in arms], model)
     title = f"Base models of size {model}"
     return plan.perplexities(arms, title, pairs=_against_doge(arms))
-
-
-def _given_arms(plan: Planner, taken: Sequence[str], model: str) -> list[ArmRecord]:
-    """Those of `--weights NAME=FILE`; `taken` are the labels of the arms beside them."""
-    arms: dict[str, ArmRecord] = {}
-    for word in plan.config.weights:
-        label, _, file = word.partition("=")
-        if not label or not file or label in arms or label in taken:
-            raise ValueError(
-                "weights (--weights) must be NAME=FILE, each with a name of its own beside "
-                f"{', '.join(taken)}; got {word!r}. Choose another NAME."
-            )
-        read_weights(Path(file), domains=plan.domains)
-        base = plan.base(f"given-{label}-{model}", file, model=model)
-        arms[label] = plan.arm(label, "given", base)
-    return list(arms.values())
 
 
 def _against_doge(arms: Sequence[ArmRecord]) -> tuple[tuple[str, str], ...]:

@@ -63,11 +63,6 @@ def check(config: ExperimentConfig) -> None:
         raise ValueError(
             f"seeds must be distinct, and at least one; got {', '.join(map(str, config.seeds))}."
         )
-    if config.weights and config.name != "universal":
-        raise ValueError(
-            f"weights are for the experiment universal; {config.name} has no place for further "
-            "ones."
-        )
     if config.name == "wiki40b" and config.corpus.data == "installed":
         raise ValueError(
             "wiki40b needs text in several languages: name a directory with a folder for each, "

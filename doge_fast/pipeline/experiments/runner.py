@@ -29,7 +29,6 @@ from doge_fast.pipeline.experiments.plans import plan_of
 from doge_fast.pipeline.experiments.presets import check, known_domains
 from doge_fast.pipeline.failures import one_line
 from doge_fast.pipeline.proxy import learn_weights
-from doge_fast.pipeline.records.shapes import TasksGroup
 from doge_fast.pipeline.report import terminal_table, write_report
 from doge_fast.pipeline.selection import is_selected, measure_cancellation
 from doge_fast.pipeline.sources import find_parts
@@ -69,7 +68,7 @@ def run_experiment(config: ExperimentConfig) -> list[str]:
         return plan_lines(config, f"doge-fast experiment {config.name}")
     check(config)
     out = _directory(config)
-    plan = plan_of(config, _domains_of(config), out, _tasks_of(config))
+    plan = plan_of(config, _domains_of(config), out)
     jobs = _chosen(plan)
     record = _record(plan)
     records.check_experiment(out, record)
@@ -100,7 +99,7 @@ def plan_lines(config: ExperimentConfig, command: str) -> list[str]:
     check(config)
     if config.only:
         raise ValueError("--plan prints the commands of all runs; leave out --only.")
-    plan = plan_of(config, _domains_of(config), _directory(config), _tasks_of(config))
+    plan = plan_of(config, _domains_of(config), _directory(config))
     lines = []
     for number, wave in enumerate(plan.waves(), start=1):
         for job in wave:
@@ -168,7 +167,7 @@ def _make_all(plan: Plan, jobs: Sequence[Job]) -> None:
 
 
 def _left_of(job: Job, plan: Plan) -> Iterator[Callable[[], object]]:
-    """What is still to do for a run, one after the other: train, measure, score."""
+    """What is still to do for a run, one after the other: train, measure."""
     out, config = job.config.out, plan.config
     device = config.rates.device
     if not _is_there(job) or (out / records.CHECKPOINTS).exists():
@@ -176,13 +175,6 @@ def _left_of(job: Job, plan: Plan) -> Iterator[Callable[[], object]]:
     if job.is_measured and not records.is_measured(out, config.rates.eval_blocks):
         asked = EvaluateConfig(run=out, blocks=config.rates.eval_blocks, device=device)
         yield functools.partial(evaluate, asked)
-    tasks = [group for group in plan.groups if isinstance(group, TasksGroup)]
-    own = [group for group in tasks if any(job.name in arm.runs for arm in group.arms)]
-    if not all(records.is_scored(out, group) for group in own):
-        from doge_fast.pipeline.fewshot import few_shot
-
-        asked = EvaluateConfig(run=out, device=device, tasks=config.tasks)
-        yield functools.partial(few_shot, asked)
 
 
 def _is_made(job: Job, plan: Plan) -> bool:
@@ -198,19 +190,6 @@ def _is_there(job: Job) -> bool:
     if isinstance(job.config, SelectConfig):
         return is_selected(job.config)
     return records.is_finished(job.config.out)
-
-
-def _tasks_of(config: ExperimentConfig) -> dict[str, Any] | None:
-    """The tasks that were asked for, their documents read and found to be what they should."""
-    if not config.tasks.tasks:
-        return None
-    # A dependency of its own.
-    from doge_fast.pipeline.fewshot import document_hashes, load_tasks, task_names
-
-    if config.plan:
-        return {"tasks": tuple(task_names(config.tasks.tasks)), "task_data_sha256": None}
-    tasks = tuple(load_tasks(config.tasks))
-    return {"tasks": tasks, "task_data_sha256": document_hashes(config.tasks)}
 
 
 def _check_jobs(plan: Plan, jobs: Sequence[Job]) -> None:

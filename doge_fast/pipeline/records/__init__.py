@@ -39,7 +39,6 @@ from doge_fast.pipeline.records.measures import (
     evaluation,
     few_shot,
     is_measured,
-    is_scored,
     load_evaluation,
     load_experiment,
     load_few_shot,

@@ -21,7 +21,6 @@ from doge_fast.pipeline.records.shapes import (
     EvaluationRecord,
     ExperimentRecord,
     FewShotRecord,
-    TasksGroup,
 )
 from doge_fast.weights.weights_file import SCHEMA_VERSION, plain, write_json
 
@@ -144,16 +143,6 @@ def load_few_shot(run: Path) -> tuple[Json, FewShotRecord]:
     return read_record(run / FEWSHOT, FewShotRecord, absent=absent)
 
 
-def is_scored(run: Path, group: TasksGroup) -> bool:
-    """Whether fewshot.json holds just the group's tasks, scored as it says."""
-    if not (run / FEWSHOT).exists():
-        return False
-    _, found = load_few_shot(run)
-    asked = ("shots", "task_limit", "task_data_sha256") if group.shots is not None else ()
-    is_alike = all(getattr(found, key) == getattr(group, key) for key in asked)
-    return is_alike and tuple(found.tasks) == group.tasks
-
-
 def write_experiment(out: Path, record: Mapping[str, Any]) -> None:
     """Write experiment.json into the directory of an experiment, made where absent.
 
@@ -171,8 +160,7 @@ def write_experiment(out: Path, record: Mapping[str, Any]) -> None:
 
 # How an experiment is run; seeds and targets may be added, which its runs show.
 _FREE = (
-    *("out", "plan", "only", "seeds", "targets", "weights", "corpus.cache_dir", "rates.device"),
-    *("tasks.tasks", "tasks.shots", "tasks.task_limit", "tasks.task_data"),
+    *("out", "plan", "only", "seeds", "targets", "corpus.cache_dir", "rates.device"),
     # A search for the temperature may go on for longer.
     *("most_runs", "budget_tokens", "device"),
 )

@@ -268,19 +268,6 @@ class CostGroup:
 
 
 @dataclass(frozen=True)
-class TasksGroup:
-    """Base models compared on the tasks of lm-eval."""
-
-    title: str
-    arms: tuple[ArmRecord, ...]
-    tasks: tuple[str, ...]
-    shots: CountOrZero | None = None
-    task_limit: Count | None = None
-    task_data_sha256: dict[str, Any] | None = None
-    kind: Literal["tasks"] = "tasks"
-
-
-@dataclass(frozen=True)
 class TemperaturePoint:
     """Base models at weights of one temperature."""
 
@@ -305,7 +292,7 @@ class TemperatureGroup:
     kind: Literal["temperature"] = "temperature"
 
 
-Group = TemperatureGroup | PerplexityGroup | TargetsGroup | WeightsGroup | CostGroup | TasksGroup
+Group = TemperatureGroup | PerplexityGroup | TargetsGroup | WeightsGroup | CostGroup
 """A table that an experiment ends in."""
 
 

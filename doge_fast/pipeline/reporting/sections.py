@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -22,7 +23,6 @@ from doge_fast.pipeline.records.shapes import (
     FewShotRecord,
     PerplexityGroup,
     TargetsGroup,
-    TasksGroup,
     TemperatureGroup,
     WeightsGroup,
 )
@@ -90,7 +90,11 @@ def sections_of(study: Study) -> list[Section]:
         course_section(study.proxies),
         *(perplexity_section(study, group) for group in study.of(PerplexityGroup)),
         *(perplexity_section(study, group) for group in study.of(TargetsGroup)),
-        *(tasks_section(study, group) for group in study.of(TasksGroup)),
+        # Two tables of the same base models share their accuracies.
+        *(
+            tasks_section(study, group)
+            for group in {each.arms: each for each in study.of(PerplexityGroup)}.values()
+        ),
         *(cost_section(study, group) for group in study.of(CostGroup)),
         provenance_section(study),
     ]
@@ -365,12 +369,19 @@ def _difference_table(
     return Table(title, f"Change of perplexity. {MARKS}{chance}", _corner(group), heads, rows)
 
 
-def tasks_section(study: Study, group: TasksGroup) -> Section | None:
-    """k-shot accuracies of the arms over their common seeds, as tab:fewshot."""
+def tasks_section(study: Study, group: PerplexityGroup) -> Section | None:
+    """k-shot accuracies of the arms over their common seeds, as tab:fewshot.
+
+    Runs count that were scored on the tasks of the first one, in the same way.
+    """
     scores: dict[str, dict[int, FewShotRecord]] = {}
+    asked: tuple[Any, ...] | None = None
     for arm in group.arms:
         for run in study.runs_of(arm.runs):
-            if run.few_shot is not None and records.is_scored(run.path, group):
+            if run.few_shot is None:
+                continue
+            asked = asked or _asked(run.few_shot)
+            if _asked(run.few_shot) == asked:
                 scores.setdefault(arm.label, {})[run.seed] = run.few_shot
     seeds = sorted(set.intersection(*map(set, scores.values()))) if scores else []
     if not seeds:
@@ -378,7 +389,7 @@ def tasks_section(study: Study, group: TasksGroup) -> Section | None:
     kept = {label: [each[seed] for seed in seeds] for label, each in scores.items()}
     first = next(iter(kept.values()))[0]
     rows = []
-    for task in group.tasks:
+    for task in first.tasks:
         texts = [_accuracy_text([each.tasks[task] for each in found]) for found in kept.values()]
         texts.append(f"{100 * first.tasks[task].chance:.1f}")
         rows.append(Row(task, list(map(Cell, texts))))
@@ -392,11 +403,17 @@ def tasks_section(study: Study, group: TasksGroup) -> Section | None:
     )
     if any(task.truncated_requests for task in first.tasks.values()):
         note += " Prompts were cut to fit the models' positions: these are not full k-shot scores."
-    if group.task_limit is not None:
-        note += f" Of every task the first {plural(group.task_limit, 'document')} alone."
+    if first.task_limit is not None:
+        note += f" Of every task the first {plural(first.task_limit, 'document')} alone."
     abouts = {arm.label: f"{arm.about}, {plural(len(seeds), 'seed')}" for arm in group.arms}
     heads = [*((label, abouts[label]) for label in kept), ("chance", "one of the choices")]
-    return Section(group.title, tables=[Table(group.title, note, "task", heads, rows)])
+    title = f"Tasks: {group.title}"
+    return Section(title, tables=[Table(title, note, "task", heads, rows)])
+
+
+def _asked(scores: FewShotRecord) -> tuple[Any, ...]:
+    """Which tasks were scored, and how."""
+    return tuple(scores.tasks), scores.shots, scores.task_limit, scores.task_data_sha256
 
 
 def _accuracy_text(scores: Sequence[Average]) -> str:

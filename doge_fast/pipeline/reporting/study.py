@@ -19,7 +19,6 @@ from doge_fast.pipeline.records.shapes import (
     Method,
     PerplexityGroup,
     TargetsGroup,
-    TasksGroup,
     WeightsGroup,
 )
 from doge_fast.pipeline.reporting.proxies import Proxy, known_weights, mean_weights
@@ -187,9 +186,6 @@ def _groups(bases: Sequence[RecordedRun], proxies: Sequence[Proxy]) -> Iterator[
             yield PerplexityGroup(f"Base models on {listed(first.targets)}", *told)
         told = (tuple(arms), first.domains, about, focus)
         yield PerplexityGroup("Base models", *told)
-    tasks = next((tuple(run.few_shot.tasks) for run in bases if run.few_shot is not None), None)
-    if tasks is not None:
-        yield TasksGroup("Tasks", tuple(arms), tasks)
     methods = [Method(proxy.label, _takes(proxy)) for proxy in proxies]
     trained = [Method("a base model", tuple((name,) for name in arm.runs)) for arm in arms[:1]]
     yield CostGroup("Cost", (*methods, *trained))
