@@ -192,19 +192,18 @@ def gradient_error(problem: Problem, device: torch.device | str) -> float:
 
 
 def host_synchronisations(problem: Problem, device: torch.device | str) -> str:
-    """What `optimizer.step()` makes the host wait for after warm-up: "none", or torch's complaint.
+    """What a whole step makes the host wait for after warm-up: "none", or torch's complaint.
 
-    Torch raises at the first operation that waits for the device.
+    From the first domain to the end of `step()`: forward and backward passes, Gram matrix, domain
+    weights, weighted sum and AdamW. Torch raises at the first operation that waits for the device.
     """
     doge = DogeStep(problem, device)
     for _ in range(WARM_UP):
         doge()
-    doge.backward()
     torch.cuda.synchronize(device)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        doge.optimizer.step()
-        doge.optimizer.zero_grad()
+        doge()
     except RuntimeError as complaint:
         return str(complaint).strip().splitlines()[0]
     finally:
@@ -213,30 +212,25 @@ def host_synchronisations(problem: Problem, device: torch.device | str) -> str:
 
 
 def captured_step_error(device: torch.device | str, *, num_domains: int = 7) -> float:
-    """Largest difference of parameters and weights after replays of a captured `step()`.
+    """Largest difference of parameters and weights after replays of a captured step.
 
     Against a twin that is never captured; both are given the same gradients to the last bit.
-    Captured is all that `optimizer.step()` does; the backward passes run before each replay.
+    Captured is the whole step, from the first domain to the end of `step()`.
     """
     captured, twin = _Directed(num_domains, device), _Directed(num_domains, device)
-    for each in (captured, twin):
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    # Autograd remembers the stream where a parameter was first used; a capture needs a stream of
+    # its own.
+    with torch.cuda.stream(stream):
         for _ in range(WARM_UP):
-            each.backward()
-            each.optimizer.step()
-            each.optimizer.zero_grad()
-        each.backward()
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured.optimizer.step()
-    for index in range(WARM_UP):
-        if index:
-            captured.backward()
-            twin.backward()
+            captured()
+    with torch.cuda.graph(graph, stream=stream):
+        captured()
+    for _ in range(WARM_UP):
         graph.replay()
-        twin.optimizer.step()
-        captured.optimizer.zero_grad()
-        twin.optimizer.zero_grad()
+    for _ in range(2 * WARM_UP):
+        twin()
     pairs = list(zip(captured.params, twin.params, strict=True))
     pairs.append((captured.optimizer.alpha_mean, twin.optimizer.alpha_mean))
     return max(float((a.detach() - b.detach()).abs().max()) for a, b in pairs)
@@ -257,8 +251,10 @@ class _Directed:
         self.directions = {name: [draw(*shape) for shape in shapes] for name in names}
         self.optimizer = DoGEOptimizer(adamw(self.params, device), domains=names, mu=1.0)
 
-    def backward(self) -> None:
-        """All domains."""
+    def __call__(self) -> None:
+        """One step."""
         for name, directions in self.directions.items():
             with self.optimizer.domain(name):
                 torch.autograd.backward(self.params, directions)
+        self.optimizer.step()
+        self.optimizer.zero_grad()

@@ -67,7 +67,7 @@ def _bars(sections: Sections) -> list[Row]:
 
 def _graph_bar(rows: Sequence[Row]) -> Row:
     return _bar(
-        "a captured step() is the step, to the bit",
+        "a captured step is the step, to the bit",
         max((row["largest_difference"] for row in rows if "skipped" not in row), default=None),
         lambda value: value == 0,
     )
@@ -88,7 +88,7 @@ def _step_bar(mode: str, num_domains: int, bar: float, rows: Sequence[Row]) -> R
 def _waiting_bar(rows: Sequence[Row]) -> Row:
     waits = [row["host_synchronisations"] for row in rows if "host_synchronisations" in row]
     found = next((wait for wait in waits if wait != NO_WAIT), NO_WAIT if waits else None)
-    return _bar("no host synchronisation in step()", found, lambda value: value == NO_WAIT)
+    return _bar("no host synchronisation in a step", found, lambda value: value == NO_WAIT)
 
 
 def _fraction_bar(operator: str, num_rows: int, dtype: str, rows: Sequence[Row]) -> Row:

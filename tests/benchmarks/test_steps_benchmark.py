@@ -194,8 +194,7 @@ def test_given_gradients_make_a_step_that_repeats_itself() -> None:
     # What the comparison with a captured step rests on.
     first, second = steps._Directed(3, "cpu"), steps._Directed(3, "cpu")
     for each in (first, second):
-        each.backward()
-        each.optimizer.step()
+        each()
     assert all(map(torch.equal, first.params, second.params))
     moved = first.optimizer.alpha
     assert not torch.equal(moved, torch.full_like(moved, 1 / 3))

@@ -1,0 +1,201 @@
+"""Steps on the fake device beside a twin on the CPU; tests/method/test_fake_cuda.py starts them."""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks import steps
+from benchmarks.models import Shape
+from doge_fast import DoGEOptimizer
+from doge_fast.distributed import exchange
+from doge_fast.losses import domain_losses, linear_domain_losses
+from tests import fake_cuda
+from tests.method import test_on_a_gpu as bar
+
+VOCABULARY, WIDTH, LENGTH, STEPS = 40, 16, 8, 4
+SIZES = {"a": 1, "b": 3, "c": 2}
+
+
+class Model(nn.Module):
+    """An embedding that is tied to the head, a norm, and a block of products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        result: Tensor = hidden + self.down(nn.functional.gelu(self.up(self.norm(hidden))))
+        return result
+
+
+def train(
+    device: str, mode: str = "sequential", micro_batches: int = 1, kind: str = "", **options: Any
+) -> tuple[list[str], list[Tensor]]:
+    """What the host waited for after warm-up, and weights and parameters in the end."""
+    torch.manual_seed(0)
+    model = Model().to(device)
+    named = list(model.named_parameters())
+    halves = [named[:2], named[2:]] if kind == "two optimizers" else [named]
+    inner = [torch.optim.AdamW(half, lr=1e-2, fused=True) for half in halves]
+    scaler = torch.amp.GradScaler(torch.device(device).type, 1024.0) if kind == "scaler" else None
+    optimizer = DoGEOptimizer(
+        inner if len(inner) > 1 else inner[0],
+        domains=list(SIZES),
+        mu=0.05,
+        micro_batches=micro_batches,
+        scaler=scaler,
+        **options,
+    )
+    scaled = (lambda loss: loss) if scaler is None else scaler.scale
+    found = []
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step)
+        draws = {
+            name: torch.randint(VOCABULARY, (SIZES.get(name, 2), LENGTH), generator=generator)
+            for name in optimizer.rows
+        }
+        tokens = {name: each.to(device) for name, each in draws.items()}
+        whole = torch.cat(list(tokens.values()))
+        fake_cuda.waits()
+        for _ in range(micro_batches):
+            if mode == "sequential":
+                rows = [*optimizer.domains_of_step, *optimizer.rows[len(SIZES) :]]
+                for name in rows:
+                    with optimizer.domain(name):
+                        logits = model.head(model.hidden(tokens[name]))
+                        sizes = {name: len(tokens[name])}
+                        scaled(domain_losses(logits, tokens[name], sizes).sum()).backward()
+                continue
+            with optimizer.stacked(model, SIZES):
+                hidden, weight = model.hidden(whole), model.head.weight
+                loss = (
+                    domain_losses(model.head(hidden), whole, SIZES)
+                    if mode == "stacked"
+                    else linear_domain_losses(hidden, weight, whole, SIZES)
+                )
+                scaled(loss.sum()).backward()
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+        found += fake_cuda.waits() if step >= 2 else []
+    ends = [optimizer.alpha_mean, *(parameter.detach() for parameter in model.parameters())]
+    return found, [each.cpu().to(torch.float64) for each in ends]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"mode": "stacked"},
+        {"mode": "linear"},
+        {"mode": "linear", "micro_batches": 2},
+        {"micro_batches": 2, "buffer_dtype": torch.bfloat16},
+        {"selection": ["up.weight", "down.weight"], "max_grad_norm": 0.1},
+        {"target": {"a": 1.0, "x": 2.0}, "score": "published"},
+        {"max_grad_norm": 0.1, "domain_max_grad_norm": 0.5, "smoothing": 0.1},
+        {"kind": "scaler"},
+        {"kind": "scaler", "mode": "stacked", "micro_batches": 2},
+        {"domains_per_step": 2},
+        {"kind": "two optimizers"},
+    ],
+    ids=lambda options: ", ".join(map(str, options.values())) or "plain",
+)
+def test_a_step_is_that_of_the_cpu_and_waits_for_nothing(options: dict[str, Any]) -> None:
+    found, ends = train("cuda:1", **options)
+    # Torch's GradScaler reads whether a step overflowed, once, whatever optimizer it steps.
+    assert found == (["item"] * 2 if options.get("kind") == "scaler" else [])
+    for mine, expected in zip(ends, train("cpu", **options)[1], strict=True):
+        # Not NaN, as fresh memory is; AdamW divides small gradients by their size.
+        torch.testing.assert_close(mine, expected, rtol=0, atol=2e-6)
+
+
+def read_on_the_host(gram: Tensor) -> Tensor:
+    return gram * float(gram.isfinite().all())
+
+
+def from_the_device_in_use(gram: Tensor) -> Tensor:
+    return gram + torch.zeros((), device="cuda")
+
+
+def outside_of_the_capture(gram: Tensor) -> Tensor:
+    with fake_cuda.not_captured():
+        return gram * 1.5
+
+
+PROBLEM = steps.Problem(Shape(1, 2, 32, 64, 16), 3, 6, package="torch")
+
+
+@pytest.fixture(autouse=True)
+def attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # Torch's choice among its kernels does not ask a device of ours.
+    name = "scaled_dot_product_attention"
+    plain = torch.ops.aten._scaled_dot_product_attention_math
+    monkeypatch.setattr(nn.functional, name, lambda *qkv, **options: plain(*qkv, **options)[0])
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+    fake_cuda.waits()
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, fault: Any) -> None:
+    right = exchange.gram
+    monkeypatch.setattr(exchange, "gram", lambda rows: fault(right(rows)))
+
+
+@pytest.mark.parametrize("mode", steps.MODES)
+def test_the_benchmarks_bars_hold(mode: str) -> None:
+    problem = steps.Problem(**{**vars(PROBLEM), "mode": mode})
+    assert steps.host_synchronisations(problem, "cuda:1") == "none"
+    assert steps.captured_step_error("cuda:1") == 0.0
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
+def test_the_tests_for_gpus_hold(device: str) -> None:
+    bar.test_a_step_waits_for_nothing(device)
+    bar.test_a_captured_step_is_the_step(device)
+    bar.test_a_step_that_the_host_would_skip_cannot_be_captured(device)
+
+
+@pytest.mark.parametrize("fault", [read_on_the_host, from_the_device_in_use])
+def test_a_wait_and_a_mixed_device_are_noticed(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, fault)
+    if fault is read_on_the_host:
+        assert "item" in steps.host_synchronisations(PROBLEM, "cuda:1")
+    else:
+        with pytest.raises(RuntimeError, match="device"):
+            steps.host_synchronisations(PROBLEM, "cuda:1")
+    for watch in (
+        steps.captured_step_error,
+        bar.test_a_step_waits_for_nothing,
+        bar.test_a_captured_step_is_the_step,
+    ):
+        with pytest.raises(RuntimeError, match=r"synchronizing|device"):
+            watch("cuda:1")
+
+
+def test_what_a_graph_does_not_hold_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, outside_of_the_capture)
+    assert steps.captured_step_error("cuda:1") > 0
+    with pytest.raises(AssertionError):
+        bar.test_a_captured_step_is_the_step("cuda:1")
+
+
+def test_a_launch_on_another_device_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    fake_cuda.interpret_triton()
+    monkeypatch.setenv("DOGE_FAST_BACKEND", "triton")
+    assert train("cuda:1")[0] == []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    with pytest.raises(RuntimeError, match="launched on"):
+        train("cuda:1")

@@ -1,0 +1,29 @@
+"""Whole steps on a fake CUDA device, in a process of its own."""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import fake_cuda
+from tests.processes import printed_by
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(
+    not torch.__version__.startswith(fake_cuda.TORCH),
+    reason=f"the device knows the inner interfaces of torch {fake_cuda.TORCH}x",
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a true one")
+@pytest.mark.skipif(shutil.which(os.environ.get("CXX", "c++")) is None, reason="no C++ compiler")
+def test_steps_on_a_fake_device(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"}
+    environment |= {"DOGE_FAST_BACKEND": "torch", **fake_cuda.build(tmp_path)}
+    steps = Path(fake_cuda.__file__).with_name("steps.py")
+    command = (sys.executable, "-m", "pytest", "-p", "tests.fake_cuda", "-q", "-x", steps)
+    assert " passed" in printed_by(*command, cwd=ROOT, env=environment)
