@@ -39,8 +39,8 @@ _ABOUT = re.compile(
 )
 _WORDS: Mapping[str, Split] = {
     **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
-    "test": "test",
+    **dict.fromkeys(("validation", "valid", "val", "dev", "heldout", "holdout"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
 _MOST_NAMED = 5
 
@@ -228,8 +228,8 @@ def _without(name: str, suffixes: Iterable[str]) -> str:
 
 
 def _words(name: str) -> list[str]:
-    """In small letters, without numbers and the "of" between them."""
-    plain = re.sub(r"\d+[-_ ]of[-_ ]\d+", " ", stem_of(name).lower())
+    """In small letters, without numbers, the "of" between them and the hash of the Hub after it."""
+    plain = re.sub(r"\d+[-_ ]of[-_ ]\d+(-[0-9a-f]{8,})?", " ", stem_of(name).lower())
     return [word for word in re.split(r"[-._ \d]+", plain) if word]
 
 

@@ -8,7 +8,7 @@ import codecs
 import io
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -18,7 +18,6 @@ import pyarrow.parquet as pq
 
 from doge_fast.pipeline.corpus_files import COMPRESSIONS, CorpusFile
 from doge_fast.pipeline.failures import FileFailure, reading
-from doge_fast.weights.weights_file import unique_keys
 
 MEND = "Restore the file, or take it out of the corpus."
 # A text file is cut at the first blank line past this many characters, so that it has
@@ -28,6 +27,12 @@ TEXT_DOCUMENT_CHARS = 16_384
 _TEXT_DOCUMENTS = 64
 _MIN_TEXT_DOCUMENT_CHARS = 512
 _ROWS_PER_READ = 128
+
+
+class _Doubled(dict[str, Any]):
+    """A JSON object in which a key is there twice."""
+
+    twice: frozenset[str]
 
 
 class DocumentRow(NamedTuple):
@@ -119,6 +124,8 @@ def _arrow_batches(
 def _needed(schema: pa.Schema, columns: list[str]) -> list[str]:
     """The columns themselves, or the structs that they are in."""
     roots = dict.fromkeys(_root(schema, column) for column in columns)
+    if twice := [name for name in roots if schema.names.count(name) > 1]:
+        raise ValueError(f"the column {twice[0]!r} is there twice")
     return [name for name in roots if name in schema.names]
 
 
@@ -151,15 +158,23 @@ def _json_rows(file: CorpusFile, columns: list[str]) -> Iterator[tuple[int, Mapp
         start = first[1].removeprefix(codecs.BOM_UTF8)
         if start.lstrip().startswith(b"["):
             array = _loaded(start + handle.read(), file.path, 1)
-            yield from ((n, _checked(row, file.path, n)) for n, row in enumerate(array, start=1))
+            for n, row in enumerate(array, start=1):
+                yield n, _checked(row, columns, file.path, n)
             return
         for number, line in itertools.chain([(first[0], start)], filled):
-            yield number, _checked(_loaded(line, file.path, number), file.path, number)
+            yield number, _checked(_loaded(line, file.path, number), columns, file.path, number)
 
 
 def _loaded(text: bytes, path: Path, number: int) -> Any:
     try:
-        return json.loads(text.decode(), object_pairs_hook=unique_keys)
+        decoded = text.decode()
+        try:
+            return json.loads(decoded, object_pairs_hook=_object)
+        except json.JSONDecodeError:
+            raise
+        except ValueError:
+            # A number of more digits than Python makes one of, perhaps where nobody looks.
+            return json.loads(decoded, object_pairs_hook=_object, parse_int=str)
     except RecursionError:
         raise FileFailure(
             f"{path}, line {number} cannot be read: it is nested too deep. {MEND}"
@@ -168,13 +183,39 @@ def _loaded(text: bytes, path: Path, number: int) -> Any:
         raise FileFailure(f"{path}, line {number} cannot be read: {error}. {MEND}") from None
 
 
-def _checked(row: Any, path: Path, number: int) -> Mapping[str, Any]:
+def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) == len(pairs):
+        return found
+    names = [name for name, _ in pairs]
+    doubled = _Doubled(found)
+    doubled.twice = frozenset(name for name in names if names.count(name) > 1)
+    return doubled
+
+
+def _checked(row: Any, columns: Iterable[str], path: Path, number: int) -> Mapping[str, Any]:
     if not isinstance(row, dict):
         raise FileFailure(
             f"{path}, line {number} cannot be read: a row is a JSON object, and this is "
             f"{json.dumps(row)[:20]}. {MEND}"
         )
+    for column in columns:
+        # Down to the struct that holds it; other keys may be anything.
+        inside, name = row, column
+        while name not in inside and isinstance(inside.get(name.partition(".")[0]), dict):
+            root, _, name = name.partition(".")
+            if root in getattr(inside, "twice", ()):
+                raise _twice(path, number, root)
+            inside = inside[root]
+        if name in getattr(inside, "twice", ()):
+            raise _twice(path, number, name)
     return row
+
+
+def _twice(path: Path, number: int, key: str) -> FileFailure:
+    return FileFailure(
+        f"{path}, line {number} cannot be read: the key {key!r} is there twice. {MEND}"
+    )
 
 
 def opened(path: Path) -> BinaryIO:

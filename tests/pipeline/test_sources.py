@@ -114,13 +114,22 @@ def test_a_hub_id_with_a_domain_column(tmp_path, config, monkeypatch):
 def test_a_hub_ids_configurations_are_domains(tmp_path, config, monkeypatch):
     for name in ("en", "ca"):
         write_jsonl(tmp_path / "wiki" / name / "train.jsonl", texts(name))
-        write_jsonl(tmp_path / "wiki" / name / "test.jsonl", texts(f"held-out {name}"))
+        write_jsonl(tmp_path / "wiki" / name / "test.jsonl", texts(f"held-out {name}", 20))
     name_configurations(tmp_path / "wiki", ["en", "ca"])
     answer_as_hub(monkeypatch, "owner/wiki", tmp_path / "wiki")
     loaded = load_corpus(rename(config, data="owner/wiki"), targets=["ca"])
     assert (loaded.names, loaded.targets) == (("en",), ("ca",))
     assert documents(loaded, "en", "train")[0] == text_of("en", 0)
     assert documents(loaded, "ca", "validation")[0] == text_of("held-out ca", 0)
+
+
+def test_a_split_of_the_hub_that_is_more_than_half_is_refused(tmp_path, config, monkeypatch):
+    write_jsonl(tmp_path / "wiki" / "en" / "train.jsonl", texts("en", 10))
+    write_jsonl(tmp_path / "wiki" / "en" / "test.jsonl", texts("held-out en", 20))
+    name_configurations(tmp_path / "wiki", ["en"])
+    answer_as_hub(monkeypatch, "owner/wiki", tmp_path / "wiki")
+    with pytest.raises(ValueError, match=r"en: .* because of splits: test"):
+        load_corpus(rename(config, data="owner/wiki"))
 
 
 def test_a_hub_that_does_not_answer(config, monkeypatch):
@@ -205,6 +214,12 @@ def test_text_with_a_validation_file_is_cut_as_ever(tmp_path, config):
         ("dev.jsonl", "validation"),
         ("Test.jsonl", "test"),
         ("c4-validation.00000-of-00001.jsonl", "validation"),
+        # As the Hub names them.
+        ("validation-00000-of-00001-913ba403f8a7a3ae.parquet", "validation"),
+        ("train-00000-of-00001-b42a775f407cee45.parquet", "train"),
+        ("c4-eval.jsonl", "test"),
+        ("web-heldout.jsonl", "validation"),
+        ("evaluation-of-bridges.jsonl", None),
         ("en_test_12.jsonl.gz", "test"),
         ("dev-blog.jsonl", None),
         ("val-d-isere", None),
@@ -245,6 +260,38 @@ def test_what_is_no_directory_of_domains_is_refused(tmp_path, config, files, pla
         if file.endswith(".gz"):
             path.write_bytes(gzip.compress(path.read_bytes()))
     check_refused(rename(config, data=str(tmp_path / place), domain_column=column), word)
+
+
+@pytest.mark.parametrize("column", ["text", "meta.text"])
+@pytest.mark.parametrize(
+    ("other", "is_read"),
+    [
+        ('"other": {"x": 1, "x": 2}', True),
+        (f'"other": {"9" * 5000}', True),
+        ('"other": 1, "other": 2', True),
+        ('"other": NaN', True),
+        ('"COLUMN": "b"', False),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_what_a_row_holds_beside_its_text_may_be_anything(tmp_path, config, column, other, is_read):
+    pair = f'"text": "TEXT", {other.replace("COLUMN", "text")}'
+    row = pair if column == "text" else f'"meta": {{{pair}}}'
+    lines = [f"{{{row}}}\n".replace("TEXT", text) for text in texts("a", 20)]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    asked = rename(config, data=str(tmp_path), text_column=column)
+    if is_read:
+        assert load_corpus(asked).documents == {"a": 18}
+    else:
+        with pytest.raises(ValueError, match=r"line 1 .* 'text' is there twice"):
+            load_corpus(asked)
+
+
+def test_a_column_that_is_there_twice_is_refused(tmp_path, config):
+    arrays = [pa.array(texts(name, 20)) for name in "ab"]
+    pq.write_table(pa.Table.from_arrays(arrays, names=["text"] * 2), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a\.parquet .*'text' is there twice"):
+        load_corpus(rename(config, data=str(tmp_path)))
 
 
 def test_more_held_out_by_name_than_trained_on_is_refused(tmp_path, config):

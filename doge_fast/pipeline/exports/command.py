@@ -3,7 +3,7 @@
 import functools
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,7 @@ def _is_table(word: str, names: Sequence[str]) -> bool:
 
 def _parsed(file: Path) -> Any:
     """What a JSON or YAML file holds."""
-    parse = strict_yaml.load
+    parse: Callable[[str], Any] = strict_yaml.load
     if file.suffix == ".json":
         parse = functools.partial(json.loads, object_pairs_hook=unique_keys)
     try:
