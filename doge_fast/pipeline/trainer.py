@@ -193,10 +193,6 @@ class RecordedTrainer(Trainer):
         """Domains whose loss or gradient is not finite in the last step, where that is known."""
         return []
 
-    def batches_text(self, step: int) -> str:
-        """What to know of the batches up to the first lost step (1 is the run's first)."""
-        return ""
-
     def own_state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         """Tensors and text that a checkpoint keeps in `state_file`."""
         raise NotImplementedError
@@ -290,16 +286,6 @@ class MixtureTrainer(RecordedTrainer):
     def line(self, step: int) -> Json:
         """Loss of the step, and tokens of each domain in all steps so far."""
         return {"loss": self.step_loss, "tokens": self.tokens(step)}
-
-    def batches_text(self, step: int) -> str:
-        """Of which domains they were."""
-        told = f"; the first, step {step}, had a batch of {self._drawn_text(step)}"
-        # The weights are what the gradient of the step before has made of them.
-        return told + (f", after one of {self._drawn_text(step - 1)}" if step > 1 else "")
-
-    def _drawn_text(self, step: int) -> str:
-        drawn = self.mixture.blocks(step - 1)
-        return health.domains_told([name for name, blocks in drawn.items() if len(blocks)])
 
 
 class StopOnSignal(TrainerCallback):
@@ -527,16 +513,12 @@ class Recorder(TrainerCallback):
         raise health.diverged(self.run, what)
 
     def _lost_in_a_row(self, step: int, number: int) -> str:
-        """How many steps were lost up to this one, and whose; else, in which batches."""
+        """How many steps were lost up to this one, and whose."""
         names = self.trainer.lost_domains()
         whose = f" of {health.domains_told(names)}" if names else ""
-        first = step - self.lost.in_a_row() + 1
-        # Of a row that has ended since somebody looked, the first step is not known.
-        is_known = first <= step + 1 - number
         return (
             f"up to step {step}, {number} steps in a row were lost, for the loss or the "
             f"gradient{whose} is not finite"
-            f"{self.trainer.batches_text(first) if is_known and not names else ''}"
         )
 
     def _add_line(self, step: int) -> None:

@@ -195,33 +195,6 @@ def test_a_held_out_loss_that_is_lost_on_the_way_ends_the_run_and_a_second_try_a
         assert not (config.out / "weights.json").exists()
 
 
-def test_a_run_on_mixed_batches_names_those_that_it_was_lost_in(
-    base: Callable[..., BaseConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first_lost = 6
-    compute = RecordedTrainer.compute_loss
-
-    def infinite(self: RecordedTrainer, *args: Any, **kwargs: Any) -> Any:
-        is_lost = self.state.global_step + 1 == first_lost
-        return compute(self, *args, **kwargs) * (math.inf if is_lost else 1.0)
-
-    monkeypatch.setattr(RecordedTrainer, "compute_loss", infinite)
-    config = base(steps=40, batch_size=3, save_every=2, max_skipped_steps=5)
-    with pytest.raises(Diverged) as error:
-        train_base(config)
-    drawn = [line["tokens"] for line in records.read_metrics(config.out, kind="train")]
-
-    def held(step: int) -> str:
-        # The first line is of step 1.
-        found = [name for name in NAMES if drawn[step - 1][name] > drawn[step - 2][name]]
-        assert len(found) == 3
-        return health.domains_told(found)
-
-    told = f"is not finite; the first, step {first_lost}, had a batch of {held(first_lost)}"
-    told += f", after one of {held(first_lost - 1)}. "
-    assert f"{told}Its records are kept" in str(error.value)
-
-
 def test_a_run_by_excess_loss_names_the_domain(
     configured: Callable[..., Callable[..., Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
