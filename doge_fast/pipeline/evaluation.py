@@ -50,7 +50,7 @@ def evaluate(config: EvaluateConfig) -> Json:
     _log.info("%s: opening the model", config.run)
     model = open_model(config.run / records.MODEL)
     torch.nn.Module.to(model, training.wait_for_ranks(training.device_of(config.device)))
-    names = dict.fromkeys((*(config.domains or held_out), *config.target))
+    names = config.domains or tuple(held_out)
     loss, blocks = held_out_losses(
         model,
         {name: held_out[name] for name in names},
@@ -63,7 +63,6 @@ def evaluate(config: EvaluateConfig) -> Json:
         blocks=blocks,
         loss=loss,
         block_size=record["corpus"]["block_size"],
-        target=config.target,
     )
     if lost := health.not_finite(result["perplexity"]):
         losses = ", ".join(f"{name} {loss[name]:g}" for name in lost)
@@ -85,8 +84,6 @@ def evaluate(config: EvaluateConfig) -> Json:
 def table(result: Json) -> str:
     """The perplexities as aligned plain text."""
     found = {**result["perplexity"], "average": result["average_perplexity"]}
-    if "target" in result:
-        found["average of the target"] = result["target_perplexity"]
     rows = [(name, f"{value:.2f}") for name, value in found.items()]
     return tables.text(tables.table_of(("domain", "perplexity"), rows))
 
@@ -116,7 +113,7 @@ def _check(config: EvaluateConfig, record: Json) -> None:
 
 
 def _check_names(config: EvaluateConfig, what: str, known: Sequence[str]) -> None:
-    unknown = [name for name in (*config.domains, *config.target) if name not in known]
+    unknown = [name for name in config.domains if name not in known]
     if unknown:
         raise ValueError(f"{what} the domains {', '.join(known)}; got {', '.join(unknown)}.")
 
@@ -169,8 +166,7 @@ def _other(config: EvaluateConfig, data: str, record: Json) -> dict[str, dataset
     )
     parts = find_parts(asked, [])
     _check_names(config, f"{data} holds", sorted(parts))
-    chosen = dict.fromkeys((*config.domains, *config.target)) if config.domains else ()
-    corpus = load_corpus(replace(asked, domains=tuple(chosen)), is_measured=True)
+    corpus = load_corpus(replace(asked, domains=config.domains), is_measured=True)
     return {
         name: corpus.validation[name]
         if parts[name].validation is not None

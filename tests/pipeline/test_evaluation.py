@@ -135,12 +135,12 @@ def test_some_domains_of_other_text_go_where_they_are_told(
     run: BaseConfig, other: Path, tmp_path: Path
 ) -> None:
     ask = EvaluateConfig(run=run.out, data=str(other), device="cpu", out=tmp_path / "poetry.json")
-    result = evaluate(replace(ask, domains=("numbers",), target=("poetry",)))
+    result = evaluate(replace(ask, domains=("numbers", "poetry")))
     assert list(result["loss"]) == ["numbers", "poetry"]
     assert records.read_json(tmp_path / "poetry.json") == result
     assert sorted(run.out.glob("evaluation*")) == []
     with pytest.raises(ValueError, match="holds the domains novels, numbers, poetry; got verse"):
-        evaluate(replace(ask, target=("verse",)))
+        evaluate(replace(ask, domains=("verse",)))
     with pytest.raises(ValueError, match=r"Leave out data \(--data\) to measure what was held out"):
         evaluate(replace(ask, data=run.corpus.data))
     (tmp_path / "link").symlink_to(run.corpus.data)
@@ -148,17 +148,12 @@ def test_some_domains_of_other_text_go_where_they_are_told(
         evaluate(replace(ask, data=str(tmp_path / "link")))
 
 
-def test_the_average_of_the_target_is_told_apart(run: BaseConfig) -> None:
-    ask = EvaluateConfig(run=run.out, device="cpu", target=("verse", "code"))
+def test_the_average_is_of_the_domains_that_are_named(run: BaseConfig) -> None:
+    ask = EvaluateConfig(run=run.out, device="cpu", domains=("verse", "code"))
     result = evaluate(ask)
-    assert list(result["loss"]) == [*NAMES, "verse"]
+    assert list(result["loss"]) == ["verse", "code"]
     mean = (result["loss"]["verse"] + result["loss"]["code"]) / 2
-    assert result["target"] == ["verse", "code"]
-    assert result["target_perplexity"] == pytest.approx(math.exp(mean), rel=1e-12)
-    assert table(result).splitlines()[-1].split() == [
-        *("average", "of", "the", "target", f"{math.exp(mean):.2f}")
-    ]
-    # Readers of a run's evaluation find what they found.
-    assert records.read_evaluation(run.out)["average_perplexity"] == result["average_perplexity"]
+    assert result["average_perplexity"] == pytest.approx(math.exp(mean), rel=1e-12)
+    assert table(result).splitlines()[-1].split() == ["average", f"{math.exp(mean):.2f}"]
     with pytest.raises(ValueError, match="knows the domains code, prose, table, verse; got poetry"):
-        evaluate(replace(ask, target=("poetry",)))
+        evaluate(replace(ask, domains=("poetry",)))

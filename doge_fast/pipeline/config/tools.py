@@ -27,7 +27,8 @@ class EvaluateConfig:
     blocks: Count | None = None
     """Held-out blocks per domain; None: all of them."""
     domains: tuple[str, ...] = ()
-    """Domains to evaluate; empty: all that the corpus holds."""
+    """Domains to evaluate, such as those that the weights are meant for; empty: all that the corpus
+    holds."""
     data: str | None = None
     """Evaluate on other text instead of the run's held-out blocks: a directory, file or Hub id, as
     for training. If it has a validation split, only that is used, else all of it. None: the run's
@@ -36,9 +37,6 @@ class EvaluateConfig:
     """The column of `data` that holds a document."""
     domain_column: str | None = None
     """The column of `data` that names each row's domain."""
-    target: tuple[str, ...] = ()
-    """Domains that the weights are meant for: they are evaluated too, and their average is printed
-    separately."""
     out: Path | None = None
     """The file to write; None: the run's evaluation.json or, with `data`, evaluation-NAME.json
     beside it."""

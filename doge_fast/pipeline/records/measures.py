@@ -1,7 +1,7 @@
 """evaluation.json, fewshot.json and experiment.json: what was measured, and of which runs."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,27 +31,24 @@ def evaluation(
     blocks: Mapping[str, int],
     loss: Mapping[str, float],
     block_size: int,
-    target: Sequence[str] = (),
 ) -> Json:
     """What evaluation.json holds, from the held-out loss of every domain.
 
     perplexity_d        =  exp(loss_d)
     average_perplexity  =  exp(mean_d loss_d)      not the mean of the perplexities
     worst               =  max_d perplexity_d
-    target_perplexity   =  exp(mean_d loss_d)      over the domains of the target, where there are
 
     Args:
         step: optimizer steps the model has made.
         blocks: held-out blocks measured, per domain.
         loss: mean loss per predicted token in nats, per domain.
         block_size: tokens in a block; the first of each is not predicted.
-        target: domains among them that the weights are meant for.
 
     Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), caption of tab:universal_ppl.
     """
     assert loss.keys() == blocks.keys()
     perplexity = {name: exp_or_inf(value) for name, value in loss.items()}
-    record = {
+    return {
         "step": step,
         "blocks": dict(blocks),
         "loss": dict(loss),
@@ -60,10 +57,6 @@ def evaluation(
         "worst": max(perplexity.values()),
         "tokens": {name: count * (block_size - 1) for name, count in blocks.items()},
     }
-    if target:
-        mean = math.fsum(loss[name] for name in target) / len(target)
-        record |= {"target": list(target), "target_perplexity": exp_or_inf(mean)}
-    return record
 
 
 def exp_or_inf(value: float) -> float:
