@@ -125,6 +125,10 @@ class DoGETrainer(_StepByDomain):
     (`doge_fast.integrations.causal_lm`). Stacking is faster for small batches and needs more
     memory.
 
+    On a GPU nothing here makes the host wait for the device: batches are copied from pinned memory.
+    Pass `TrainingArguments(logging_nan_inf_filter=False)` too: with its default Trainer reads the
+    loss on the host at every step. Models of transformers may read masks or positions.
+
     With n ranks (torchrun, accelerate launch) a step has n `per_device_train_batch_size` examples
     of every row; a finished batch is divided among all ranks. All ranks read the same data, and
     each trains on its part of every batch. The result equals that of one process on the same
@@ -372,7 +376,9 @@ class DoGETrainer(_StepByDomain):
             **options,
         )
         if num_ranks == 1:
-            return cast("DataLoader[Any]", self.accelerator.prepare(loader))
+            # Not onto the device: accelerate would wait for every copy.
+            prepared = self.accelerator.prepare_data_loader(loader, device_placement=False)
+            return cast("DataLoader[Any]", prepared)
         # Every rank reads all batches in the same order; `prepare` would distribute them.
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         prepared = prepare_data_loader(
@@ -473,6 +479,13 @@ class DoGETrainer(_StepByDomain):
             self._prepare_shards(model, is_last=place == len(inputs))
             losses[name] = self._backward(model, name, part, batch, num_targets.get(name))
         return losses
+
+    def _prepare_input(self, data: Any) -> Any:
+        """Trainer's; the host does not wait for the copy of a tensor to a GPU."""
+        is_copied = isinstance(data, Tensor) and data.device.type == "cpu"
+        if is_copied and self.args.device.type == "cuda":
+            return on_device(data, self.args.device, data.dtype)
+        return super()._prepare_input(data)
 
     def _prepare_shards(self, model: Any, *, is_last: bool) -> None:
         """Have FSDP2 reduce the gradient of the next pass."""

@@ -237,6 +237,12 @@ class RecordedTrainer(Trainer):
         self.step_loss = self.mean_of_ranks(loss)
         return loss
 
+    def _prepare_input(self, data: Any) -> Any:
+        """Trainer's; the host does not wait for the copy of a tensor to a GPU."""
+        if isinstance(data, Tensor) and data.is_pinned():
+            return data.to(self.args.device, non_blocking=True)
+        return super()._prepare_input(data)
+
     def mean_of_ranks(self, loss: Tensor) -> Tensor:
         """Of a number that every rank has."""
         return loss if self.args.world_size == 1 else self.accelerator.reduce(loss, "mean")

@@ -72,14 +72,18 @@ def not_captured() -> Iterator[None]:
         torch.ops.fake_cuda.set_paused(False)
 
 
-@contextmanager
-def _on(device: Any) -> Iterator[None]:
-    before = torch.ops.fake_cuda.current_device()
-    torch.ops.fake_cuda.set_device(_placed(device).index)
-    try:
-        yield
-    finally:
-        torch.ops.fake_cuda.set_device(before)
+class OnDevice:
+    """Makes a device the one in use."""
+
+    def __init__(self, device: Any) -> None:
+        self.index = _placed(device).index
+
+    def __enter__(self) -> None:
+        self.before = torch.ops.fake_cuda.current_device()
+        torch.ops.fake_cuda.set_device(self.index)
+
+    def __exit__(self, *_: object) -> None:
+        torch.ops.fake_cuda.set_device(self.before)
 
 
 def _placed(device: Any = None) -> torch.device:
@@ -124,12 +128,15 @@ def pytest_configure() -> None:
         "_lazy_init": lambda: None,
         "device_count": lambda: 2,
         "current_device": torch.ops.fake_cuda.current_device,
-        "device": _on,
+        "device": OnDevice,
+        "set_device": lambda device: torch.ops.fake_cuda.set_device(_placed(device).index),
         "get_device_capability": lambda device=None: (8, 0),
         "is_bf16_supported": lambda *_: True,
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda state, device=None: None,
         "current_stream": Stream,
         "Stream": Stream,
-        "stream": lambda stream: _on(stream.device),
+        "stream": lambda stream: OnDevice(stream.device),
         "synchronize": lambda device=None: torch.ops.fake_cuda.wait("synchronize"),
         "set_sync_debug_mode": lambda mode: torch.ops.fake_cuda.set_strict(mode == "error"),
         "CUDAGraph": Graph,

@@ -1,5 +1,6 @@
 """Whole steps on a fake CUDA device, in a process of its own."""
 
+import importlib.util
 import os
 import shutil
 import sys
@@ -24,6 +25,9 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_steps_on_a_fake_device(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"}
     environment |= {"DOGE_FAST_BACKEND": "torch", **fake_cuda.build(tmp_path)}
-    steps = Path(fake_cuda.__file__).with_name("steps.py")
-    command = (sys.executable, "-m", "pytest", "-p", "tests.fake_cuda", "-q", "-x", steps)
+    folder = Path(fake_cuda.__file__).parent
+    programs = [folder / "steps.py"]
+    if importlib.util.find_spec("transformers") is not None:
+        programs.append(folder / "trainer.py")
+    command = (sys.executable, "-m", "pytest", "-p", "tests.fake_cuda", "-q", "-x", *programs)
     assert " passed" in printed_by(*command, cwd=ROOT, env=environment)
