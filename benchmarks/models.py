@@ -12,9 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from doge_fast.losses import linear_domain_losses
+
 # Multiple of 64, as in the family.
 VOCAB_SIZE = 50_304
 SEQUENCE = 512
+# As in doge_fast.integrations.causal_lm, which needs transformers.
+MOST_LOGITS_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
@@ -182,8 +186,15 @@ def loss_of(model: nn.Module, tokens: Tensor, autocast: torch.dtype | None = Non
 def sum_of_losses(
     model: nn.Module, tokens: Tensor, sizes: Sequence[int], autocast: torch.dtype | None = None
 ) -> Tensor:
-    """Sum over domains of their mean losses; `tokens` are sorted by domain, `sizes` of each."""
+    """Sum over domains of their mean losses; `tokens` are sorted by domain, `sizes` of each.
+
+    With many logits those of one domain at a time, as `DoGETrainer` stacks them.
+    """
+    head: Any = model.head
     with mixed_precision(tokens.device, autocast):
+        if 4 * tokens.numel() * head.weight.shape[0] > MOST_LOGITS_BYTES:
+            names = {str(domain): size for domain, size in enumerate(sizes)}
+            return linear_domain_losses(model.hidden(tokens), head.weight, tokens, names).sum()
         losses = token_losses(model, tokens)
     # Sequences are of one length: the mean of a domain is that of its sequences.
     return torch.stack([each.mean() for each in losses.split(list(sizes))]).sum()

@@ -89,7 +89,9 @@ def measure(
     )
     protocol.release(device)
     if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
         row["host_synchronisations"] = steps.host_synchronisations(problem, device)
+        row["peak_bytes"] = torch.cuda.max_memory_allocated(device)
     if with_memory:
         row |= measured_memory(problem, device, num_params)
     return row
@@ -136,7 +138,7 @@ def line(row: dict[str, Any]) -> str:
             f"{100 * row['extra_over_buffer']:+.1f} % of the buffer"
         )
     if "host_synchronisations" in row:
-        text += f"\n  host synchronisations in step(): {row['host_synchronisations']}"
+        text += f"\n  host synchronisations in a step: {row['host_synchronisations']}"
     return text
 
 

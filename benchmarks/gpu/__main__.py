@@ -68,18 +68,22 @@ def run_part(part: str, session: Session, minutes: float) -> dict[str, Row]:
 
 
 def run_section(rows: Callable[[Session], Iterator[Row]], session: Session, seconds: float) -> Row:
-    """All rows that there was time for, and what stopped them; the first row has time always."""
+    """All rows that there was time for, and what stopped them; the first row has time always.
+
+    "cut" says that rows are missing; the one that came too late is left out.
+    """
     clock = Clock(seconds)
     found: Row = {"rows": [], "cut": False}
     try:
         for row in rows(session):
+            if found["rows"] and clock.expired():
+                # Only a further row shows that the last one was not the last.
+                found["cut"] = True
+                break
             found["rows"].append(row)
             line = report.line_of(row)
             if line is not None:
                 print(f"  {line}", flush=True)
-            if clock.expired():
-                found["cut"] = True
-                break
     except Exception as failure:
         found["failure"] = f"{type(failure).__name__}: {failure}"
         found["traceback"] = traceback.format_exc().splitlines()[-8:]

@@ -15,6 +15,8 @@ FRACTIONS = [
 FRACTION_BAR, FRACTION_COLUMNS = 0.85, 82e6
 NO_WAIT = "none"
 MET, MISSED, NOT_MEASURED = "met", "MISSED", "not measured"
+# No size fits the memory.
+SKIPPED = "skipped"
 # On a CPU.
 NOT_JUDGED = "not judged"
 # Of a run, worst last: a miss on a GPU is none of what argparse and Python themselves end with.
@@ -54,9 +56,7 @@ def _bars(sections: Sections) -> list[Row]:
     found: list[Row] = []
     if "graphs" in sections:
         found.append(_graph_bar(sections["graphs"]["rows"]))
-    # Of the further sizes a machine may be too small for the largest.
-    rows = [row for row in sections.get("sizes", {}).get("rows", []) if "ratio" in row]
-    rows += sections.get("steps", {}).get("rows", [])
+    rows = [*sections.get("sizes", {}).get("rows", []), *sections.get("steps", {}).get("rows", [])]
     if "steps" in sections or "sizes" in sections:
         found += [_step_bar(*asked, bar, rows) for asked, bar in optimizer_step.GPU_BARS.items()]
         found.append(_waiting_bar(rows))
@@ -74,15 +74,16 @@ def _graph_bar(rows: Sequence[Row]) -> Row:
 
 
 def _step_bar(mode: str, num_domains: int, bar: float, rows: Sequence[Row]) -> Row:
-    """The worst size; not measured where that of one is missing."""
+    """The worst size of those that fit; not measured where a row is missing."""
     asked = [row for row in rows if (row["mode"], row["domains"]) == (mode, num_domains)]
-    measured = {row["model"]: row["ratio"] for row in asked if "ratio" in row}
-    is_complete = measured.keys() == {row["model"] for row in rows}
-    return _bar(
-        f"{mode} step, K = {num_domains}: at most {bar} of plain, the worst size",
-        max(measured.values(), default=None) if is_complete else None,
+    ratios = [row["ratio"] for row in asked if "ratio" in row]
+    is_complete = {row["model"] for row in asked} == {row["model"] for row in rows}
+    found = _bar(
+        f"{mode} step, K = {num_domains}: at most {bar} of plain, the worst size that fits",
+        max(ratios, default=None) if is_complete else None,
         lambda value: value <= bar,
     )
+    return found if ratios or not (asked and is_complete) else found | {"verdict": SKIPPED}
 
 
 def _waiting_bar(rows: Sequence[Row]) -> Row:

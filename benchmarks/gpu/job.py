@@ -96,6 +96,9 @@ def run(stage: str, session: Session, corpus: Path, num_domains: int, folder: Pa
         return row | {"problem": f"it did not end within {SECONDS} s"}
     if done.returncode != 0:
         said = done.stdout.strip().splitlines()[-6:]
+        if "out of memory" in done.stdout:
+            del row["correct"]
+            return row | {"skipped": "out of memory", "lines": said}
         return row | {"problem": f"code {done.returncode}", "lines": said}
     text = (out / "metrics.jsonl").read_text(encoding="utf-8")
     lines = [json.loads(line) for line in text.splitlines()]

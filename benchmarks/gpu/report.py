@@ -6,7 +6,17 @@ from typing import Any
 from benchmarks.gpu.session import Row
 
 KEYS = ("operator", "implementation", "dtype", "rows", "shape", "problem")
-STEP_HEADER = ("model", "K", "mode", "step / plain", "plain ms", "plain MFU", "host waits", "bar")
+STEP_HEADER = (
+    "model",
+    "K",
+    "mode",
+    "step / plain",
+    "plain ms",
+    "plain MFU",
+    "peak GB",
+    "host waits",
+    "bar",
+)
 RANK_HEADER = ("model", "K", "mode", "step / plain DDP", "plain ms")
 OPERATOR_HEADER = (
     *("operator", "dtype", "shape", "K", "N", "runs", "ms", "GB/s"),
@@ -95,11 +105,12 @@ def _step_table(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         start = [row["model"], row["domains"], row["mode"]]
         if "skipped" in row:
-            body.append([*start, row["skipped"], *[""] * 4])
+            body.append([*start, row["skipped"], *[""] * 5])
             continue
         mfu = f"{100 * row['plain_mfu']:.0f} %" if row["plain_mfu"] else ""
         waits = row.get("host_synchronisations", "")
-        body.append([*start, *_times(row), mfu, waits, row["verdict"] or ""])
+        peak = f"{row['peak_bytes'] / 1e9:.1f}" if "peak_bytes" in row else ""
+        body.append([*start, *_times(row), mfu, peak, waits, row["verdict"] or ""])
     return _table(STEP_HEADER, body)
 
 

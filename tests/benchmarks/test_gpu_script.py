@@ -158,6 +158,8 @@ def test_a_failing_section_is_recorded_and_a_slow_one_is_cut() -> None:
     assert "failure" not in cut
     assert cut["seconds"] < 5
     assert "CUT FOR TIME" in report.how_it_went(cut)
+    # The clock ended after the last row: nothing is missing.
+    assert not gpu.run_section(right_rows, CPU, 0.0)["cut"]
     assert not bars.is_correct({"correctness": failed})
     # A check that did not end is one that is missing; a table may be shorter.
     assert not bars.is_correct({"correctness": cut})
@@ -225,7 +227,7 @@ def test_bars_of_steps_are_of_the_worst_size() -> None:
         step_row("stacked", 22, 1.0),
         step_row("stacked", 22, None, "124M"),
     ]
-    # Of the further sizes one that finds no room is not asked.
+    # One that finds no room is not asked.
     sizes = [step_row("stacked", 7, 1.02, "210M"), step_row("stacked", 7, None, "684M")]
     sizes[0]["host_synchronisations"] = "called a synchronizing operation"
     found = verdicts({"steps": rows, "graphs": [{"largest_difference": 0.0}]})
@@ -233,13 +235,15 @@ def test_bars_of_steps_are_of_the_worst_size() -> None:
         (0.0, "met"),
         (1.06, "MISSED"),
         (1.029, "met"),
-        (None, "not measured"),
+        (1.0, "met"),
         (None, "not measured"),
         ("none", "met"),
     ]
-    of_all = verdicts(
-        {"steps": rows[:4], "sizes": [*sizes, step_row("sequential", 7, 1.0, "210M")]}
-    )
+    # What no size has room for is not judged.
+    crowded = [step_row("stacked", 50, None), step_row("stacked", 50, None, "124M")]
+    assert list(verdicts({"steps": [*rows, *crowded]}).values())[3] == (None, "skipped")
+    sizes += [step_row("sequential", 7, 1.0, "210M"), step_row("sequential", 7, None, "684M")]
+    of_all = verdicts({"steps": rows[:4], "sizes": sizes})
     assert list(of_all.values())[:2] == [(1.06, "MISSED"), (1.029, "met")]
     assert list(of_all.values())[-1] == ("called a synchronizing operation", "MISSED")
 
@@ -307,14 +311,23 @@ def test_what_compute_sanitizer_finds(tmp_path: Path, errors: int, code: int) ->
     assert "caching 1" in told.read_text()
 
 
-def test_a_sanitizer_that_breaks_or_hangs_is_not_right(tmp_path: Path) -> None:
+def test_a_sanitizer_that_breaks_is_not_right(tmp_path: Path) -> None:
     script = tmp_path / "compute-sanitizer"
-    for text, problem in (("exit 3", "code 3"), ("exit 0", "code 0"), ("sleep 60", "0.2 s")):
-        script.write_text(f"#!/bin/sh\n{'exec ' * (text[:5] == 'sleep')}{text}\n")
+    for text, problem in (("exit 3", "code 3"), ("exit 0", "code 0")):
+        script.write_text(f"#!/bin/sh\n{text}\n")
         script.chmod(0o755)
-        row = sanitizer.watched(str(script), "memcheck", torch.device("cpu"), seconds=0.2)
+        row = sanitizer.watched(str(script), "memcheck", torch.device("cpu"))
         assert not row["correct"]
         assert problem in row["problem"]
+
+
+def test_a_sanitizer_that_is_slow_is_neither_right_nor_wrong(tmp_path: Path) -> None:
+    script = tmp_path / "compute-sanitizer"
+    script.write_text("#!/bin/sh\nexec sleep 60\n")
+    script.chmod(0o755)
+    row = sanitizer.watched(str(script), "memcheck", torch.device("cpu"), seconds=0.2)
+    assert "not finished within 0.2 s" in row["skipped"]
+    assert "correct" not in row
 
 
 def test_a_sanitizer_is_found_on_path_or_beside_nvcc(
@@ -361,6 +374,8 @@ def test_a_job_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not row["correct"]
     assert row["problem"] == "code 1"
     assert row["lines"] == ["no such corpus"]
+    words[-1] = "raise SystemExit('CUDA out of memory')"
+    assert job.run("base", CPU, tmp_path, 2, tmp_path)["skipped"] == "out of memory"
     monkeypatch.setattr(job, "_missing", lambda: "ModuleNotFoundError: No module named 'datasets'")
     (skipped,) = job.job(Session(torch.device("cpu"), True, tmp_path))
     assert "No module named 'datasets'" in skipped["skipped"]

@@ -279,3 +279,10 @@ def test_errors_are_against_float64() -> None:
     assert found["gram_error"] == pytest.approx(0.01)
     param.grad *= 1.1
     assert truth.errors(outcome(), [param])["gradient_error"] == pytest.approx(0.1)
+
+
+def test_many_logits_are_taken_one_domain_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = steps.PlainStep(Problem(TINY, 3, 7, mode=steps.STACKED, package="torch"), "cpu")
+    at_once = plain.sum_of_losses()
+    monkeypatch.setattr(models, "MOST_LOGITS_BYTES", 0)
+    torch.testing.assert_close(plain.sum_of_losses(), at_once)
