@@ -654,7 +654,10 @@ def _gram_matrices(
             "parameters that the domains touch."
         )
     gram_BB = exchange.gram(inside)
-    return gram_BB, gram_BB + exchange.gram(outside) if outside else gram_BB
+    if not outside:
+        return gram_BB, gram_BB
+    # They may be on other devices.
+    return gram_BB, gram_BB + exchange.gram(outside).to(gram_BB.device)
 
 
 def _refuse_division(name: str, micro_batches: int | None) -> None:

@@ -1,5 +1,6 @@
 """A step asks the host for nothing: it runs on tensors that have no values to ask for."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from doge_fast import DoGEOptimizer, Score
-from doge_fast.distributed import exchange
+from doge_fast.distributed import Exchange, exchange
+from doge_fast.flat_buffer import FlatBuffer
 from doge_fast.joined import JoinedOptimizer
+from doge_fast.step.step import _gram_matrices
 from doge_fast.wrapper import SkipFlag, step_unless
 
 
@@ -76,6 +79,18 @@ def test_a_step_needs_no_value(options: dict[str, Any]) -> None:
     optimizer = run(FusedSGD, **options)
     assert optimizer.last.alpha.is_meta
     assert optimizer.last.skipped.is_meta
+
+
+@pytest.mark.parametrize("other", ["cpu", "meta"])
+def test_parameters_of_a_selection_may_be_on_another_device(other: str) -> None:
+    """The Gram matrix of the others is brought to theirs."""
+    buffer = FlatBuffer(2, None)
+    params = [torch.zeros(3, device=device) for device in (other, "meta")]
+    for row, param in itertools.product(range(2), params):
+        buffer.receive_all(row, [param], [torch.ones_like(param)])
+    columns = Exchange().complete(buffer.touched(params), ())
+    grams = _gram_matrices(columns, Exchange(), {id(params[1])})
+    assert [gram_BB.device.type for gram_BB in grams] == ["meta", "meta"]
 
 
 def halves(first: Any, second: Any) -> Any:
