@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 
 from doge_fast.kernels import build
 from doge_fast.kernels.chunks import Span, by_dtype, chunk_tables
-from doge_fast.kernels.dispatch import Operator, choose, register
+from doge_fast.kernels.dispatch import Operator, choose, instead_of_cuda, register
 from doge_fast.kernels.schema import (
     STORAGE_DTYPES,
     by_device,
@@ -110,10 +110,7 @@ def accumulate_torch(grads: Sequence[Tensor], rows: Sequence[Tensor], add: bool)
 
 def _in_few_launches(grads: list[Tensor], rows: list[Tensor], add: bool) -> None:
     # foreach kernels take addresses as arguments: no upload, and a CUDA graph can capture them.
-    if add:
-        torch._foreach_add_(rows, grads)
-    else:
-        torch._foreach_copy_(rows, grads)
+    (torch._foreach_add_ if add else torch._foreach_copy_)(rows, grads)
 
 
 def _add_in_tiles(grad_N: Tensor, row_N: Tensor) -> None:
@@ -135,8 +132,10 @@ def accumulate_cpp(grads: Sequence[Tensor], rows: Sequence[Tensor], add: bool) -
 
 
 def accumulate_cuda(grads: Sequence[Tensor], rows: Sequence[Tensor], add: bool) -> None:
-    """One launch for every 144 pairs of dtypes."""
-    if grads:
+    """One launch for every 144 pairs of dtypes; float64 is another's."""
+    if torch.float64 in map(_dtype_of, [*grads, *rows]):
+        instead_of_cuda("accumulate", grads[0].device)(grads, rows, add)
+    elif grads:
         build.cuda_operators(grads[0].device.type).accumulate(grads, rows, add)
 
 

@@ -99,6 +99,13 @@ def choose(
     return run
 
 
+def instead_of_cuda(operator: str, device: torch.device) -> Run:
+    """The implementation of what the CUDA kernels do not take: float64, and many rows."""
+    others = [name for name in preference(operator, device) if name != "cuda"]
+    best = next(name for name in others if unavailable_reason(name, device) is None)
+    return choose(operator, device, best)
+
+
 def chosen(device: torch.device | str = "cpu", operator: str = "gram") -> str:
     """The implementation of `operator` that runs on `device` when a call forces none."""
     return _settle(operator, torch.device(device), _of_environment(operator))

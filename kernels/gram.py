@@ -15,7 +15,7 @@ from torch import Tensor
 
 from doge_fast.kernels import build
 from doge_fast.kernels.chunks import ChunkTable, chunk_tables, spans_by_dtype
-from doge_fast.kernels.dispatch import Operator, choose, register, unavailable_reason
+from doge_fast.kernels.dispatch import Operator, choose, instead_of_cuda, register
 from doge_fast.kernels.schema import as_blocks, by_device, check_blocks, is_one_device
 from doge_fast.kernels.triton_support import (
     is_interpreted,
@@ -144,7 +144,7 @@ def _product_dtype(rows: Tensor) -> torch.dtype:
 
 # Short enough that a model of ten million parameters occupies every multiprocessor.
 CUDA_CHUNK_COLUMNS = 4096
-# Tiles of more rows do not fit in registers; Triton's kernels take them.
+# Tiles of more rows do not fit in registers.
 MAX_CUDA_ROWS = 64
 FIELDS = ("source", "row_stride", "length")
 
@@ -156,14 +156,13 @@ def gram_cpp(blocks: Sequence[Tensor]) -> Tensor:
 
 
 def gram_cuda(blocks: Sequence[Tensor]) -> Tensor:
-    """Two launches for each dtype and alignment."""
+    """Two launches for each dtype and alignment; many rows and float64 are another's."""
     groups = spans_by_dtype(partial(check_gram, blocks), blocks)
     gram_RR = _empty_result(blocks)
     device = gram_RR.device
-    if len(gram_RR) > MAX_CUDA_ROWS:
-        other = "torch" if unavailable_reason("triton", device) else "triton"
-        run: Callable[..., Tensor] = choose("gram", device, other)
-        return run(blocks)
+    if len(gram_RR) > MAX_CUDA_ROWS or any(torch.float64 in dtypes for dtypes, _ in groups):
+        gram_RR = instead_of_cuda("gram", device)(blocks)
+        return gram_RR
     run = build.cuda_operators(device.type).gram
     is_first = True
     for (dtype,), spans in groups:

@@ -88,7 +88,7 @@ def segment_sum_torch(
     num_groups, num_rows, width = out_GRD.shape
     if borders is None:
         sums = terms_TD.view(num_groups * num_rows, -1, width).sum(1)
-        _put(out_GRD, sums.view(out_GRD.shape), add)
+        (out_GRD.add_ if add else out_GRD.copy_)(sums.view(out_GRD.shape))
         return
     terms_TD = terms_TD.double()
     # One group at a time, to have temporary sums of one group only.
@@ -104,14 +104,7 @@ def segment_sum_torch(
             unsafe=True,
             initial=0,
         )
-        _put(out_SD, sums, add)
-
-
-def _put(out: Tensor, sums: Tensor, add: bool) -> None:
-    if add:
-        out.add_(sums)
-    else:
-        out.copy_(sums)
+        (out_SD.add_ if add else out_SD.copy_)(sums)
 
 
 # Through Triton. There is no C++ or CUDA version: on a CPU torch's own kernels sum segments.

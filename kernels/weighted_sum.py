@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 
 from doge_fast.kernels import build
 from doge_fast.kernels.chunks import chunk_tables, spans_by_dtype
-from doge_fast.kernels.dispatch import Operator, choose, register
+from doge_fast.kernels.dispatch import Operator, choose, instead_of_cuda, register
 from doge_fast.kernels.schema import (
     as_blocks,
     by_device,
@@ -155,9 +155,12 @@ def weighted_sum_cpp(
 def weighted_sum_cuda(
     blocks: Sequence[Tensor], coefficients_R: Tensor, outs: Sequence[Tensor]
 ) -> None:
-    """One launch for each pair of dtypes and alignment."""
+    """One launch for each pair of dtypes and alignment; float64 is another's."""
     groups = spans_by_dtype(partial(check_weighted_sum, blocks, coefficients_R, outs), blocks, outs)
     check_coefficients(blocks, coefficients_R)
+    if any(torch.float64 in dtypes for dtypes, _ in groups):
+        instead_of_cuda("weighted_sum", coefficients_R.device)(blocks, coefficients_R, outs)
+        return
     run = build.cuda_operators(coefficients_R.device.type).weighted_sum
     coefficients_R = coefficients_R.contiguous()
     for (dtype, out_dtype), spans in groups:

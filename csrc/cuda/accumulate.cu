@@ -60,11 +60,11 @@ __device__ __forceinline__ void load_together(Piece (&pieces)[TOGETHER / PER_PIE
   }
 }
 
-template <typename S, typename T>
-__device__ __forceinline__ void widen(S (&to)[TOGETHER], const Piece (&pieces)[TOGETHER / PER_PIECE<T>], T) {
+template <typename T>
+__device__ __forceinline__ void widen(float (&to)[TOGETHER], const Piece (&pieces)[TOGETHER / PER_PIECE<T>]) {
   DOGE_UNROLL
   for (int p = 0; p < TOGETHER / PER_PIECE<T>; ++p) {
-    Sum<T> elements[PER_PIECE<T>];
+    float elements[PER_PIECE<T>];
     unpack(pieces[p], elements, T{});
     DOGE_UNROLL
     for (int i = 0; i < PER_PIECE<T>; ++i) to[p * PER_PIECE<T> + i] = elements[i];
@@ -73,7 +73,6 @@ __device__ __forceinline__ void widen(S (&to)[TOGETHER], const Piece (&pieces)[T
 
 template <typename Grad, typename Row, bool ADD>
 __global__ void __launch_bounds__(THREADS) accumulate(const __grid_constant__ Pairs pairs) {
-  using S = Sum<Grad, Row>;
   const int pair = pair_of(pairs, blockIdx.x);
   const int64_t length = pairs.length[pair];
   const auto* grad = static_cast<const Grad*>(pairs.grad[pair]);
@@ -94,11 +93,11 @@ __global__ void __launch_bounds__(THREADS) accumulate(const __grid_constant__ Pa
   DOGE_UNROLL
   for (int time = 0; time < TIMES; ++time) {
     const int64_t at = start + (time * THREADS + threadIdx.x) * TOGETHER;
-    S sums[TOGETHER];
-    widen(sums, grads[time], Grad{});
+    float sums[TOGETHER];
+    widen<Grad>(sums, grads[time]);
     if constexpr (ADD) {
-      S before[TOGETHER];
-      widen(before, rows[time], Row{});
+      float before[TOGETHER];
+      widen<Row>(before, rows[time]);
       DOGE_UNROLL
       for (int i = 0; i < TOGETHER; ++i) sums[i] = before[i] + sums[i];
     }

@@ -293,15 +293,9 @@ To bits_as(From x) {
 }
 inline uint32_t bits_of(float x) { return bits_as<uint32_t>(x); }
 inline float float_of(uint32_t bits) { return bits_as<float>(bits); }
-inline double double_of(uint32_t low, uint32_t high) {
-  return bits_as<double>(static_cast<uint64_t>(high) << 32 | low);
-}
-inline uint32_t low_bits_of(double x) { return static_cast<uint32_t>(bits_as<uint64_t>(x)); }
-inline uint32_t high_bits_of(double x) { return static_cast<uint32_t>(bits_as<uint64_t>(x) >> 32); }
 
 inline float float_of_half(uint16_t bits) { return static_cast<float>(bits_as<_Float16>(bits)); }
 inline uint16_t half_of(float x) { return bits_as<uint16_t>(static_cast<_Float16>(x)); }
-inline uint16_t half_of(double x) { return bits_as<uint16_t>(static_cast<_Float16>(x)); }
 inline uint16_t bfloat_of(float x) {
   const uint32_t bits = bits_of(x);
   if (x != x) return 0x7fff;
@@ -338,17 +332,6 @@ inline void multiply_f16(float (&sums)[4], const uint32_t (&left)[4], const uint
   emulator::multiply<2>(sums, left, right, [](uint32_t word, int k) {
     return float_of_half(static_cast<uint16_t>(k == 0 ? word : word >> 16));
   });
-}
-inline void multiply_f64(double (&sums)[2], double left, double right) {
-  struct Both {
-    double left;
-    double right;
-  };
-  const auto all = emulator::gather(Both{left, right});
-  const int lane = emulator::machine.running % emulator::LANES;
-  for (int c = 0; c < 2; ++c)
-    for (int k = 0; k < 4; ++k)
-      sums[c] = std::fma(all[lane / 4 * 4 + k].left, all[(2 * (lane % 4) + c) * 4 + k].right, sums[c]);
 }
 
 }  // namespace doge_fast::cuda

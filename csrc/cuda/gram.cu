@@ -1,10 +1,10 @@
 // sum_p B_p B_p^T over a table of chunks, [R, R] float64, up to 64 rows.
 //
 // A program takes chunks that follow each other, a later program fewer than an earlier one. Sums are
-// float32 over at most 8192 columns and float64 beyond (float64 throughout for float64 rows); a second
-// launch adds the programs' partial results in a fixed order. Programs and their chunks depend on the
-// table and the number of rows, on no device: bitwise reproducible.
-// Up to 8 rows of float32 as pairs, up to 64 rows of anything as tiles of one warp. More are Triton's.
+// float32 over at most 8192 columns and float64 beyond; a second launch adds the programs' partial
+// results in a fixed order. Programs and their chunks depend on the table and the number of rows, on no
+// device: bitwise reproducible.
+// Up to 8 rows of float32 as pairs, up to 64 rows as tiles of one warp. More are Triton's.
 
 #include "gram_pairs.cuh"
 #include "gram_tiles.cuh"
@@ -106,13 +106,13 @@ template <typename T, int GROUPS>
 void run_tiles(const Launcher& launch, const Problem& problem) {
   if constexpr (GROUPS < MAX_GROUPS)
     if (problem.num_rows > 8 * GROUPS) return run_tiles<T, GROUPS + 1>(launch, problem);
-  using Tiles = TilesOf<T, GROUPS>;
-  const int64_t num_programs = problem.num_programs(Tiles::ENTRIES);
-  const Tensor partials = problem.partials(num_programs, Tiles::ENTRIES);
+  constexpr int ENTRIES = Tiles::entries(GROUPS);
+  const int64_t num_programs = problem.num_programs(ENTRIES);
+  const Tensor partials = problem.partials(num_programs, ENTRIES);
   launch(gram_tiles<T, GROUPS>, num_programs, 1, TILES_THREADS, TILES_SHARED_BYTES<GROUPS>, problem.table,
          problem.num_chunks, problem.is_aligned, problem.num_rows,
          static_cast<double*>(partials.mutable_data_ptr()));
-  reduce<typename Tiles::Map>(launch, problem, partials, Tiles::ENTRIES);
+  reduce<Tiles>(launch, problem, partials, ENTRIES);
 }
 
 template <typename T>

@@ -53,10 +53,13 @@ struct Triangle {
 
 // Tiles of 16 rows by 8 of float32 sums in the lanes of a warp; those above the diagonal are left out:
 // a tall tile meets its own two groups of 8 rows and all before.
-struct Tiles16 {
-  static constexpr int HEIGHT = 2;
+struct Tiles {
+  // Of a tile, in each lane.
   static constexpr int SUMS = 4;
-  static constexpr int tiles(int groups) { return (groups + 1) / 2 * ((groups + 1) / 2 - 1) + groups; }
+  static __host__ __device__ constexpr int entries(int groups) { return tiles(groups) * SUMS * LANES; }
+  static __host__ __device__ constexpr int tiles(int groups) {
+    return (groups + 1) / 2 * ((groups + 1) / 2 - 1) + groups;
+  }
   static __device__ __forceinline__ constexpr int tile(int tall, int group) { return tall * (tall + 1) + group; }
   static __device__ __forceinline__ constexpr int tall_of(int tile_index) {
     int tall = 0;
@@ -70,29 +73,6 @@ struct Tiles16 {
     const int group = index / LANES / SUMS - tile(tall, 0);
     return {16 * tall + 8 * (sum / 2) + lane / 4, 8 * group + 2 * (lane % 4) + sum % 2};
   }
-};
-
-// Tiles of 8 rows by 8 of float64 sums.
-struct Tiles8 {
-  static constexpr int HEIGHT = 1;
-  static constexpr int SUMS = 2;
-  static constexpr int tiles(int groups) { return groups * (groups + 1) / 2; }
-  static __device__ __forceinline__ constexpr int tile(int tall, int group) {
-    return tall * (tall + 1) / 2 + group;
-  }
-  static __device__ __forceinline__ constexpr int tall_of(int tile_index) { return Triangle::row_of(tile_index); }
-  static __device__ __forceinline__ Entry entry(int index) {
-    const int lane = index % LANES;
-    const Entry at = Triangle::entry(index / LANES / SUMS);
-    return {8 * at.row + lane / 4, 8 * at.column + 2 * (lane % 4) + index / LANES % SUMS};
-  }
-};
-
-template <typename T, int GROUPS>
-struct TilesOf : std::conditional_t<std::is_same_v<T, double>, Tiles8, Tiles16> {
-  using Map = std::conditional_t<std::is_same_v<T, double>, Tiles8, Tiles16>;
-  static constexpr int TILES = Map::tiles(GROUPS);
-  static constexpr int ENTRIES = TILES * Map::SUMS * LANES;
 };
 
 }  // namespace doge_fast::cuda

@@ -23,7 +23,6 @@ struct Product;
 // float32 as the sum of two tf32 numbers, 22 bits; the product of the low parts is below 2^-22.
 template <>
 struct Product<float> {
-  static constexpr int GROUPS_LEFT = 2;
   struct Operand {
     uint32_t high[4];
     uint32_t low[4];
@@ -64,7 +63,6 @@ struct Product<float> {
 // Products of 16-bit numbers are exact in float32.
 template <typename T>
 struct HalfProduct {
-  static constexpr int GROUPS_LEFT = 2;
   using Operand = Piece;
 
   static __device__ __forceinline__ Operand operand(const Piece& piece) { return piece; }
@@ -89,32 +87,12 @@ struct Product<Bfloat16> : HalfProduct<Bfloat16> {};
 template <>
 struct Product<Float16> : HalfProduct<Float16> {};
 
-// float64 units round like any other float64 arithmetic.
-template <>
-struct Product<double> {
-  static constexpr int GROUPS_LEFT = 1;
-  using Operand = Piece;
-
-  static __device__ __forceinline__ Operand operand(const Piece& piece) { return piece; }
-
-  static constexpr int PHASES = 2;
-  static __device__ __forceinline__ constexpr int chain(int, int) { return 0; }
-
-  template <int PHASE>
-  static __device__ __forceinline__ void multiply(double (&sums)[2], const Operand (&left)[1],
-                                                  const Operand& right) {
-    constexpr int K = 2 * PHASE;
-    multiply_f64(sums, double_of(left[0].word[K], left[0].word[K + 1]),
-                 double_of(right.word[K], right.word[K + 1]));
-  }
-};
-
 // sums += the chains, the last first.
-template <int CHAINS, int SUMS, typename S>
-__device__ __forceinline__ void add_chains(S (&sums)[SUMS], const S (&chains)[CHAINS][SUMS]) {
+template <int CHAINS, int SUMS>
+__device__ __forceinline__ void add_chains(float (&sums)[SUMS], const float (&chains)[CHAINS][SUMS]) {
   DOGE_UNROLL
   for (int i = 0; i < SUMS; ++i) {
-    S sum = chains[CHAINS - 1][i];
+    float sum = chains[CHAINS - 1][i];
     DOGE_UNROLL
     for (int c = CHAINS - 2; c >= 0; --c) sum += chains[c][i];
     sums[i] += sum;

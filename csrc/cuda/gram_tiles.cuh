@@ -111,56 +111,47 @@ struct Loads {
 
 template <typename T, int GROUPS>
 __device__ __forceinline__ void add_tiles(
-    Sum<T> (&sums)[TilesOf<T, GROUPS>::TILES][TilesOf<T, GROUPS>::SUMS],
+    float (&sums)[Tiles::tiles(GROUPS)][Tiles::SUMS],
     const typename Product<T>::Operand (&operands)[STEPS<GROUPS>][GROUPS]) {
-  using Tiles = TilesOf<T, GROUPS>;
   using Operand = typename Product<T>::Operand;
-  constexpr int HEIGHT = Tiles::HEIGHT;
+  constexpr int TILES = Tiles::tiles(GROUPS);
   constexpr int TOGETHER = TILES_TOGETHER<T, GROUPS>;
   constexpr int CHAINS = TILES_CHAINS<T, GROUPS>;
   constexpr int PHASES = Product<T>::PHASES;
-  unroll<(Tiles::TILES + TOGETHER - 1) / TOGETHER>([&](auto batch) {
+  unroll<(TILES + TOGETHER - 1) / TOGETHER>([&](auto batch) {
     constexpr int FIRST_TILE = decltype(batch)::value * TOGETHER;
-    constexpr int COUNT = Tiles::TILES - FIRST_TILE < TOGETHER ? Tiles::TILES - FIRST_TILE : TOGETHER;
-    [[maybe_unused]] Sum<T> fresh[COUNT][CHAINS][Tiles::SUMS] = {};
+    constexpr int COUNT = TILES - FIRST_TILE < TOGETHER ? TILES - FIRST_TILE : TOGETHER;
+    float fresh[COUNT][CHAINS][Tiles::SUMS] = {};
     unroll<STEPS<GROUPS> * PHASES>([&](auto turn) {
       constexpr int STEP = decltype(turn)::value / PHASES;
       constexpr int PHASE = decltype(turn)::value % PHASES;
       unroll<COUNT>([&](auto index) {
         constexpr int TILE = FIRST_TILE + decltype(index)::value;
-        constexpr int FIRST = Tiles::tall_of(TILE) * HEIGHT;
+        constexpr int FIRST = 2 * Tiles::tall_of(TILE);
         constexpr int GROUP = TILE - Tiles::tile(Tiles::tall_of(TILE), 0);
-        [[maybe_unused]] constexpr int CHAIN = Product<T>::chain(PHASE, CHAINS);
+        constexpr int CHAIN = Product<T>::chain(PHASE, CHAINS);
         // The last tall tile may lack its lower half.
-        constexpr int LAST = FIRST + HEIGHT - 1;
-        Operand left[HEIGHT];
-        left[0] = operands[STEP][FIRST];
-        if constexpr (LAST > FIRST) left[1] = LAST < GROUPS ? operands[STEP][LAST % GROUPS] : Operand{};
-        if constexpr (std::is_same_v<T, double>)
-          Product<T>::template multiply<PHASE>(sums[TILE], left, operands[STEP][GROUP]);
-        else
-          Product<T>::template multiply<PHASE>(
-              fresh[decltype(index)::value][CHAIN], left, operands[STEP][GROUP]);
+        const Operand left[2] = {operands[STEP][FIRST],
+                                 FIRST + 1 < GROUPS ? operands[STEP][(FIRST + 1) % GROUPS] : Operand{}};
+        Product<T>::template multiply<PHASE>(
+            fresh[decltype(index)::value][CHAIN], left, operands[STEP][GROUP]);
       });
     });
-    if constexpr (!std::is_same_v<T, double>)
-      unroll<COUNT>([&](auto index) {
-        add_chains(sums[FIRST_TILE + decltype(index)::value], fresh[decltype(index)::value]);
-      });
+    unroll<COUNT>([&](auto index) {
+      add_chains(sums[FIRST_TILE + decltype(index)::value], fresh[decltype(index)::value]);
+    });
   });
 }
 
 // Adds the sums of the warps, one after the other, to `totals`, [ENTRIES].
-template <typename T, int GROUPS>
-__device__ __forceinline__ void flush_tiles(
-    Sum<T> (&sums)[TilesOf<T, GROUPS>::TILES][TilesOf<T, GROUPS>::SUMS], double* totals) {
-  using Tiles = TilesOf<T, GROUPS>;
+template <int TILES>
+__device__ __forceinline__ void flush_tiles(float (&sums)[TILES][Tiles::SUMS], double* totals) {
   const int lane = threadIdx.x % LANES;
   for (int turn = 0; turn < TILES_WARPS; ++turn) {
     if (static_cast<int>(threadIdx.x) / LANES == turn)
-      unroll<Tiles::TILES * Tiles::SUMS>([&](auto index) {
+      unroll<TILES * Tiles::SUMS>([&](auto index) {
         constexpr int ENTRY = decltype(index)::value;
-        Sum<T>& sum = sums[ENTRY / Tiles::SUMS][ENTRY % Tiles::SUMS];
+        float& sum = sums[ENTRY / Tiles::SUMS][ENTRY % Tiles::SUMS];
         totals[ENTRY * LANES + lane] += sum;
         sum = 0;
       });
@@ -171,11 +162,11 @@ __device__ __forceinline__ void flush_tiles(
 template <typename T, int GROUPS>
 __global__ void __launch_bounds__(TILES_THREADS)
     gram_tiles(const int64_t* table, int64_t num_chunks, bool is_aligned, int num_rows, double* partials) {
-  using Tiles = TilesOf<T, GROUPS>;
   using Loads = Loads<T, GROUPS>;
+  constexpr int ENTRIES = Tiles::entries(GROUPS);
   constexpr int STAGES = TILES_STAGES<GROUPS>;
-  __shared__ double totals[Tiles::ENTRIES];
-  for (int i = threadIdx.x; i < Tiles::ENTRIES; i += TILES_THREADS) totals[i] = 0;
+  __shared__ double totals[ENTRIES];
+  for (int i = threadIdx.x; i < ENTRIES; i += TILES_THREADS) totals[i] = 0;
   __syncthreads();
   // [STAGES, STEPS, GROUPS, TILES_THREADS], of which this thread has one in the last dimension.
   Piece* stages = dynamic_shared() + threadIdx.x;
@@ -184,12 +175,12 @@ __global__ void __launch_bounds__(TILES_THREADS)
   int ahead = 0;
   for (int stage = 0; stage < STAGES - 1; ++stage)
     ahead += loads.start_next(stages + stage * STAGE_PIECES<GROUPS>, num_rows, is_aligned);
-  Sum<T> sums[Tiles::TILES][Tiles::SUMS] = {};
+  float sums[Tiles::tiles(GROUPS)][Tiles::SUMS] = {};
   // Columns in this warp's sums.
   int run = 0;
   for (int stage = 0; ahead > 0; stage = stage + 1 < STAGES ? stage + 1 : 0) {
-    if (!std::is_same_v<T, double> && run + Loads::WARP_STEP > MAX_FLOAT_COLUMNS) {
-      flush_tiles<T, GROUPS>(sums, totals);
+    if (run + Loads::WARP_STEP > MAX_FLOAT_COLUMNS) {
+      flush_tiles(sums, totals);
       run = 0;
     }
     run += Loads::WARP_STEP;
@@ -206,9 +197,9 @@ __global__ void __launch_bounds__(TILES_THREADS)
     ahead += loads.start_next(free, num_rows, is_aligned) - 1;
     add_tiles<T, GROUPS>(sums, operands);
   }
-  flush_tiles<T, GROUPS>(sums, totals);
-  double* mine = partials + static_cast<int64_t>(blockIdx.x) * Tiles::ENTRIES;
-  for (int i = threadIdx.x; i < Tiles::ENTRIES; i += TILES_THREADS) mine[i] = totals[i];
+  flush_tiles(sums, totals);
+  double* mine = partials + static_cast<int64_t>(blockIdx.x) * ENTRIES;
+  for (int i = threadIdx.x; i < ENTRIES; i += TILES_THREADS) mine[i] = totals[i];
 }
 
 }  // namespace doge_fast::cuda

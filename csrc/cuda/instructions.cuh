@@ -53,11 +53,6 @@ __device__ __forceinline__ void wait_for_copies() {
 
 __device__ __forceinline__ uint32_t bits_of(float x) { return __float_as_uint(x); }
 __device__ __forceinline__ float float_of(uint32_t bits) { return __uint_as_float(bits); }
-__device__ __forceinline__ double double_of(uint32_t low, uint32_t high) {
-  return __hiloint2double(static_cast<int>(high), static_cast<int>(low));
-}
-__device__ __forceinline__ uint32_t low_bits_of(double x) { return __double2loint(x); }
-__device__ __forceinline__ uint32_t high_bits_of(double x) { return __double2hiint(x); }
 
 __device__ __forceinline__ float float_of_half(uint16_t bits) {
   float x;
@@ -67,11 +62,6 @@ __device__ __forceinline__ float float_of_half(uint16_t bits) {
 __device__ __forceinline__ uint16_t half_of(float x) {
   uint16_t bits;
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
-  return bits;
-}
-__device__ __forceinline__ uint16_t half_of(double x) {
-  uint16_t bits;
-  asm("cvt.rn.f16.f64 %0, %1;" : "=h"(bits) : "d"(x));
   return bits;
 }
 __device__ __forceinline__ uint16_t bfloat_of(float x) {
@@ -118,13 +108,6 @@ __device__ __forceinline__ void multiply_f16(float (&sums)[4], const uint32_t (&
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
       : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right[0]), "r"(right[1]));
-}
-
-// The same in float64 for 8 rows over 4 columns: row g at column t; sums of row g at 2 t, 2 t + 1.
-__device__ __forceinline__ void multiply_f64(double (&sums)[2], double left, double right) {
-  asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
-      : "+d"(sums[0]), "+d"(sums[1])
-      : "d"(left), "d"(right));
 }
 
 }  // namespace doge_fast::cuda

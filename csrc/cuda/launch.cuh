@@ -1,4 +1,6 @@
 // What the kernels share: storage types and pieces of rows, reductions of a warp, launches.
+//
+// Storage is float32 or narrower, a sum over columns or rows float32. float64 rows are Triton's or torch's.
 #pragma once
 
 #include <torch/csrc/stable/accelerator.h>
@@ -15,13 +17,10 @@
 // A library of its own for the emulated operators: both may be loaded in one process.
 #ifdef DOGE_EMULATED
 #define DOGE_LIBRARY doge_fast_cuda_emulated
-#else
-#define DOGE_LIBRARY doge_fast_cuda
-#endif
-#ifdef DOGE_EMULATED
 #define DOGE_UNROLL
 #define DOGE_UNROLL_BY(times)
 #else
+#define DOGE_LIBRARY doge_fast_cuda
 #define DOGE_PRAGMA(what) _Pragma(#what)
 #define DOGE_UNROLL DOGE_PRAGMA(unroll)
 #define DOGE_UNROLL_BY(times) DOGE_PRAGMA(unroll times)
@@ -49,71 +48,35 @@ struct Float16 {
   uint16_t bits;
 };
 
-// Sums are float32 whatever narrower the storage.
-template <typename... T>
-using Sum = std::conditional_t<(std::is_same_v<T, double> || ...), double, float>;
-
 template <typename T>
 constexpr int PER_PIECE = sizeof(Piece) / sizeof(T);
 
-__device__ __forceinline__ float wide(float x) { return x; }
-__device__ __forceinline__ double wide(double x) { return x; }
 __device__ __forceinline__ float wide(Bfloat16 x) { return float_of(static_cast<uint32_t>(x.bits) << 16); }
 __device__ __forceinline__ float wide(Float16 x) { return float_of_half(x.bits); }
 
 __device__ __forceinline__ void narrow(float& to, float x) { to = x; }
-__device__ __forceinline__ void narrow(float& to, double x) { to = static_cast<float>(x); }
-__device__ __forceinline__ void narrow(double& to, double x) { to = x; }
 __device__ __forceinline__ void narrow(Float16& to, float x) { to.bits = half_of(x); }
-__device__ __forceinline__ void narrow(Float16& to, double x) { to.bits = half_of(x); }
-// There is no instruction that narrows float64 to bfloat16 in one step.
-__device__ __forceinline__ void narrow(Bfloat16& to, double x) { to.bits = bfloat_of(static_cast<float>(x)); }
 __device__ __forceinline__ void narrow(Bfloat16& to, float x) { to.bits = bfloat_of(x); }
 
-// The 32-bit words of elements, without a detour through memory.
+// The 32-bit word of one element or two, without a detour through memory.
+__device__ __forceinline__ uint32_t word_of(const float* elements) { return bits_of(elements[0]); }
 template <typename T>
-__device__ __forceinline__ void set_word(uint32_t (&words)[sizeof(T) > 4 ? 2 : 1], const T* elements);
-template <>
-__device__ __forceinline__ void set_word<float>(uint32_t (&words)[1], const float* elements) {
-  words[0] = bits_of(elements[0]);
-}
-template <>
-__device__ __forceinline__ void set_word<double>(uint32_t (&words)[2], const double* elements) {
-  words[0] = low_bits_of(elements[0]);
-  words[1] = high_bits_of(elements[0]);
-}
-template <>
-__device__ __forceinline__ void set_word<Bfloat16>(uint32_t (&words)[1], const Bfloat16* elements) {
-  words[0] = elements[0].bits | static_cast<uint32_t>(elements[1].bits) << 16;
-}
-template <>
-__device__ __forceinline__ void set_word<Float16>(uint32_t (&words)[1], const Float16* elements) {
-  words[0] = elements[0].bits | static_cast<uint32_t>(elements[1].bits) << 16;
+__device__ __forceinline__ uint32_t word_of(const T* elements) {
+  return elements[0].bits | static_cast<uint32_t>(elements[1].bits) << 16;
 }
 
 template <typename T>
 __device__ __forceinline__ Piece piece_of(const T (&elements)[PER_PIECE<T>]) {
-  constexpr int WORDS = sizeof(T) > 4 ? 2 : 1;
-  constexpr int ELEMENTS = sizeof(T) < 4 ? 2 : 1;
   Piece piece;
   DOGE_UNROLL
-  for (int i = 0; i < 4 / WORDS; ++i) {
-    uint32_t words[WORDS];
-    set_word<T>(words, elements + i * ELEMENTS);
-    DOGE_UNROLL
-    for (int w = 0; w < WORDS; ++w) piece.word[i * WORDS + w] = words[w];
-  }
+  for (int i = 0; i < 4; ++i) piece.word[i] = word_of(elements + i * PER_PIECE<T> / 4);
   return piece;
 }
 
-// Elements of a piece in the dtype of the sum.
+// Elements of a piece, widened.
 __device__ __forceinline__ void unpack(const Piece& piece, float (&to)[4], float) {
   DOGE_UNROLL
   for (int i = 0; i < 4; ++i) to[i] = float_of(piece.word[i]);
-}
-__device__ __forceinline__ void unpack(const Piece& piece, double (&to)[2], double) {
-  DOGE_UNROLL
-  for (int i = 0; i < 2; ++i) to[i] = double_of(piece.word[2 * i], piece.word[2 * i + 1]);
 }
 template <typename T>
 __device__ __forceinline__ void unpack(const Piece& piece, float (&to)[8], T) {
@@ -218,14 +181,12 @@ void with_storage(ScalarType dtype, const char* op, Run&& run) {
   switch (dtype) {
     case ScalarType::Float:
       return run(float{});
-    case ScalarType::Double:
-      return run(double{});
     case ScalarType::Half:
       return run(Float16{});
     case ScalarType::BFloat16:
       return run(Bfloat16{});
     default:
-      fail(op, " needs float32, bfloat16, float16 or float64; received ", name(dtype), ".");
+      fail(op, " needs float32, bfloat16 or float16; received ", name(dtype), ".");
   }
 }
 

@@ -20,16 +20,14 @@ constexpr int ROWS_AHEAD = 2;
 template <typename T>
 constexpr int PIECES = COLUMNS_PER_THREAD / PER_PIECE<T>;
 
-template <typename S>
 struct Listed {
   int row[MAX_LISTED];
-  S coefficient[MAX_LISTED];
+  float coefficient[MAX_LISTED];
   int count;
 };
 
 // Rows from `first` on whose coefficients are not zero, in order; by the first warp.
-template <typename S>
-__device__ void list_rows(Listed<S>& listed, const double* coefficients_R, int64_t first, int64_t num_rows) {
+__device__ void list_rows(Listed& listed, const double* coefficients_R, int64_t first, int64_t num_rows) {
   int count = 0;
   for (int64_t start = first; start < first + MAX_LISTED; start += LANES) {
     const int64_t row = start + threadIdx.x;
@@ -40,7 +38,7 @@ __device__ void list_rows(Listed<S>& listed, const double* coefficients_R, int64
     if (is_used) {
       const int place = count + count_bits(used & ((1U << threadIdx.x) - 1));
       listed.row[place] = static_cast<int>(row);
-      listed.coefficient[place] = static_cast<S>(coefficient);
+      listed.coefficient[place] = static_cast<float>(coefficient);
     }
     count += count_bits(used);
   }
@@ -69,11 +67,11 @@ __device__ __forceinline__ void load_row(Piece (&pieces)[PIECES<T>], const Chunk
 }
 
 template <typename T>
-__device__ __forceinline__ void add_row(Sum<T> (&sums)[PIECES<T>][PER_PIECE<T>],
-                                        const Piece (&pieces)[PIECES<T>], Sum<T> coefficient) {
+__device__ __forceinline__ void add_row(float (&sums)[PIECES<T>][PER_PIECE<T>],
+                                        const Piece (&pieces)[PIECES<T>], float coefficient) {
   DOGE_UNROLL
   for (int p = 0; p < PIECES<T>; ++p) {
-    Sum<T> elements[PER_PIECE<T>];
+    float elements[PER_PIECE<T>];
     unpack(pieces[p], elements, T{});
     DOGE_UNROLL
     for (int i = 0; i < PER_PIECE<T>; ++i) sums[p][i] = fma(elements[i], coefficient, sums[p][i]);
@@ -81,8 +79,8 @@ __device__ __forceinline__ void add_row(Sum<T> (&sums)[PIECES<T>][PER_PIECE<T>],
 }
 
 template <typename T>
-__device__ __forceinline__ void add_listed(Sum<T> (&sums)[PIECES<T>][PER_PIECE<T>], const Chunk<T>& chunk,
-                                           const Listed<Sum<T>>& listed, bool is_aligned) {
+__device__ __forceinline__ void add_listed(float (&sums)[PIECES<T>][PER_PIECE<T>], const Chunk<T>& chunk,
+                                           const Listed& listed, bool is_aligned) {
   const int count = listed.count;
   int k = 0;
   for (; k + ROWS_AHEAD <= count; k += ROWS_AHEAD) {
@@ -100,7 +98,7 @@ __device__ __forceinline__ void add_listed(Sum<T> (&sums)[PIECES<T>][PER_PIECE<T
 }
 
 template <typename T, typename Out>
-__device__ __forceinline__ void store_sums(Out* out, const Sum<T> (&sums)[PIECES<T>][PER_PIECE<T>],
+__device__ __forceinline__ void store_sums(Out* out, const float (&sums)[PIECES<T>][PER_PIECE<T>],
                                            int64_t length, bool is_aligned) {
   DOGE_UNROLL
   for (int p = 0; p < PIECES<T>; ++p) {
@@ -121,10 +119,10 @@ __device__ __forceinline__ void store_sums(Out* out, const Sum<T> (&sums)[PIECES
 template <typename T, typename Out>
 __global__ void __launch_bounds__(THREADS)
     weighted_sum(const int64_t* table, bool is_aligned, const double* coefficients_R, int64_t num_rows) {
-  __shared__ Listed<Sum<T>> listed;
+  __shared__ Listed listed;
   const int64_t* entry = table + static_cast<int64_t>(blockIdx.x) * SUM_FIELDS;
   const auto chunk = chunk_at<T>(entry);
-  Sum<T> sums[PIECES<T>][PER_PIECE<T>] = {};
+  float sums[PIECES<T>][PER_PIECE<T>] = {};
   for (int64_t first = 0; first < num_rows; first += MAX_LISTED) {
     if (threadIdx.x < LANES) list_rows(listed, coefficients_R, first, num_rows);
     __syncthreads();
