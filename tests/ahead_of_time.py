@@ -37,6 +37,8 @@ for _file in (accumulate, gram, segment_sum, weighted_sum):
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # Compute capabilities: A100, and H100 or H200.
 ARCHITECTURES = (80, 90)
+# Of a block. For sm_86, sm_89 and sm_120, which have the least, code is as for sm_80.
+SHARED_BYTES = {80: 101_376, 90: 232_448}
 POINTERS = {
     **dict.fromkeys(["table"], "*i64"),
     **dict.fromkeys(["skipped"], "*i1"),
@@ -59,6 +61,9 @@ SOME_GRAMS = (
     (16, FLOAT16),
     (7, FLOAT64),
     (22, FLOAT64),
+    # Two tiles of rows at a time: the most shared memory.
+    (129, FLOAT32),
+    (129, BFLOAT16),
 )
 SOME_PAIRS = ((FLOAT32, FLOAT32), (BFLOAT16, FLOAT32), (BFLOAT16, BFLOAT16), (FLOAT64, FLOAT64))
 
@@ -259,6 +264,7 @@ def inspect(kernel: Any) -> dict[str, int]:
     loads = re.findall(r"\bLDG(?:STS)?\.\S*", assembly)
     return {
         "stack_bytes": int(stack[1]),
+        "shared_bytes": kernel.metadata.shared,
         "wide_loads": sum(".128" in load for load in loads),
         # Eight bytes are an address, a length or a coefficient.
         "narrow_loads": sum(not re.search(r"\.(64|128)", load) for load in loads),
@@ -282,6 +288,7 @@ if __name__ == "__main__":
                     "wanted": case.wide_loads,
                     "uses_matrix_units": case.uses_matrix_units,
                     "allowed_narrow_loads": case.narrow_loads,
+                    "allowed_shared_bytes": SHARED_BYTES[architecture],
                 }
                 for case, architecture in itertools.islice(every, part, None, parts)
             }
