@@ -1,7 +1,7 @@
 """A DoGE step against what one would do instead, on the same model and the same tokens.
 
     python -m benchmarks.peers
-    python -m benchmarks.peers --published ../DoGE --json results.json
+    python -m benchmarks.peers --json results.json
 
 Each way computes the Gram matrix of the domain gradients, moves the domain weights, puts the
 weighted gradient into `p.grad` and steps AdamW. Its Gram matrix and its gradient are compared
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from benchmarks import memory, models, protocol, published, steps
+from benchmarks import memory, models, protocol, steps
 from benchmarks.models import PAPER, Shape
 from benchmarks.steps import LEARNING_RATE, DogeStep, PlainStep, Problem
 from doge_fast import reference
@@ -208,32 +208,6 @@ class Autogram(Peer):
         return Outcome(gram_KK, alpha_K)
 
 
-class PublishedCode(Peer):
-    """The published code's own step, from a checkout."""
-
-    def __init__(self, problem: Problem, device: torch.device | str, checkout: Path) -> None:
-        super().__init__(problem, device)
-        module = published.load(checkout)
-        adapted = published.Adapted(self.model, problem.autocast_dtype)
-        self.trainer = published.trainer(module, adapted, problem.num_domains, LEARNING_RATE)
-        self.inputs = published.inputs(self.data)
-
-    def combine(self) -> Outcome:
-        """Its scores are not the paper's W, so that its weights are its own."""
-        self._combine()
-        rows_KN = self.trainer.flat_grad_mat
-        return Outcome(rows_KN @ rows_KN.T, self.trainer.train_dw)
-
-    def __call__(self) -> None:
-        """One step, without the product that only the comparison needs."""
-        self._combine()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def _combine(self) -> None:
-        self.trainer.train_step_distributed(self.trainer.model, self.inputs)
-
-
 PEERS: dict[str, Callable[..., PlainStep]] = {
     "plain training": PlainStep,
     "doge_fast": Ours,
@@ -242,23 +216,18 @@ PEERS: dict[str, Callable[..., PlainStep]] = {
     "torch.func.vmap": Vmap,
     "TorchJD autojac": Autojac,
     "TorchJD autogram": Autogram,
-    "published code": PublishedCode,
 }
 
 
-def make(name: str, problem: dict[str, Any], device: str, checkout: str | None) -> PlainStep:
+def make(name: str, problem: dict[str, Any], device: str) -> PlainStep:
     """What `memory.peak_bytes` names."""
-    return _made(name, Problem.from_dict(problem), device, checkout)
+    return PEERS[name](Problem.from_dict(problem), device)
 
 
-def obstacle(name: str, checkout: str | None) -> str | None:
+def obstacle(name: str) -> str | None:
     """Why a peer cannot be asked at all."""
     if name.startswith("TorchJD") and importlib.util.find_spec("torchjd") is None:
         return "the package torchjd is not installed"
-    if name == "published code" and checkout is None:
-        return "no checkout was given (--published)"
-    if name == "published code" and not (Path(str(checkout)) / "src" / "trainer.py").is_file():
-        return f"{checkout} has no src/trainer.py"
     return None
 
 
@@ -294,24 +263,23 @@ def measure(
     device: torch.device | str,
     *,
     names: Sequence[str] = tuple(PEERS),
-    checkout: str | None = None,
     pairs: int = 9,
     seconds: float = float("inf"),
     with_memory: bool = True,
 ) -> list[Row]:
     """A row per peer: time over plain training, memory over it, errors; or the reason."""
     truth = Truth(problem, device)
-    plain_peak = _peak("plain training", problem, device, checkout) if with_memory else None
+    plain_peak = _peak("plain training", problem, device) if with_memory else None
     rows = []
     for name in names:
         row: Row = {"peer": name}
-        reason = obstacle(name, checkout)
+        reason = obstacle(name)
         if reason is None:
             try:
-                row |= _measured(name, problem, device, checkout, truth, pairs, seconds)
+                row |= _measured(name, problem, device, truth, pairs, seconds)
                 if plain_peak is not None:
                     is_plain = name == "plain training"
-                    peak = plain_peak if is_plain else _peak(name, problem, device, checkout)
+                    peak = plain_peak if is_plain else _peak(name, problem, device)
                     row["extra_bytes"] = peak - plain_peak
             except Exception as failure:
                 said = str(failure).strip().splitlines() or [""]
@@ -326,32 +294,23 @@ def _measured(
     name: str,
     problem: Problem,
     device: torch.device | str,
-    checkout: str | None,
     truth: Truth,
     pairs: int,
     seconds: float,
 ) -> Row:
     row: Row = {}
-    step = _made(name, problem, device, checkout)
+    step = PEERS[name](problem, device)
     if isinstance(step, Peer):
         row |= truth.errors(step.combine(), step.params)
         del step
-        step = _made(name, problem, device, checkout)
+        step = PEERS[name](problem, device)
     plain = PlainStep(problem, device)
     ratio = paired(step, plain, pairs=pairs, device=device, seconds=seconds)
     return row | protocol.as_dict(ratio)
 
 
-def _made(
-    name: str, problem: Problem, device: torch.device | str, checkout: str | None
-) -> PlainStep:
-    if name == "published code":
-        return PublishedCode(problem, device, Path(str(checkout)))
-    return PEERS[name](problem, device)
-
-
-def _peak(name: str, problem: Problem, device: torch.device | str, checkout: str | None) -> int:
-    arguments = {**steps.arguments_of(name, problem), "checkout": checkout}
+def _peak(name: str, problem: Problem, device: torch.device | str) -> int:
+    arguments = steps.arguments_of(name, problem)
     return memory.peak_bytes("benchmarks.peers:make", arguments, device)
 
 
@@ -386,7 +345,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
-    parser.add_argument("--published", help="a checkout of the published code")
     parser.add_argument("--model", choices=PAPER, help="a size of the paper")
     parser.add_argument("--layers", type=int, default=CPU_PROBLEM.shape.num_layers)
     parser.add_argument("--width", type=int, default=CPU_PROBLEM.shape.width)
@@ -411,7 +369,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         problem,
         args.device,
         names=args.peers,
-        checkout=args.published,
         pairs=args.pairs,
         seconds=args.seconds,
         with_memory=not args.no_memory,

@@ -8,76 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import memory, models, optimizer_step, peers, protocol, published, steps
+from benchmarks import memory, models, optimizer_step, peers, protocol, steps
 from benchmarks.models import PAPER, Shape
 from benchmarks.steps import Problem
 from doge_fast.pipeline.sizes import SIZES
 
 TINY = Shape(1, 2, 32, 64, 16)
 PROBLEM = Problem(TINY, 3, 6, package="torch")
-
-# What a checkout of the published code looks like to whoever runs its step: the names and the
-# signatures that the real one has, among them imports that fail.
-CHECKOUT = """
-import wandb
-import os.path
-import a_package_that_never_was
-from transformers.utils import is_something_long_gone, ExplicitEnum
-from dataloader import get_data_collator
-from models import GPT2DoGE
-from dataclasses import dataclass, field
-import torch
-
-
-@dataclass
-class FullTrainingArguments:
-    mu: float = field(default=0.05)
-    collator: get_data_collator = None
-
-
-@is_something_long_gone("a decorator that yields nothing")
-def unused():
-    pass
-
-
-def get_model_grad_flat(model, tgt_params_ls=None):
-    return torch.cat([p.grad.detach().flatten() for _, p in model.named_parameters()])
-
-
-class DoGETrainer(a_package_that_never_was):
-    def compute_loss(self, model, inputs):
-        return model(**inputs, return_pertoken_losses=False)["loss"]
-
-    def train_step_distributed(self, model, inputs):
-        losses = []
-        for domain_id in range(len(self.domain_list)):
-            chosen = (inputs["domain_ids"] == domain_id).flatten()
-            losses.append(self.compute_loss(model, {k: v[chosen] for k, v in inputs.items()}))
-        self.update_domain_weights_distributed(losses)
-
-    def update_domain_weights_distributed(self, losses):
-        kept = []
-        for domain_id, loss in enumerate(losses):
-            self.model.zero_grad()
-            self.accelerator.backward(loss)
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm)
-            self.flat_grad_mat[domain_id][:] = get_model_grad_flat(self.model)
-            kept.append({n: p.grad for n, p in self.model.named_parameters()})
-        self.model.zero_grad()
-        scores = (self.flat_grad_mat[self.train_ids] @ self.flat_grad_mat[self.tgt_ids].T).sum(-1)
-        lr = self.lr_scheduler.get_last_lr()[0]
-        self.train_dw = torch.softmax(self.train_dw.log() + lr * scores / self.mu, dim=-1)
-        for name, p in self.model.named_parameters():
-            p.grad = sum(w * grads[name] for w, grads in zip(self.train_dw, kept))
-        wandb.log({"lr": lr}, commit=False)
-"""
-
-
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    (tmp_path / "src").mkdir()
-    (tmp_path / "src" / "trainer.py").write_text(CHECKOUT)
-    return tmp_path
 
 
 def test_the_papers_sizes_are_the_familys() -> None:
@@ -185,7 +122,7 @@ def test_a_problem_survives_json() -> None:
 
 @pytest.mark.exhaustive
 def test_what_breaks_in_the_other_process_is_said() -> None:
-    arguments = {**steps.arguments_of("plain", PROBLEM), "checkout": None}
+    arguments = steps.arguments_of("plain", PROBLEM)
     with pytest.raises(RuntimeError, match=r"memory of benchmarks\.peers:make failed: KeyError"):
         memory.peak_bytes("benchmarks.peers:make", arguments, "cpu")
 
@@ -201,10 +138,8 @@ def test_given_gradients_make_a_step_that_repeats_itself() -> None:
 
 
 @pytest.mark.exhaustive
-def test_every_peer_finds_the_truth(checkout: Path) -> None:
-    rows = peers.measure(
-        PROBLEM, "cpu", checkout=str(checkout), pairs=2, seconds=0.0, with_memory=False
-    )
+def test_every_peer_finds_the_truth() -> None:
+    rows = peers.measure(PROBLEM, "cpu", pairs=2, seconds=0.0, with_memory=False)
     found = {row["peer"]: row for row in rows}
     assert found.keys() == peers.PEERS.keys()
     for name in found.keys() - {"plain training", "TorchJD autojac", "TorchJD autogram"}:
@@ -235,22 +170,13 @@ def test_peers_of_torchjd() -> None:
     assert max(autojac["gradient_error"], autogram["gradient_error"]) < 1e-5
 
 
-def test_a_peer_that_cannot_run_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
-    assert peers.obstacle("TorchJD autojac", None) == "the package torchjd is not installed"
-    assert "no checkout was given" in str(peers.obstacle("published code", None))
-    assert "has no src/trainer.py" in str(peers.obstacle("published code", str(tmp_path)))
+    assert peers.obstacle("TorchJD autojac") == "the package torchjd is not installed"
     unequal = Problem(TINY, 3, 7, package="torch")
     (row,) = peers.measure(unequal, "cpu", names=["torch.func.vmap"], pairs=2, with_memory=False)
     assert "7 sequences do not go into 3" in row["reason"]
     assert "7 sequences" in peers.table([row], unequal)
-
-
-def test_a_checkout_without_a_trainer_is_refused(checkout: Path) -> None:
-    trainer = checkout / "src" / "trainer.py"
-    trainer.write_text(trainer.read_text().replace("DoGETrainer", "Other"))
-    with pytest.raises(RuntimeError, match="defines no DoGETrainer here; line"):
-        published.load(checkout)
 
 
 @pytest.mark.exhaustive
