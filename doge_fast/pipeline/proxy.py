@@ -7,8 +7,6 @@ are kept beside them.
 import json
 import logging
 import math
-from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -16,17 +14,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from doge_fast.integrations.transformers import DoGETrainer
-from doge_fast.pipeline import records, stage
+from doge_fast.pipeline import stage
 from doge_fast.pipeline.config import ProxyConfig
 from doge_fast.pipeline.config.checks import parse_target
 from doge_fast.pipeline.domains import Batch, Corpus, mix_sampler, proxy_batch
-from doge_fast.pipeline.failures import FileFailure
 from doge_fast.pipeline.records import Json
-from doge_fast.pipeline.reporting.wording import listed, to_floats
 from doge_fast.pipeline.run import Run
 from doge_fast.pipeline.stage import ExistingRun
 from doge_fast.pipeline.trainer import ByName, RecordedTrainer, from_first
-from doge_fast.pipeline.weights.warm_start import warm_start
 from doge_fast.weights.objective import Objective
 from doge_fast.weights.scores import PUBLISHED, PUBLISHED_BOUNDS, cosine
 
@@ -58,9 +53,7 @@ def learn_weights(config: ProxyConfig) -> Run:
         return Run(config.out)
     trainer = prepare(config, existing)
     resolved = {} if config.mu is not None else {"mu": trainer.mu}
-    with stage.directory(
-        trainer, existing, initial=trainer.initial, resolved=resolved
-    ) as checkpoint:
+    with stage.directory(trainer, existing, resolved=resolved) as checkpoint:
         trainer.go_on(checkpoint)
         from_first(lambda: _leave(trainer))
     return Run(config.out)
@@ -68,7 +61,7 @@ def learn_weights(config: ProxyConfig) -> Run:
 
 def existing_run(config: ProxyConfig) -> ExistingRun:
     """What the directory holds; ValueError where a setting is wrong."""
-    return stage.existing_run(config, further="doge-fast proxy --init-weights")
+    return stage.existing_run(config)
 
 
 def prepare(config: ProxyConfig, existing: ExistingRun) -> "ProxyTrainer":
@@ -78,12 +71,11 @@ def prepare(config: ProxyConfig, existing: ExistingRun) -> "ProxyTrainer":
         ValueError: what of them does not fit the settings.
     """
     corpus = stage.read_corpus(config, existing)
-    # A resumed run keeps the weights and the mu it began with, whatever became of the file.
-    initial = existing.record.get("initial") or _initial(config, corpus)
+    # A resumed run keeps the mu that it began with, whatever becomes of the default.
     mu = existing.record.get("resolved", {}).get("mu", config.mu)
     objective = Objective.of(corpus.names, parse_target(config.target))
     model = stage.make_model(config, corpus, num_rows=len(objective.rows))
-    return ProxyTrainer(config, corpus, model, objective=objective, initial=initial, mu=mu)
+    return ProxyTrainer(config, corpus, model, objective=objective, mu=mu)
 
 
 class ProxyTrainer(RecordedTrainer, DoGETrainer):
@@ -94,7 +86,6 @@ class ProxyTrainer(RecordedTrainer, DoGETrainer):
         corpus: of the domains and targets.
         model: the proxy.
         objective: the domains, the targets and their weights.
-        initial: the weights that the run begins with, as config.json keeps them; None: uniform.
         mu: the Bregman coefficient; None: the default of the learning rate and the targets.
     """
 
@@ -107,10 +98,8 @@ class ProxyTrainer(RecordedTrainer, DoGETrainer):
         model: PreTrainedModel,
         *,
         objective: Objective,
-        initial: Json | None,
         mu: float | None,
     ) -> None:
-        self.initial = initial
         self.num_rows = len(objective.rows)
         size, seed = config.sequences_per_domain, config.training.seed
         self.mix = mix_sampler(corpus, size=size, seed=seed)
@@ -126,7 +115,6 @@ class ProxyTrainer(RecordedTrainer, DoGETrainer):
             domain_max_grad_norm=config.domain_max_grad_norm or None,
             smoothing=config.smoothing,
             selection=None if config.selection is None else _read_selection(config.selection),
-            initial=initial and initial["weights"],
             mode=config.mode,
         )
         # What the optimizer refuses is refused before anything is written.
@@ -146,7 +134,7 @@ class ProxyTrainer(RecordedTrainer, DoGETrainer):
         return dict.fromkeys(self.rows, each)
 
     def first_weights(self) -> dict[str, float]:
-        """Uniform, or those of `initial`."""
+        """Uniform ones."""
         return ByName(self.doge.domains, self.doge.alpha).read()
 
     def line(self, step: int) -> Json:
@@ -194,55 +182,14 @@ def _leave(trainer: ProxyTrainer) -> None:
     mean = ByName(doge.domains, doge.alpha_mean).read()
     stage.write_learned(
         trainer,
-        _average(config, mean),
+        mean,
         doge.alpha,
         method="doge",
         score=config.score,
         target=doge.objective.target,
         mu=trainer.mu,
-        average_from=config.average_from,
-        **({"initial": trainer.initial} if trainer.initial else {}),
     )
     stage.leave_model(trainer)
-
-
-def _average(config: ProxyConfig, mean: Mapping[str, float]) -> dict[str, float]:
-    """Of the mean over all T steps, that over those after `average_from` of them.
-
-    mean over (a, T]  =  (T mean_T - a mean_a) / (T - a)
-    """
-    if not config.average_from:
-        return dict(mean)
-    steps, lines = config.training.steps, records.read_metrics(config.out, kind="train")
-    logged = [line for line in lines if line["step"] <= config.average_from * steps]
-    if not logged:
-        raise FileFailure(
-            f"{config.out / records.METRICS} has lost its first lines, and the average leaves out "
-            f"the first {config.average_from:.0%} of the steps. Restore them, or begin again with "
-            "average_from=0."
-        )
-    before = to_floats(logged[-1]["alpha_mean"])
-    left_out = logged[-1]["step"]
-    sums = {n: max(0.0, steps * w - left_out * before[n]) for n, w in mean.items()}
-    total = sum(sums.values())
-    return {name: value / total for name, value in sums.items()}
-
-
-def _initial(config: ProxyConfig, corpus: Corpus) -> Json | None:
-    """The weights that the run begins with and where they come from, as the records hold it."""
-    if config.init_weights is None:
-        return None
-    start = warm_start(records.read_weights(config.init_weights), corpus.names)
-    if start.zeros:
-        remains = "" if config.smoothing else ", and a step, which multiplies weights, leaves it"
-        _log.warning(
-            "%s: the weight at the start is zero for %s%s. A floor (doge-fast weights constrain "
-            "--floor) or smoothing lifts it.",
-            config.init_weights,
-            listed(start.zeros),
-            remains,
-        )
-    return {"source": str(config.init_weights), **asdict(start)}
 
 
 def _read_selection(path: Path) -> list[str]:

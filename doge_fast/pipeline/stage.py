@@ -279,7 +279,7 @@ def write_learned(
     lines = records.read_metrics(config.out, kind="train")
     steps_T = np.array([line["step"] for line in lines], dtype=np.float64)
     means_TK = np.array([list(line["alpha_mean"].values()) for line in lines], np.float64)
-    moved = movement_of(steps_T, means_TK[None], fields.get("average_from", 0.0))
+    moved = movement_of(steps_T, means_TK[None])
     columns = {
         "weight": average,
         "weight_last": dict(zip(corpus.names, last_K.tolist(), strict=True)),

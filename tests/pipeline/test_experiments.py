@@ -204,29 +204,6 @@ def test_a_model_measured_otherwise_since_is_measured_again(experiment: Make) ->
 # Averages and curricula.
 
 
-def test_an_average_and_its_drift_may_leave_out_the_early_steps(
-    proxy: Callable[..., ProxyConfig],
-) -> None:
-    """Of the steps 4, 5 and 6 the last fifth begins after four tenths of step 6."""
-    from doge_fast.pipeline.proxy import learn_weights
-
-    config = proxy("late", steps=6, mu=0.001, average_from=0.5)
-    learn_weights(config)
-    record = records.read_weights(config.out)
-    lines = {line["step"]: line["alpha"] for line in records.read_metrics(config.out, kind="train")}
-    mean = {name: sum(lines[step][name] for step in (4, 5, 6)) / 3 for name in lines[6]}
-    assert records.weights_by_name(record) == pytest.approx(mean, rel=1e-5)
-    early = {name: (lines[4][name] + lines[5][name] + 0.4 * lines[6][name]) / 2.4 for name in mean}
-    drift = sum(abs(mean[name] - early[name]) for name in mean)
-    assert record["drift"] == pytest.approx(drift, rel=1e-5)
-    assert drift > 0
-    # The page's and the file's are one.
-    (learned,) = open_study([config.out]).proxies
-    assert learned.movement.drift[-1] == record["drift"]
-    with pytest.raises(ValueError, match="average_from"):
-        learn_weights(proxy("never", average_from=1.0))
-
-
 def test_a_curriculum_takes_the_proxys_means_stage_by_stage(
     proxy: Callable[..., ProxyConfig], base: Callable[..., BaseConfig]
 ) -> None:

@@ -26,7 +26,6 @@ from tests.pipeline.stages import (
     assert_same_run,
     killed_at,
     lines_of,
-    write_weights,
 )
 
 Make = Callable[..., ProxyConfig]
@@ -196,81 +195,6 @@ def test_selected_parameters_alone_enter_the_gain(proxy: Make, tmp_path: Path) -
     learn_weights(all_of_them)
     gains = [records.read_metrics(c.out, kind="train")[1]["gain"] for c in (some, all_of_them)]
     assert all(0 < gains[0][name] < gains[1][name] for name in NAMES)
-
-
-def test_a_warm_start_carries_weights_by_name(proxy: Make, tmp_path: Path) -> None:
-    """speech is gone, code, table and verse are kept, prose is new."""
-    start = {"speech": 0.2, "table": 0.1, "verse": 0.4, "code": 0.3}
-    file = write_weights(tmp_path / "start.json", start)
-    config = proxy(init_weights=file, mu=1e6)
-    learn_weights(config)
-    rest = 3 / 4
-    expected = {
-        "code": rest * 0.3 / 0.8,
-        "prose": 1 / 4,
-        "table": rest * 0.1 / 0.8,
-        "verse": rest * 0.4 / 0.8,
-    }
-    lines = records.read_metrics(config.out, kind="train")
-    assert lines[0]["alpha"] == lines[0]["alpha_mean"] == pytest.approx(expected, rel=1e-12)
-    record = records.read_weights(config.out)
-    # Weights that hardly move stay where they began, to 8 steps of lr W / mu.
-    assert records.weights_by_name(record) == pytest.approx(expected, rel=1e-5)
-    assert records.weights_by_name(record) != expected
-    initial = record["initial"]
-    assert initial == records.read_config(config.out)["initial"]
-    assert initial["source"] == str(file)
-    assert initial["weights"] == pytest.approx(expected, rel=1e-12)
-    assert (initial["kept"], initial["dropped"]) == (["code", "table", "verse"], {"speech": 0.2})
-
-
-def test_a_start_at_zero_stays_there_and_says_so(
-    proxy: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    start = dict(zip(NAMES, (0.5, 0.5, 0.0, 0.0), strict=True))
-    config = proxy(init_weights=write_weights(tmp_path / "start.json", start))
-    with caplog.at_level("WARNING", logger="doge_fast"):
-        learn_weights(config)
-    assert (
-        "is zero for table and verse, and a step, which multiplies weights, leaves" in caplog.text
-    )
-    for line in records.read_metrics(config.out, kind="train"):
-        assert line["alpha"]["table"] == line["alpha_mean"]["verse"] == 0
-        assert math.isclose(sum(line["alpha"].values()), 1, rel_tol=1e-12)
-    moved = records.weights_by_name(records.read_weights(config.out))
-    assert moved["code"] != 0.5
-    # They are measured all the same, for a later start that lifts them.
-    assert all(records.read_metrics(config.out, kind="train")[-1]["gain"].values())
-
-
-def test_smoothing_lifts_a_zero(
-    proxy: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    start = dict(zip(NAMES, (0.5, 0.5, 0.0, 0.0), strict=True))
-    file = write_weights(tmp_path / "start.json", start)
-    config = proxy(init_weights=file, smoothing=0.1, steps=2)
-    with caplog.at_level("WARNING", logger="doge_fast"):
-        learn_weights(config)
-    assert "is zero for table and verse. A floor" in caplog.text
-    line = records.read_metrics(config.out, kind="train")[1]
-    assert line["alpha"]["table"] >= 0.1 / 4
-
-
-def test_a_killed_warm_start_resumes_whatever_became_of_the_file(
-    proxy: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = write_weights(
-        tmp_path / "start.json", dict(zip(NAMES, (0.4, 0.3, 0.2, 0.1), strict=True))
-    )
-    whole, cut = (proxy(out, init_weights=file, save_every=3) for out in ("whole", "cut"))
-    learn_weights(whole)
-    # Before the first checkpoint, and after it.
-    for count in (2, 6):
-        with killed_at(monkeypatch, ProxyTrainer, "training_step", count):
-            learn_weights(cut)
-        file.unlink(missing_ok=True)
-    learn_weights(cut)
-    assert_same_run(cut.out, whole.out)
 
 
 @pytest.mark.parametrize(

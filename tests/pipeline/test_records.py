@@ -132,7 +132,7 @@ def test_a_dry_run_is_no_setting_of_a_run(tmp_path):
 
 def test_what_a_run_begins_with_and_was_told_is_recorded_where_there_is_something(tmp_path):
     told = {
-        "initial": {"source": "x", "weights": {"a": 0.25, "b": 0.75}},
+        "initial": {"source": "x", "sha256": "0" * 64},
         "resolved": {"mu": 0.25},
         "warnings": ["a: 96%."],
     }

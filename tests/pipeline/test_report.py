@@ -390,7 +390,7 @@ def moved(path_T: np.ndarray, seeds: Sequence[float] = (1.0,)) -> Movement:
     counts = np.arange(1, len(path_T))[:, None]
     later = alpha_STK[:, 1:].cumsum(1) / counts
     mean_STK = np.concatenate([alpha_STK[:, :1], later], axis=1)
-    return movement_of(np.arange(len(path_T), dtype=float), mean_STK, 0.0)
+    return movement_of(np.arange(len(path_T), dtype=float), mean_STK)
 
 
 def test_an_average_that_keeps_its_pace_has_not_settled() -> None:

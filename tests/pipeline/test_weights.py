@@ -13,7 +13,6 @@ from doge_fast import cli
 from doge_fast.pipeline import failures, records
 from doge_fast.pipeline.run import Run
 from doge_fast.pipeline.weights import bounds, summary
-from doge_fast.pipeline.weights.warm_start import warm_start
 from tests.pipeline.written_runs import write_proxy
 
 NAMES = ("code", "prose", "verse")
@@ -231,20 +230,6 @@ def test_epochs_need_tokens() -> None:
     with pytest.raises(ValueError, match="the file has none for code, prose and verse"):
         bounds.constrain(content, max_epochs=4, budget_tokens=1e7)
     bounds.constrain(content, max_epochs=4, budget_tokens=1e7, tokens=TOKENS)
-
-
-# Starts.
-
-
-def test_a_start_sums_to_one_and_says_its_zeros() -> None:
-    start = warm_start(record((0.7, 0.3, 0.0)), ["code", "verse", "table"])
-    assert math.fsum(start.weights.values()) == pytest.approx(1, abs=1e-15)
-    assert start.zeros == ("verse",)
-
-
-def test_a_start_needs_a_domain_with_a_weight() -> None:
-    with pytest.raises(ValueError, match="table"):
-        warm_start(record(), ["table"])
 
 
 # The command line.

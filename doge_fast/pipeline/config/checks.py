@@ -122,11 +122,6 @@ def _check_proxy(config: configs.ProxyConfig) -> None:
     parse_target(config.target)
     if config.selection is not None and not config.selection.is_file():
         raise ValueError(f"selection must be a JSON file; {config.selection} is not there.")
-    # A run that has begun keeps its start, whatever becomes of the file.
-    is_new = not (config.out / "config.json").exists()
-    start = config.init_weights
-    if is_new and start is not None and "=" not in str(start) and not start.exists():
-        raise ValueError(f"init_weights: {start} does not exist.")
 
 
 def _check_base(config: configs.BaseConfig) -> None:

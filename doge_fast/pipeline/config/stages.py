@@ -165,13 +165,6 @@ class ProxyConfig(_Stage):
     decide everything, because W grows with the square of the gradients."""
     smoothing: Share = 0.0
     """Share of uniform weights that is mixed in at every step."""
-    init_weights: Path | None = None
-    """A weights.json, a run directory that holds one, or books=0.6,code=0.4: domains of the same
-    name begin with these weights, relative to each other. None: begin with uniform weights."""
-    average_from: Share = 0.0
-    """Share of the steps, from the first on, that the average of the weights leaves out. The
-    average then lies farther from uniform, where the weights begin. 0: the paper's mean over all
-    steps."""
     selection: Path | None = None
     """A JSON list of parameter names; W is computed from the gradients of these only. None: all."""
     mode: Literal["auto", "sequential", "stacked"] = "auto"

@@ -48,27 +48,23 @@ class Movement:
         return bool(self.drift[-1] <= self.limit[-1])
 
 
-def movement_of(steps_T: Floats, mean_STK: Floats, average_from: float) -> Movement:
+def movement_of(steps_T: Floats, mean_STK: Floats) -> Movement:
     """How far the averages of S seeds have moved at each of T logged steps.
 
-    drift(t)     =  sum_j | alpha_bar_j(a, t) - alpha_bar_j(a, a + 0.8 (t - a)) |
-    distance(t)  =  sum_j | alpha_bar_j(a, t) - 1 / K |
+    drift(t)     =  sum_j | alpha_bar_j(t) - alpha_bar_j(0.8 t) |
+    distance(t)  =  sum_j | alpha_bar_j(t) - 1 / K |
 
-    alpha_bar(a, t) is the mean over the steps after a, and a the steps that the average leaves
-    out. Between two logged steps the weights count as constant, so that the sum of the weights is
-    interpolated and no step is rounded to the nearest line.
+    alpha_bar(t) is the mean over the steps up to t. Between two logged steps the weights count as
+    constant, so that the sum of the weights is interpolated and no step is rounded to the nearest
+    line.
 
     Args:
         steps_T: logged steps, ascending.
         mean_STK: the running average over all steps so far.
-        average_from: share of all steps that the result leaves out.
     """
     sums_STK = steps_T[:, None] * mean_STK
-    left_out = max(step for step in (0.0, *steps_T) if step <= average_from * steps_T[-1])
-    start_T = np.where(steps_T > left_out, left_out, 0.0)
-    now_STK = _mean_between(start_T, steps_T, steps_T, sums_STK, mean_STK)
-    fifth_T = start_T + _DRIFT_FROM * (steps_T - start_T)
-    before_STK = _mean_between(start_T, fifth_T, steps_T, sums_STK, mean_STK)
+    now_STK = _mean_until(steps_T, steps_T, sums_STK, mean_STK)
+    before_STK = _mean_until(_DRIFT_FROM * steps_T, steps_T, sums_STK, mean_STK)
     uniform = 1 / mean_STK.shape[-1]
     is_several = len(mean_STK) > 1
     return Movement(
@@ -85,18 +81,13 @@ def _distance(own_STK: Floats, other_STK: Floats) -> Floats:
     return total
 
 
-def _mean_between(
-    start_T: Floats, end_T: Floats, steps_T: Floats, sums_STK: Floats, mean_STK: Floats
-) -> Floats:
-    """[S, T, K]: mean of the weights after each start up to each end; at the start, so far."""
-
-    def summed(at_T: Floats) -> Floats:
-        columns = [
-            [np.interp(at_T, [0.0, *steps_T], [0.0, *sums_T]) for sums_T in sums_TK.T]
-            for sums_TK in sums_STK
-        ]
-        return np.moveaxis(np.asarray(columns), 1, 2)
-
-    length_T1 = (end_T - start_T)[:, None]
-    ratio = (summed(end_T) - summed(start_T)) / np.where(length_T1 > 0, length_T1, np.nan)
+def _mean_until(end_T: Floats, steps_T: Floats, sums_STK: Floats, mean_STK: Floats) -> Floats:
+    """[S, T, K]: mean of the weights up to each end; at step 0 the weights themselves."""
+    columns = [
+        [np.interp(end_T, [0.0, *steps_T], [0.0, *sums_T]) for sums_T in sums_TK.T]
+        for sums_TK in sums_STK
+    ]
+    summed_STK = np.moveaxis(np.asarray(columns), 1, 2)
+    length_T1 = end_T[:, None]
+    ratio = summed_STK / np.where(length_T1 > 0, length_T1, np.nan)
     return np.where(length_T1 > 0, ratio, mean_STK)

@@ -76,14 +76,6 @@ class GivenWeights:
 
 
 @dataclass(frozen=True)
-class LearnedFrom:
-    """What a proxy began with, in config.json."""
-
-    source: str
-    weights: dict[str, float]
-
-
-@dataclass(frozen=True)
 class ModelAsked:
     """The model in the configuration of any stage."""
 
@@ -111,7 +103,6 @@ class Asked:
     target: tuple[str, ...] = ("universal",)
     mu: Number = None
     score: str = "paper"
-    average_from: float = 0.0
     domain_max_grad_norm: Number = None
     sequences_per_domain: Count | None = None
     batch_size: Count | None = None
@@ -131,7 +122,7 @@ class ConfigRecord:
     created: str = ""
     warnings: tuple[str, ...] = ()
     resolved: dict[str, float] = field(default_factory=dict)
-    initial: GivenWeights | LearnedFrom | None = None
+    initial: GivenWeights | None = None
     parameters: CountOrZero | None = None
 
 

@@ -93,7 +93,7 @@ class Proxy:
     def movement(self) -> Movement:
         """How far the running average has moved, at every step; see `movement_of`."""
         steps_T, mean_STK = self.series("alpha_mean")
-        return movement_of(steps_T, mean_STK, self.first.asked.average_from)
+        return movement_of(steps_T, mean_STK)
 
     @property
     def has_moved(self) -> bool:

@@ -182,7 +182,7 @@ def tokens_of(record: Mapping[str, Any], given: Mapping[str, float] | None) -> d
 
 SETTINGS = (
     *("method", "score", "target", "model", "tokenizer_sha256", "block_size", "mu"),
-    *("average_from", "steps", "seed", "variant"),
+    *("steps", "seed", "variant"),
 )
 """What a record says of how its weights came about."""
 
