@@ -4,13 +4,8 @@ Both run the same model on the same random tokens in the same micro-batches, and
 (`doge_fast.tracing`).
 """
 
-import json
 import logging
-import os
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -23,7 +18,6 @@ from doge_fast.pipeline.model import build_model, load_architecture
 from doge_fast.pipeline.roofline import Bandwidth
 from doge_fast.pipeline.sizes import SIZES
 from doge_fast.tracing import phase
-from doge_fast.weights.weights_file import plain
 
 _log = logging.getLogger(__name__)
 
@@ -185,60 +179,6 @@ class ProfiledDogeStep(ProfiledPlainStep):
             "weighted_sum": Traffic(rows * (R - self.config.targets) // R, once),
             "inner_step": Traffic(2 * once + state, once + state),
         }
-
-
-SIDES = {step.name: step for step in (ProfiledPlainStep, ProfiledDogeStep)}
-
-
-def print_peak(side: str, settings: str) -> None:
-    """Print the peak memory of steps of `side`; run in a process of its own."""
-    config = ProfileConfig(**json.loads(settings))
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    step = SIDES[side](config)
-    for _ in range(WARM_UP):
-        step()
-    if step.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(step.device)
-        step()
-        print(torch.cuda.max_memory_allocated(step.device))
-        return
-    # 5 resets the high-water mark of the resident set (man 5 proc).
-    Path("/proc/self/clear_refs").write_text("5")
-    step()
-    step()
-    status = Path("/proc/self/status").read_text()
-    (line,) = [line for line in status.splitlines() if line.startswith("VmHWM")]
-    print(int(line.split()[1]) * 1024)
-
-
-def peak_memory(config: ProfileConfig, formula: int) -> dict[str, int] | None:
-    """Peaks of both sides, each in a process of its own; None where one cannot be measured."""
-    environment = {
-        **os.environ,
-        # glibc otherwise keeps freed memory, and the peak would be that of an earlier moment.
-        "MALLOC_MMAP_THRESHOLD_": "65536",
-        "MALLOC_TRIM_THRESHOLD_": "65536",
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
-    settings = json.dumps(plain(config))
-    code = f"import sys; from {__name__} import print_peak; print_peak(*sys.argv[1:])"
-    peaks: dict[str, int] = {}
-    for side in SIDES:
-        done = subprocess.run(
-            [sys.executable, "-c", code, side, settings],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            # The rest was measured, and is not lost.
-            reason = done.stderr.strip().splitlines() or ["it said nothing"]
-            _log.warning("The peak memory of a %s step could not be measured: %s", side, reason[-1])
-            return None
-        peaks[side] = int(done.stdout.split()[-1])
-    return {**peaks, "extra": peaks["doge"] - peaks["plain"], "formula": formula}
 
 
 class _Vocabulary(list[int]):

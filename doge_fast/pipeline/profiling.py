@@ -5,7 +5,6 @@ the phases from other steps, in which each phase that is named (`doge_fast.traci
 are the least that a phase can move; bandwidth is measured in the same process.
 """
 
-import gc
 import json
 import statistics
 import time
@@ -30,7 +29,6 @@ from doge_fast.pipeline.profile_steps import (
     ProfiledDogeStep,
     ProfiledPlainStep,
     Traffic,
-    peak_memory,
 )
 from doge_fast.pipeline.roofline import Bandwidth, bandwidth
 from doge_fast.tracing import observed
@@ -100,14 +98,13 @@ class Profile:
     """Bytes per second; a copy counts both ways."""
     bandwidth_spread: float
     """How far their quartiles lie apart, over the median."""
-    memory: dict[str, int] | None = None
-    """Bytes: the peak of a `plain` and of a `doge` step, the `extra` of the latter and the
-    `formula` for it, R x N x itemsize with padding (R + 1 where one backward pass fills all rows:
-    the combined gradient); None: not measured."""
+    extra_bytes: int
+    """What a DoGE step keeps beside a plain one: R x N x itemsize with padding (R + 1 where one
+    backward pass fills all rows: the combined gradient)."""
 
 
 def profile(config: ProfileConfig) -> Profile:
-    """Measure a step, its phases and its memory.
+    """Measure a step and its phases.
 
     Writes `config.json` where it is asked for.
 
@@ -120,12 +117,7 @@ def profile(config: ProfileConfig) -> Profile:
     try:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        measured, formula = _of_steps(config)
-        if config.memory:
-            # What this process held is free again: on a GPU its children need the space.
-            gc.collect()
-            torch.cuda.empty_cache()
-            measured = replace(measured, memory=peak_memory(config, formula))
+        measured = _of_steps(config)
     finally:
         torch.set_num_threads(threads)
     if config.json is not None:
@@ -134,8 +126,7 @@ def profile(config: ProfileConfig) -> Profile:
     return measured
 
 
-def _of_steps(config: ProfileConfig) -> tuple[Profile, int]:
-    """All but the memory, and what that should be by its formula."""
+def _of_steps(config: ProfileConfig) -> Profile:
     plain_step, doge_step = ProfiledPlainStep(config), ProfiledDogeStep(config)
     device = plain_step.device
     calls = {step.name: step for step in (plain_step, doge_step)}
@@ -146,7 +137,7 @@ def _of_steps(config: ProfileConfig) -> tuple[Profile, int]:
     ratio = ratio_of(times["doge"], times["plain"])
     spans = _spans(list(calls.values()), config.steps)
     limits = bandwidth(device)
-    measured = Profile(
+    return Profile(
         settings=plain(config),
         device=device_name(device),
         threads=torch.get_num_threads(),
@@ -165,8 +156,8 @@ def _of_steps(config: ProfileConfig) -> tuple[Profile, int]:
         read_bandwidth=limits.read,
         copy_bandwidth=limits.copy,
         bandwidth_spread=limits.spread,
+        extra_bytes=doge_step.extra_bytes,
     )
-    return measured, doge_step.extra_bytes
 
 
 def _spans(steps: list[ProfiledPlainStep], num_rounds: int) -> list[TimedSpan]:
@@ -302,13 +293,8 @@ def table(measured: Profile) -> str:
         f"DoGE step {measured.doge_ms:.1f} ms, plain step {measured.plain_ms:.1f} ms: "
         f"{measured.overhead:.3f} [{measured.overhead_low:.3f}, {measured.overhead_high:.3f}] "
         f"(median and quartiles of {settings['steps']} pairs)",
+        f"memory: a DoGE step keeps {measured.extra_bytes / 1e6:.1f} MB beside a plain one",
     ]
-    if measured.memory is not None:
-        mb = {name: num_bytes / 1e6 for name, num_bytes in measured.memory.items()}
-        lines.append(
-            f"peak memory: plain {mb['plain']:.0f} MB, DoGE {mb['doge']:.0f} MB: "
-            f"{mb['extra']:+.1f} MB; by its formula: {mb['formula']:.1f} MB"
-        )
     return "\n".join(lines)
 
 

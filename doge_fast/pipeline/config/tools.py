@@ -229,7 +229,5 @@ class ProfileConfig:
     """Threads of the CPU; None: torch's default."""
     steps: Count = 9
     """Timed pairs of steps; equally many further steps are timed phase by phase."""
-    memory: bool = True
-    """Measure peak memory too, in a separate process for the plain step and for the DoGE step."""
     json: Path | None = None
     """The file to write all measurements to."""
