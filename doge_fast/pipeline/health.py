@@ -1,4 +1,4 @@
-"""Whether a training still computes numbers, and weights that mean something.
+"""Whether a training still computes numbers.
 
 What is not finite moves nothing and stands in the records as null, so a run that has lost its
 numbers looks like one that learned nothing.
@@ -7,7 +7,6 @@ numbers looks like one that learned nothing.
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,20 +17,6 @@ from doge_fast.pipeline.reporting.wording import domains_told as domains_told
 LOOK_EVERY = 16
 # The largest share of a run's steps that may be lost without its result being so.
 MOST_LOST = 0.1
-# A domain has nearly all of the weight,
-COLLAPSED = 0.95
-# or nearly none, as a share of a uniform one.
-VANISHED = 0.01
-# Factor that one step may move the ratio of two weights by: beyond, it decides everything.
-LARGEST_FACTOR = 1000.0
-
-TOLD = {
-    "collapsed": "had nearly all of the weight",
-    "vanished": "had less than a hundredth of a uniform weight",
-    "saturated": "had scores at their limit, beyond which larger ones change nothing",
-}
-"""{what line["warnings"] says of domains: the same in words, after their names}."""
-
 WAY_OUT = (
     "Its records are kept, and no result is written. Name another directory, and lower "
     "learning_rate (--learning-rate) or lengthen the warm-up (--warmup-steps)."
@@ -79,36 +64,6 @@ class LostSteps:
             return 0
         longest = int(self._longest)
         return longest if longest >= self.most else 0
-
-
-def warnings_of(line: Mapping[str, Any], *, mu: float, high: float) -> dict[str, list[str]]:
-    """What to know of the weights of one step: {a key of `TOLD`: the domains}.
-
-    A score is at its limit where it was cut to the upper bound; or where it is the largest one,
-    and the step multiplies the ratio of that weight to another by more than `LARGEST_FACTOR`, by
-    exp(lr * (W_i - W_j) / mu).
-
-    Args:
-        line: of metrics.jsonl, with `alpha`; where scores moved it, `gain` and `lr`.
-        mu: the Bregman coefficient.
-        high: what scores are cut to at most; inf: not cut.
-    """
-    alpha, gain = line["alpha"], line.get("gain", {})
-    largest = max(gain, key=gain.__getitem__, default="")
-    spread = max(gain.values(), default=0.0) - min(gain.values(), default=0.0)
-    is_large = line.get("lr", 0.0) * spread / mu > math.log(LARGEST_FACTOR)
-    found = {
-        "collapsed": [n for n, weight in alpha.items() if weight > COLLAPSED and len(alpha) > 1],
-        # Zero is where a start may have put it.
-        "vanished": [n for n, weight in alpha.items() if 0 < weight < VANISHED / len(alpha)],
-        "saturated": [
-            n for n, score in gain.items() if score >= high or (is_large and n == largest)
-        ],
-    }
-    if found["collapsed"]:
-        # The others follow.
-        del found["vanished"]
-    return {what: names for what, names in found.items() if names}
 
 
 def not_finite(values: Mapping[str, float]) -> list[str]:

@@ -23,7 +23,7 @@ from doge_fast.pipeline.run import Run
 from doge_fast.pipeline.stage import ExistingRun
 from doge_fast.pipeline.trainer import ByName, RecordedTrainer, from_first
 from doge_fast.weights.objective import Objective
-from doge_fast.weights.scores import PUBLISHED, PUBLISHED_BOUNDS, cosine
+from doge_fast.weights.scores import cosine
 
 _log = logging.getLogger("doge_fast")
 
@@ -120,8 +120,6 @@ class ProxyTrainer(RecordedTrainer, DoGETrainer):
         # What the optimizer refuses is refused before anything is written.
         self.create_optimizer()
         self.mu = self.doge.mu
-        if config.score == PUBLISHED.name:
-            self.most_score = PUBLISHED_BOUNDS[1]
 
     def batch(self, step: int) -> dict[str, Batch]:
         """As many blocks of every domain."""

@@ -8,7 +8,6 @@ them.
 import copy
 import functools
 import logging
-import math
 import signal
 import tempfile
 import time
@@ -111,8 +110,6 @@ class RecordedTrainer(Trainer):
     """What a checkpoint holds beside Trainer's own files; empty: nothing."""
     num_rows = 0
     """Domains and targets of which a step keeps a gradient each."""
-    mu, most_score = 1.0, math.inf
-    """How scores move the weights: the Bregman coefficient, and what scores are clipped to."""
 
     def __init__(
         self, config: StageConfig, corpus: Corpus, model: PreTrainedModel, **kwargs: Any
@@ -394,7 +391,6 @@ class Recorder(TrainerCallback):
         self.trainer, self.run = trainer, trainer.config.out
         patience = trainer.config.training.max_skipped_steps
         self.lost = health.LostSteps(patience, trainer.args.device)
-        self.warned: set[str] = set()
         self._bar: Any = None
         # What stands behind the bar: the domain that has most of the weight.
         self._largest: dict[str, str] = {}
@@ -421,7 +417,6 @@ class Recorder(TrainerCallback):
                 for key, value in line.items()
             }
             if "alpha" in plain and plain["step"] > 0:
-                self._look_at_weights(plain)
                 mean = plain["alpha_mean"]
                 largest = max(mean, key=mean.__getitem__)
                 self._largest = {visible(largest): f"{mean[largest]:.3f}"}
@@ -433,17 +428,6 @@ class Recorder(TrainerCallback):
                 state.global_step = told["step"]
                 handler = trainer.callback_handler
                 handler.on_log(trainer.args, state, trainer.control, scalars_of(told))
-
-    def _look_at_weights(self, line: dict[str, Any]) -> None:
-        """Note what is found of the weights in the line, and say each once in a run."""
-        limits = {"mu": self.trainer.mu, "high": self.trainer.most_score}
-        if not (found := health.warnings_of(line, **limits)):
-            return
-        line["warnings"] = found
-        for what in found.keys() - self.warned:
-            told = f"{health.domains_told(found[what])} {health.TOLD[what]}"
-            _log.warning("%s, step %d: %s.", self.run, line["step"], told)
-        self.warned |= found.keys()
 
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         """Weights before the first step, and the bar."""
