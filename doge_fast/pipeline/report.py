@@ -1,13 +1,13 @@
 """Runs -> one page: the weights to take away, how they moved, what they do, where they come from.
 
 Reads run directories only, so a report can be made where the runs cannot. The page is one file that
-opens offline; its figures also lie beside it as PNG and SVG.
+opens offline; `Run.figures()` gives its figures in Python.
 """
 
 import itertools
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
@@ -16,15 +16,15 @@ from markupsafe import Markup
 from doge_fast import atomic_file
 from doge_fast.pipeline.config import ReportConfig
 from doge_fast.pipeline.named import visible
-from doge_fast.pipeline.reporting.plotting import VARIABLES, Drawing, drawing_of, style
-from doge_fast.pipeline.reporting.sections import Section, sections_of
+from doge_fast.pipeline.reporting.plotting import VARIABLES, Drawing
+from doge_fast.pipeline.reporting.sections import Section, drawn, sections_of
 from doge_fast.pipeline.reporting.study import open_study
 from doge_fast.pipeline.reporting.wording import as_ascii, wrapped
 from doge_fast.pipeline.tables import Row, Table, text
 
 
 def write_report(config: ReportConfig) -> Path:
-    """Write the page for a set of runs, or for an experiment, and its figures beside it.
+    """Write the page for a set of runs, or for an experiment.
 
     Reads records only, so it can be made of what there is while runs are still missing. Runs that
     differ in nothing but their seed are one arm, compared with others seed by seed. Base models of
@@ -34,7 +34,7 @@ def write_report(config: ReportConfig) -> Path:
         config: which runs, and where to.
 
     Returns:
-        The page; `<its name>-figures/` beside it holds every figure as PNG and SVG.
+        The page.
 
     Raises:
         ValueError: as `open_study`; nothing has been written.
@@ -45,14 +45,14 @@ def write_report(config: ReportConfig) -> Path:
     study = open_study(config.runs)
     sections = sections_of(study)
     page = config.out or _default_page(config.runs)
-    folder = page.with_name(f"{page.stem}-figures")
-    folder.mkdir(parents=True, exist_ok=True)
-    numbers = itertools.count(1)
+    page.parent.mkdir(parents=True, exist_ok=True)
+    # Names in the page.
+    numbers = (f"figure-{number}" for number in itertools.count(1))
     html = _template().render(
         css=Markup((Path(__file__).parent / "report.css").read_text(encoding="utf-8")),
         study=study,
         headlines=_headlines(sections),
-        sections=[(section, _drawn(section, folder, numbers)) for section in sections],
+        sections=[(section, drawn(section.sketches, numbers)) for section in sections],
     )
     # Names in records of runs made elsewhere may hold anything.
     atomic_file.write(page, visible(html))
@@ -102,20 +102,6 @@ def _default_page(runs: Sequence[Path]) -> Path:
     if len(runs) == 1:
         return Path(runs[0]) / "report.html"
     return Path(os.path.commonpath([Path(run).resolve().parent for run in runs])) / "report.html"
-
-
-def _drawn(section: Section, folder: Path, numbers: Iterator[int]) -> list[Drawing]:
-    """The section's figures, which then lie in the folder too, under numbers and their titles."""
-    drawings = []
-    for sketch in section.sketches:
-        words = re.sub(r"[^a-z0-9]+", "-", f"{section.title} {sketch.title}".lower()).strip("-")
-        name = f"figure-{next(numbers)}-{words}"
-        with style():
-            drawing = drawing_of(name, sketch.title, sketch.caption, sketch.make())
-        atomic_file.write(folder / f"{name}.svg", visible(drawing.svg))
-        atomic_file.write(folder / f"{name}.png", drawing.png)
-        drawings.append(drawing)
-    return drawings
 
 
 def _inline(drawing: Drawing) -> Markup:

@@ -6,7 +6,6 @@ Records are written here by hand, so that every number on the page has a known c
 import json
 import math
 import re
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Mapping, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
@@ -157,19 +156,6 @@ def test_the_weights_come_first_and_the_command_that_exports_them(runs: Path, pa
         assert table[name] == [f"{weight:.3f}" for weight in (learned[name], 1 / 7, natural)]
     entropy = -sum(weight * math.log(weight) for weight in learned.values())
     assert table["effective domains"][:2] == [f"{math.exp(entropy):.1f} of 7", "7.0 of 7"]
-
-
-@pytest.mark.usefixtures("page")
-def test_the_figures_lie_beside_the_page(runs: Path) -> None:
-    folder = runs.parent / "out" / "page-figures"
-    names = {file.stem for file in folder.glob("*.svg")}
-    assert names == {file.stem for file in folder.glob("*.png")}
-    assert len(names) == 3
-    for file in folder.glob("*.svg"):
-        ElementTree.parse(file)
-    (weights,) = folder.glob("*how-the-weights-moved*.svg")
-    text = weights.read_text(encoding="utf-8")
-    assert all(f">{name}</text>" in text for name in (*DOMAINS, "effective domains"))
 
 
 def test_the_terminal_gets_the_same_tables_as_aligned_ascii(runs: Path, page: Page) -> None:

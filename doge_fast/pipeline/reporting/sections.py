@@ -3,10 +3,11 @@
 A section is data, so the page and the terminal show the same. Their order is `sections_of`'s.
 """
 
+import itertools
 import math
 import os
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,9 +16,8 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from doge_fast.pipeline import baselines, records
+from doge_fast.pipeline import baselines
 from doge_fast.pipeline.records.shapes import (
-    ArmRecord,
     Average,
     CostGroup,
     FewShotRecord,
@@ -30,7 +30,7 @@ from doge_fast.pipeline.reporting import figures, temperature
 from doge_fast.pipeline.reporting.mixtures import effective_domains
 from doge_fast.pipeline.reporting.plotting import Drawing, drawing_of, style
 from doge_fast.pipeline.reporting.proxies import Proxy
-from doge_fast.pipeline.reporting.runs import LEARNING, RecordedRun, open_runs
+from doge_fast.pipeline.reporting.runs import RecordedRun
 from doge_fast.pipeline.reporting.statistics import (
     Arm,
     Line,
@@ -183,32 +183,25 @@ def temperature_section(study: Study, group: TemperatureGroup) -> Section:
     )
 
 
-def drawings_of(path: Path) -> list[Drawing]:
-    """The weights of one run and, named "-steps", their way over the steps where it learned them.
-
-    Raises:
-        ValueError: as `open_runs`.
-    """
-    if (path / records.EXPERIMENT).exists():
-        study = open_study([path])
-        return [
-            drawing_of(f"-{place}" if place else "", sketch.title, sketch.caption, sketch.make())
-            for place, sketch in enumerate(
-                sketch for section in sections_of(study) for sketch in section.sketches
-            )
-        ]
-    (run,) = open_runs([path])
-    arm = ArmRecord(run.name, "", (run.name,))
-    study = Study("", "", {run.name: run}, (), ())
-    proxies = [Proxy(run.name, (run,))] if run.record.stage in LEARNING else []
-    group = WeightsGroup("Domain weights", (arm,))
-    made = {"": mixture_section(study, group), "-steps": course_section(proxies)}
+def drawn(sketches: Iterable[Sketch], names: Iterator[str]) -> list[Drawing]:
+    """The figures, each under the next of the names."""
     with style():
         return [
-            drawing_of(name, sketch.title, sketch.caption, sketch.make())
-            for name, section in made.items()
-            for sketch in (section.sketches if section is not None else ())
+            drawing_of(next(names), sketch.title, sketch.caption, sketch.make())
+            for sketch in sketches
         ]
+
+
+def drawings_of(path: Path) -> list[Drawing]:
+    """The figures of a run's or an experiment's page, named "", "-1", "-2", ...
+
+    Raises:
+        ValueError: as `open_study`.
+    """
+    sketches = [
+        sketch for section in sections_of(open_study([path])) for sketch in section.sketches
+    ]
+    return drawn(sketches, (f"-{place}" if place else "" for place in itertools.count()))
 
 
 def _gap_text(own: Mapping[str, float], reference: Mapping[str, float]) -> str:
