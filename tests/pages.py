@@ -48,7 +48,7 @@ _SMALL_MODEL = ["--num-layers", "1", "--embed-dim", "32", "--num-heads", "2"]
 _SHORT = ["--steps", "4", "--warmup-steps", "1", "--eval-blocks", "2", *_SMALL_MODEL]
 _SHORTER = {verb: _SHORT for verb in ("proxy", "base", "doremi", "select")} | {
     "evaluate": ["--blocks", "2"],
-    "profile": ["--steps", "1", "--no-memory"],
+    "profile": ["--steps", "1"],
 }
 # Verbs that run for minutes however small: their options are read and nothing is run.
 _TOO_LONG = ("demo", "experiment")

@@ -1,6 +1,6 @@
 """The two steps that a profile compares, plain and DoGE: what they run, move and keep.
 
-Both run the same model on the same random tokens in the same micro-batches, and name their phases
+Both run the same model under AdamW on the same random tokens, and name their phases
 (`doge_fast.tracing`).
 """
 
@@ -51,7 +51,7 @@ class ProfiledPlainStep:
         # R: training domains and targets.
         self.num_rows = config.domains + config.targets
         # Losses of a step, of which the mean is learned from.
-        self.num_losses = self.num_rows * config.micro_batches
+        self.num_losses = self.num_rows
         torch.manual_seed(0)
         vocabulary = cast(Any, _Vocabulary(range(_vocab_size(config))))
         # The plain side is built first.
@@ -65,17 +65,15 @@ class ProfiledPlainStep:
         # Dropout would draw numbers, other ones for each side.
         self.model = model.train(False).to(self.device)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        kind: Any = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[config.optimizer]
+        parameters: Any = self.model.named_parameters()
         fused = self.device.type == "cuda" or None
-        self.inner = kind(self.model.named_parameters(), lr=1e-5, fused=fused)
-        # [R, micro-batches, sequences of one, L], the same for both steps.
-        num_micro, length = config.micro_batches, config.sequence_length
-        shape = (self.num_rows, num_micro, config.sequences // num_micro, length)
+        self.inner = torch.optim.AdamW(parameters, lr=1e-5, fused=fused)
+        # [R, sequences of a row, L], the same for both steps.
+        shape = (self.num_rows, config.sequences, config.sequence_length)
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(self.model.config.vocab_size, shape, generator=generator)
         self.tokens = tokens.to(self.device)
-        of_all_rows = [batch.flatten(0, 1) for batch in self.tokens.unbind(1)]
-        self.batches = of_all_rows if self.is_stacked else list(self.tokens.flatten(0, 1))
+        self.batches = [self.tokens.flatten(0, 1)] if self.is_stacked else list(self.tokens)
 
     def __call__(self) -> None:
         """Run a step."""
@@ -109,29 +107,26 @@ class ProfiledDogeStep(ProfiledPlainStep):
         super().__init__(config)
         dtype = config.buffer_dtype
         # Each domain's own.
-        self.num_losses = config.micro_batches
+        self.num_losses = 1
         self.optimizer = DoGEOptimizer(
             self.inner,
             domains=[f"domain {i}" for i in range(config.domains)],
             target={f"target {i}": 1.0 for i in range(config.targets)} or "universal",
             # Large: the weights stay near uniform, and the step costs the same.
             mu=1e6,
-            micro_batches=self.num_losses,
             buffer_dtype=None if dtype == "auto" else getattr(torch, dtype),
         )
 
     def __call__(self) -> None:
         """Run a step."""
         if self.is_stacked:
-            sizes = dict.fromkeys(self.optimizer.rows, self.tokens.shape[2])
-            for batch in self.batches:
-                with self.optimizer.stacked(self.model, sizes):
-                    self.learn(batch)
+            sizes = dict.fromkeys(self.optimizer.rows, self.config.sequences)
+            with self.optimizer.stacked(self.model, sizes):
+                self.learn(self.batches[0])
         else:
-            for name, of_domain in zip(self.optimizer.rows, self.tokens, strict=True):
-                for batch in of_domain:
-                    with self.optimizer.domain(name):
-                        self.learn(batch)
+            for name, batch in zip(self.optimizer.rows, self.batches, strict=True):
+                with self.optimizer.domain(name):
+                    self.learn(batch)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -143,32 +138,28 @@ class ProfiledDogeStep(ProfiledPlainStep):
         the combined one, which lasts from step to step, counts too.
         """
         rows = self.optimizer.buffer.num_bytes
-        num_passes = len(self.tokens) * self.config.micro_batches
-        is_one_pass = self.is_stacked or num_passes == 1
+        is_one_pass = self.is_stacked or len(self.tokens) == 1
         return rows + is_one_pass * rows // self.optimizer.buffer.num_rows
 
     def least_traffic(self) -> dict[str, Traffic]:
         """What each phase cannot avoid to move, activations left aside.
 
         Forward reads the parameters once per pass, backward reads them and writes a gradient;
-        accumulation reads a gradient and writes a row (and reads it, from the second on; stacked,
-        the backward pass does both); the Gram matrix reads all rows once, the weighted sum those of
-        the training domains; the wrapped optimizer reads gradient, parameter and state and writes
-        the latter two.
+        accumulation reads a gradient and writes a row (stacked, the backward pass writes it); the
+        Gram matrix reads all rows once, the weighted sum those of the training domains; the wrapped
+        optimizer reads gradient, parameter and state and writes the latter two.
         """
-        R, num_micro = self.num_rows, self.config.micro_batches
+        R = self.num_rows
         once = sum(each.nbytes for each in self.parameters)
         rows = sum(block.rows_BN.nbytes for block in self.optimizer.buffer.blocks)
         states = (value for of_param in self.inner.state.values() for value in of_param.values())
         state = sum(v.nbytes for v in states if isinstance(v, Tensor) and v.dim() > 0)
-        # Of the rows: written by each micro-batch, read again by those after the first.
-        written, read_again = rows * num_micro, rows * (num_micro - 1)
         if self.is_stacked:
-            forward = once * num_micro
-            backward, accumulate = Traffic(forward + read_again, written), Traffic(0, 0)
+            forward = once
+            backward, accumulate = Traffic(forward, rows), Traffic(0, 0)
         else:
-            forward = once * num_micro * R
-            backward, accumulate = Traffic(forward, forward), Traffic(forward + read_again, written)
+            forward = once * R
+            backward, accumulate = Traffic(forward, forward), Traffic(forward, rows)
         square = 8 * R**2
         return {
             "forward": Traffic(forward, 0),
@@ -195,8 +186,6 @@ def _check_memory(config: ProfileConfig, num_parameters: int) -> None:
     """Say what the two steps will keep at least, and refuse what cannot fit."""
     # Both models are there at once.
     parts = {name: 2 * size for name, size in memory.needed(num_parameters).items()}
-    if config.optimizer == "sgd":
-        del parts["AdamW"]
     num_rows = config.targets + config.domains
     dtype = torch.float32 if config.buffer_dtype == "auto" else getattr(torch, config.buffer_dtype)
     parts[f"gradients of {num_rows} rows"] = num_rows * num_parameters * dtype.itemsize

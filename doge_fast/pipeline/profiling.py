@@ -35,8 +35,6 @@ from doge_fast.tracing import observed
 from doge_fast.weights.weights_file import plain
 
 SCHEMA_VERSION = 1
-# More than any machine has, and fewer than a process can start.
-MOST_THREADS = 1024
 PHASES = ("forward", "backward", "accumulate", "gram", "reweight", "weighted_sum", "inner_step")
 
 
@@ -113,13 +111,7 @@ def profile(config: ProfileConfig) -> Profile:
     """
     config = replace(config, device=str(_device(config)))
     _check(config)
-    threads = torch.get_num_threads()
-    try:
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
-        measured = _of_steps(config)
-    finally:
-        torch.set_num_threads(threads)
+    measured = _of_steps(config)
     if config.json is not None:
         record = {"schema_version": SCHEMA_VERSION, **asdict(measured)}
         atomic_file.write(config.json, json.dumps(record, indent=1) + "\n")
@@ -231,13 +223,6 @@ def _own_seconds(spans: list[TimedSpan]) -> Iterator[tuple[TimedSpan, float]]:
 
 def _check(config: ProfileConfig) -> None:
     check_ranges(config)
-    if config.sequences % config.micro_batches:
-        raise ValueError(
-            f"micro_batches must divide the sequences of a domain; got {config.sequences} "
-            f"sequences in {config.micro_batches} micro-batches."
-        )
-    if config.threads is not None and config.threads > MOST_THREADS:
-        raise ValueError(f"threads must be at most {MOST_THREADS}; got {config.threads}.")
     if config.json is not None:
         # What cannot be written is refused before anything is measured.
         with failures.writing(config.json):

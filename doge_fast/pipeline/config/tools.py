@@ -213,20 +213,14 @@ class ProfileConfig:
     """Sequences of each domain in a step."""
     sequence_length: Annotated[int, Range(2)] = 128
     """Tokens of a sequence."""
-    micro_batches: Count = 1
-    """Micro-batches that a domain's sequences are divided into; their gradients add up."""
     mode: Literal["sequential", "stacked"] = "sequential"
     """One domain after another, or one forward and backward for all."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """bfloat16: autocast."""
     buffer_dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
     """Dtype of the stored domain gradients; auto: the dtype of each gradient."""
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """The wrapped optimizer; fused where the device is a GPU."""
     device: str = "auto"
     """cpu, cuda, cuda:1, ...; auto: a GPU if there is one."""
-    threads: Count | None = None
-    """Threads of the CPU; None: torch's default."""
     steps: Count = 9
     """Timed pairs of steps; equally many further steps are timed phase by phase."""
     json: Path | None = None
