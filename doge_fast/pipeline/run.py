@@ -51,7 +51,7 @@ class Run:
         return records.read_metrics(self.path, kind=kind)
 
     def figures(self) -> list[Drawing]:
-        """The weights, and where they were learned their way over the steps; with `svg`, `png`."""
+        """Those of its page, with `svg` and `png`: learned weights, and their way over the steps."""
         return drawings_of(self.path)
 
     def __repr__(self) -> str:
