@@ -51,7 +51,7 @@ class Run:
         return records.read_metrics(self.path, kind=kind)
 
     def figures(self) -> list[Drawing]:
-        """Those of its page, with `svg` and `png`: learned weights, and their way over the steps."""
+        """Those of its page, with `svg` and `png`: learned weights, and their way over time."""
         return drawings_of(self.path)
 
     def __repr__(self) -> str:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from doge_fast import cli
 from doge_fast.integrations.transformers import DoGETrainer
-from doge_fast.pipeline import failures, health, records
+from doge_fast.pipeline import failures, records
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import (
     BaseConfig,
