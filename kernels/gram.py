@@ -161,8 +161,8 @@ def gram_cuda(blocks: Sequence[Tensor]) -> Tensor:
     gram_RR = _empty_result(blocks)
     device = gram_RR.device
     if len(gram_RR) > MAX_CUDA_ROWS or any(torch.float64 in dtypes for dtypes, _ in groups):
-        gram_RR = instead_of_cuda("gram", device)(blocks)
-        return gram_RR
+        result: Tensor = instead_of_cuda("gram", device)(blocks)
+        return result
     run = build.cuda_operators(device.type).gram
     is_first = True
     for (dtype,), spans in groups:
