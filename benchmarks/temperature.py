@@ -47,6 +47,7 @@ CHOOSING, JUDGING = 100, 200
 RIDGE = 0.1
 SIMULATED = 10_000
 RECORD = "temperature.json"
+MEASURED = "DoGE, measured distance"
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ def measured(question: Question, seed: int) -> records.Json:
         # {method: (weights, trainings of `steps` steps before the base model)}
         "uniform": (dict.fromkeys(alpha, 1 / len(alpha)), 0),
         "DoGE": (alpha, 1),
-        "DoGE, measured distance": (weights_of(search), 1 + count),
+        MEASURED: (weights_of(search), 1 + count),
         "DoGE, mu / 4": (weights_of(question.proxy("proxy-mu", seed, mu=own["mu"] / 4)), 1),
         "DoGE, four times as long": (
             weights_of(question.proxy("proxy-long", seed, steps=4 * question.steps)),
@@ -179,18 +180,23 @@ def _slug(name: str) -> str:
 
 
 def table(record: records.Json) -> str:
-    """A row for each method: loss, perplexity against uniform with its interval, and cost."""
+    """A row for each method: perplexity, changes with their intervals over seeds, and cost."""
     seeds = record["seeds"]
+    losses = {
+        name: [each["methods"][name]["loss"] for each in seeds] for name in seeds[0]["methods"]
+    }
+
+    def change(own: str, other: str) -> str:
+        return "" if own == other else change_text(paired_difference(losses[own], losses[other]))
+
     rows = []
-    for name in seeds[0]["methods"]:
-        own = [each["methods"][name] for each in seeds]
-        losses = [each["loss"] for each in own]
-        uniform = [each["methods"]["uniform"]["loss"] for each in seeds]
-        change = "" if name == "uniform" else change_text(paired_difference(losses, uniform))
-        cost = np.mean([each["trainings"] for each in own])
-        rows.append([name, f"{math.exp(np.mean(losses)):.1f}", change, f"{cost:.1f}"])
+    for name, own in losses.items():
+        cost = np.mean([each["methods"][name]["trainings"] for each in seeds])
+        perplexity = f"{math.exp(np.mean(own)):.1f}"
+        changes = change(name, "uniform"), change(MEASURED, name)
+        rows.append([name, perplexity, *changes, f"{cost:.1f}"])
     found = ", ".join(f"{each['inverse_temperature']:g}" for each in seeds)
-    head = ["weights", "perplexity", "against uniform", "trainings"]
+    head = ["weights", "perplexity", "against uniform", "measured against it", "trainings"]
     return as_ascii(f"1/T found: {found}\n{text(table_of(head, rows))}")
 
 
@@ -212,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         question = Question(args.out, corpus, tuple(args.target), args.steps)
         record = {
             "benchmark": "temperature",
-            "data": args.data,
+            "data": Path(args.data).name,
             "domains": args.domains,
             "target": args.target,
             "steps": args.steps,

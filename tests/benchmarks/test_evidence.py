@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks import evidence
+from benchmarks import evidence, temperature
 from doge_fast import cli
 from doge_fast.pipeline.report import terminal_table
 from doge_fast.pipeline.reporting.runs import open_runs
@@ -59,6 +59,9 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
                 # Only the commit that is tagged before-the-card reads weights of this score.
                 continue
             record = json.loads(file.read_text(encoding="utf-8"))
+            if record["benchmark"] == "temperature":
+                found[file.stem] = temperature.table(record)
+                continue
             found[file.stem] = terminal_table([evidence.unpack(record, folder / file.stem)])
         for name in ("regret", "universal-long"):
             found[f"{name} against DoGE"] = evidence.against_doge(folder / f"evidence-{name}")

@@ -31,7 +31,7 @@ def test_the_table_pairs_the_seeds() -> None:
     def seed(uniform: float, measured: float) -> records.Json:
         methods = {
             name: {"weights": {}, "trainings": cost, "loss": loss}
-            for name, loss, cost in (("uniform", uniform, 0), ("measured", measured, 6))
+            for name, loss, cost in (("uniform", uniform, 0), (temperature.MEASURED, measured, 6))
         }
         return {"inverse_temperature": 2.0, "methods": methods}
 
@@ -56,7 +56,7 @@ def test_every_method_is_judged_by_a_seed_that_chose_nothing(
     assert len(list(judged.glob("judge-*-seed200"))) == len(seed["methods"]) == 7
     number = len(seed["points"])
     assert len(list(judged.glob("random*-seed100"))) == number == len(seed["random"])
-    assert seed["methods"]["DoGE, measured distance"]["trainings"] == number + 1
+    assert seed["methods"][temperature.MEASURED]["trainings"] == number + 1
     for name, method in seed["methods"].items():
         run = judged / f"{temperature._slug(name)}-seed200"
         losses = json.loads((run / "evaluation.json").read_text())["loss"]
