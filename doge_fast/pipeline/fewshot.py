@@ -42,6 +42,22 @@ _METRICS = ("acc", "acc_norm")
 # A line of lm-eval's YAML that names a task or a group, or refers to one.
 _DECLARED = re.compile(r"""^[\s-]*["']?(?:task|group)["']?:[ \t]*["']?([^\s"'#]+)["']?""", re.M)
 
+# What lm-eval's task reads of a local document: a type, or the values that it may have. Its own
+# code would take some wrong values for an answer and score them in silence.
+_FIELDS: dict[str, dict[str, type | tuple[Any, ...]]] = {
+    "copa": {
+        **dict.fromkeys(("premise", "choice1", "choice2"), str),
+        **{"question": ("cause", "effect"), "label": (0, 1)},
+    },
+    "sciq": dict.fromkeys(
+        ("question", "support", "distractor1", "distractor2", "distractor3", "correct_answer"), str
+    ),
+    "logiqa": {"context": str, "question": str, "options": list, "label": ("a", "b", "c", "d")},
+    "piqa": {"goal": str, "sol1": str, "sol2": str, "label": (0, 1)},
+    "wic": {"sentence1": str, "sentence2": str, "start1": int, "end1": int, "label": (0, 1)},
+    "winogrande": {"sentence": str, "option1": str, "option2": str, "answer": ("1", "2")},
+}
+
 
 @contextmanager
 def _quiet() -> Iterator[None]:
@@ -290,20 +306,35 @@ def _read_documents(path: Path) -> list[dict[str, Any]]:
         )
     with reading(path, "Restore the file."):
         lines = enumerate(path.read_text(encoding="utf-8").split("\n"), start=1)
-    found = [_document(line, f"{path}, line {n}") for n, line in lines if line.strip()]
+    found = [_document(line, name, f"{path}, line {n}") for n, line in lines if line.strip()]
     if not found:
         raise ValueError(f"{path} must hold one JSON object a line; it is empty.")
     return found
 
 
-def _document(line: str, where: str) -> dict[str, Any]:
-    """A JSON object; whether the task can read it, lm-eval itself says."""
+def _document(line: str, name: str, where: str) -> dict[str, Any]:
+    """It has what the task reads; tasks outside the paper's are checked by lm-eval alone."""
     try:
         document = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}, must hold JSON and does not: {error}.") from None
     if not isinstance(document, dict):
         raise ValueError(f"{where}, must hold a JSON object; it holds a {type(document).__name__}.")
+    for field, allowed in _FIELDS.get(name, {}).items():
+        if field not in document:
+            raise ValueError(f"{where}: {name} reads {', '.join(_FIELDS[name])}; it lacks {field}.")
+        value = document[field]
+        if isinstance(allowed, tuple):
+            rule, is_right = f"one of {', '.join(map(repr, allowed))}", value in allowed
+        else:
+            rule, is_right = f"of type {allowed.__name__}", isinstance(value, allowed)
+        # JSON's true is Python's 1, and no label.
+        if not is_right or isinstance(value, bool):
+            raise ValueError(f"{where}: {field} must be {rule}; it is {value!r}.")
+    if name == "winogrande" and "_" not in document["sentence"]:
+        raise ValueError(f"{where}: the sentence must have a blank, _, for the two options.")
+    if name == "logiqa" and len(document["options"]) != 4:
+        raise ValueError(f"{where}: there must be 4 options; there are {len(document['options'])}.")
     return document
 
 

@@ -282,6 +282,29 @@ def test_tasks_that_cannot_be_scored_are_refused(
 
 
 @pytest.mark.parametrize(
+    ("task", "change", "sentence"),
+    [
+        ("copa", {"label": None}, r"label must be one of 0, 1; it is None"),
+        ("logiqa", {"options": ["one", "two"]}, r"must be 4 options; there are 2"),
+        ("winogrande", {"sentence": "No blank."}, r"must have a blank, _"),
+        ("piqa", {"sol2": ...}, r"piqa reads goal, sol1, sol2, label; it lacks sol2"),
+    ],
+)
+def test_local_documents_are_checked(
+    ask: EvaluateConfig, tmp_path: Path, task: str, change: dict[str, Any], sentence: str
+) -> None:
+    write_documents(tmp_path, task)
+    path = tmp_path / task / "validation.jsonl"
+    lines = path.read_text().splitlines()
+    changed = json.loads(lines[1]) | {key: v for key, v in change.items() if v is not ...}
+    for key in (key for key, value in change.items() if value is ...):
+        del changed[key]
+    path.write_text("\n".join([lines[0], json.dumps(changed), *lines[2:]]))
+    with pytest.raises(ValueError, match=f"validation.jsonl, line 2: .*{sentence}"):
+        open_tasks(asking(ask, tasks=(task,), task_data=tmp_path))
+
+
+@pytest.mark.parametrize(
     ("content", "kind", "word"),
     [
         (None, ValueError, "copa/train.jsonl and .* does not exist"),
