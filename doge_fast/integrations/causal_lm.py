@@ -38,6 +38,15 @@ def shifts_labels(model: Any) -> bool:
     return is_causal and not getattr(model.config, "is_encoder_decoder", False)
 
 
+def has_own_forward(model: Any) -> bool:
+    """Whether the class of the model was given another forward, whose loss may be another.
+
+    That of an adapter (peft) calls the model's.
+    """
+    package = type(model).forward.__module__.partition(".")[0]
+    return package not in ("transformers", "peft")
+
+
 def num_targets(
     batches: Iterable[Mapping[str, Batch]],
     rows: Sequence[str],

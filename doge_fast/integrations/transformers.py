@@ -560,6 +560,9 @@ class DoGETrainer(_StepByDomain):
             return "takes the model's own loss, and another is set."
         if not self.shifts_labels():
             return "takes causal language models of transformers with their usual loss."
+        model = self.accelerator.unwrap_model(self.model)
+        if causal_lm.has_own_forward(model):
+            return f"takes the forward of transformers; {type(model).__name__} has another."
         return causal_lm.unstackable_reason(inputs)
 
     def _is_scaled_by_targets(

@@ -318,6 +318,30 @@ def test_what_cannot_be_stacked_is_refused_or_runs_in_turn(
         stackable(trainer_for(tmp_path, kind=kind, mode="stacked"), inputs)
 
 
+def test_a_forward_of_ones_own_is_called(tmp_path: Path) -> None:
+    """A stacked pass takes the logits, so it would leave out a loss that `forward` computes."""
+    trainer = trainer_for(tmp_path, mode="auto")
+    kind = type(trainer.model)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = kind.forward(self, *args, **kwargs)
+        if output.loss is not None:
+            output.loss = 3 * output.loss
+        return output
+
+    batch = batch_of(0, DOMAINS)
+    trainer.create_optimizer()
+    trainer.current_gradient_accumulation_steps = 1
+    plain = trainer.training_step(trainer.model, batch)
+    trainer.doge.zero_grad()
+    trainer.model.__class__ = type("Own", (kind,), {"forward": forward})
+    own = trainer.training_step(trainer.model, batch)
+    torch.testing.assert_close(own, 3 * plain)
+    trainer.mode = "stacked"
+    with pytest.raises(ValueError, match="Own"):
+        trainer._is_to_be_stacked(batch)
+
+
 def test_micro_batches_change_nothing_but_rounding(tmp_path: Path) -> None:
     """A domain's loss is its mean over the tokens of the whole step, however they are cut."""
     whole, parts = (
