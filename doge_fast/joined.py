@@ -194,13 +194,13 @@ def loading(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Iterator[dic
 
 
 def step_with(optimizer: Optimizer, loss: Any) -> None:
-    """Step an optimizer; if its step takes a closure and the loss is known, pass one.
+    """Step an optimizer; if the loss is known and its step takes a closure, pass one.
 
     Raises:
         RuntimeError: the optimizer calls the closure after it has moved the parameters or cleared
             the gradients, as SAM does.
     """
-    if loss is None or "closure" not in inspect.signature(optimizer.step).parameters:
+    if loss is None or not _takes_closure(optimizer):
         optimizer.step()
         return
     params = [param for param in _params_of(optimizer) if param.grad is not None]
@@ -216,6 +216,21 @@ def step_with(optimizer: Optimizer, loss: Any) -> None:
         return loss
 
     optimizer.step(closure)
+
+
+def step_parameters(optimizer: Optimizer) -> list[inspect.Parameter]:
+    """The parameters of its step, without `self`, which a scheduler's patch shows."""
+    parameters = inspect.signature(optimizer.step).parameters.values()
+    return [parameter for parameter in parameters if parameter.name != "self"]
+
+
+def _takes_closure(optimizer: Optimizer) -> bool:
+    """Whether the first argument of its step is a closure, whatever its name."""
+    first = next(iter(step_parameters(optimizer)), None)
+    # `step(*args)` hands on what it is given.
+    return first is not None and (
+        "closure" in first.name or first.kind is inspect.Parameter.VAR_POSITIONAL
+    )
 
 
 def refuse_other_optimizers(groups: Sequence[dict[str, Any]], optimizer: Optimizer) -> None:

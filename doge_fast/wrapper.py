@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from doge_fast.joined import JoinedOptimizer, step_with
+from doge_fast.joined import JoinedOptimizer, step_parameters, step_with
 from doge_fast.tracing import outside_graphs
 from doge_fast.weights.simplex import is_number
 
@@ -93,16 +93,28 @@ class OptimizerWrapper(Optimizer):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
         def __setattr__(self, name: str, value: Any) -> None:
-            """Set a public name on the optimizer that has it."""
-            # Trainers set what the optimizer's step reads, such as the latest loss.
+            """Set a public name on the optimizers that have it; if none has, on all and here."""
+            # Trainers set what the optimizer's step reads, such as the latest loss. The step may
+            # ask for it with a default, so that nobody has it yet. Here, since copies of torch
+            # optimizers lose such names.
             inner = self.__dict__.get("_inner")
-            is_ours = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
+            is_ours = name.startswith("_") or hasattr(type(self), name)
             others = () if is_ours or inner is None else _each_of(inner)
             owners = [owner for owner in others if hasattr(owner, name)]
-            for owner in owners:
-                setattr(owner, name, value)
-            if not owners:
+            if not owners or name in self.__dict__:
                 super().__setattr__(name, value)
+            for owner in owners or others:
+                setattr(owner, name, value)
+
+        def __delattr__(self, name: str) -> None:
+            """Remove a public name wherever it was set."""
+            inner = self.__dict__.get("_inner")
+            others = () if name.startswith("_") or inner is None else _each_of(inner)
+            owners = [] if hasattr(type(self), name) else [e for e in others if name in vars(e)]
+            for owner in owners:
+                delattr(owner, name)
+            if not owners or name in self.__dict__:
+                super().__delattr__(name)
 
 
 def _one_of(optimizer: Optimizer | Sequence[Optimizer]) -> Optimizer:
@@ -124,11 +136,16 @@ def _checked(optimizer: object) -> Optimizer:
         )
     if isinstance(optimizer, OptimizerWrapper):
         raise TypeError("the optimizer is a DoGEOptimizer already; wrap the one inside it.")
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+    needed = [
+        parameter.name
+        for parameter in step_parameters(optimizer)
+        if parameter.default is inspect.Parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    if needed:
         raise TypeError(
             f"{type(optimizer).__name__} evaluates the loss several times in a step (its step() "
-            "needs a closure), while the domain weights move once, with one gradient of each "
+            f"needs {needed[0]}), while the domain weights move once, with one gradient of each "
             "domain. Wrap an optimizer that takes one gradient a step, such as torch.optim.AdamW."
         )
     try:

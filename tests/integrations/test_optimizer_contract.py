@@ -554,3 +554,69 @@ def check_compiled(what: str) -> None:
 @pytest.mark.parametrize("what", ["step", "training", "model"])
 def test_compilers(what: str) -> None:
     isolated(check_compiled, what)
+
+
+class _Asking(torch.optim.SGD):
+    """A step that reads an attribute if a trainer has set one."""
+
+    found: Any = None
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self.found = getattr(self, "latest_loss", None)
+        return super().step(closure)
+
+
+def test_an_attribute_that_nobody_has_yet_reaches_the_wrapped_optimizers() -> None:
+    first, second = (_Asking([torch.ones(2, requires_grad=True)], lr=0.1) for _ in range(2))
+    optimizer = DoGEOptimizer([first, second], domains=["a"])
+    # As a trainer sets it, which knows of no declaration.
+    setattr(optimizer, "latest_loss", 3.0)  # noqa: B010
+    (one,), (two,) = (each.param_groups[0]["params"] for each in (first, second))
+    with optimizer.domain("a"):
+        (one.sum() + two.sum()).backward()
+    optimizer.step()
+    assert first.found == second.found == 3.0
+    del optimizer.latest_loss
+    assert not hasattr(optimizer, "latest_loss")
+    assert not hasattr(first, "latest_loss")
+
+
+class _OtherName(torch.optim.SGD):
+    loss: Any = None
+
+    def step(self, loss_closure: Any = None) -> None:  # type: ignore[override]
+        self.loss = loss_closure()
+        super().step()
+
+
+class _Handing(torch.optim.SGD):
+    loss: Any = None
+
+    def step(self, *arguments: Any) -> None:  # type: ignore[override]
+        self.loss = arguments[0]()
+        super().step()
+
+
+@pytest.mark.parametrize("kind", [_OtherName, _Handing])
+def test_a_closure_of_any_name_gets_the_loss(kind: type[torch.optim.SGD]) -> None:
+    weight = torch.ones(2, requires_grad=True)
+    inner = kind([weight], lr=0.1)
+    optimizer = DoGEOptimizer(inner, domains=["a"])
+
+    def closure() -> float:
+        with optimizer.domain("a"):
+            weight.sum().backward()
+        return 5.0
+
+    assert optimizer.step(closure) == 5.0
+    assert inner.loss == 5.0
+
+
+class _Needing(torch.optim.SGD):
+    def step(self, evaluate: Any) -> Any:  # type: ignore[override]
+        return super().step(evaluate)
+
+
+def test_a_step_that_needs_an_argument_is_refused_when_wrapping() -> None:
+    with pytest.raises(TypeError, match="evaluate"):
+        DoGEOptimizer(_Needing([torch.ones(2, requires_grad=True)], lr=0.1), domains=["a"])
