@@ -33,8 +33,8 @@ COUNTS = ("num_steps", "num_skipped")
 
 # A learning rate may still be warming up before.
 _STEPS_OF_A_RATE = 50
-# Steps after which two domains whose scores were always equal are no coincidence.
-_STEPS_OF_A_TIE = 10
+# Steps after which weights that have stood still do so for a reason: equal scores, a rate of zero.
+_STEPS_OF_A_STANDSTILL = 10
 
 # Weights that were printed or read from a file are rounded.
 _SUM_TOLERANCE = 1e-5
@@ -98,8 +98,9 @@ class DomainWeights:
         self._warned: set[str] = set()
         self.assumed_lr: float | None = None
         """The largest learning rate that the default mu was computed from; None: mu was given."""
-        # The largest learning rate of a step so far, where the host knows it.
+        # The largest learning rate of a step so far: of numbers, and of tensors.
         self._largest_lr = 0.0
+        self._largest_lr_there: Tensor | None = None
         self._state_S: Tensor = new_state(self._start_K.to(device))
         self._tau_R = torch.tensor(objective.tau, dtype=torch.float64, device=device)
         # Whether the state is a checkpoint's: loaded, and not moved since.
@@ -177,7 +178,7 @@ class DomainWeights:
         rule, device = self.rule, gram_BB.device
         if not isinstance(lr, Tensor) and not lr >= 0:
             raise ValueError(f"the learning rate of a mirror step must be >= 0; got {lr}.")
-        self._largest_lr = max(self._largest_lr, math.inf if isinstance(lr, Tensor) else lr)
+        self._note_rate(lr)
         # The model may have moved to another device since they were made.
         self._state_S, self._tau_R = self._state_S.to(device), self._tau_R.to(device)
         self._are_loaded = False
@@ -201,6 +202,17 @@ class DomainWeights:
             score=rule.score,
         )
         return step._replace(lr=lr)
+
+    def _note_rate(self, lr: float | Tensor) -> None:
+        """Keep the largest learning rate; of tensors where they are, without waiting for it."""
+        if not isinstance(lr, Tensor):
+            self._largest_lr = max(self._largest_lr, lr)
+            return
+        lr = lr.detach().double().view(())
+        if self._largest_lr_there is None or self._largest_lr_there.device != lr.device:
+            self._largest_lr_there = torch.zeros_like(lr)
+        # In its place, for a step that is captured in a CUDA graph.
+        torch.maximum(self._largest_lr_there, lr, out=self._largest_lr_there)
 
     def set_mu(self, mu: float) -> None:
         """Use another Bregman coefficient from the next step on."""
@@ -237,8 +249,10 @@ class DomainWeights:
 
     def _other_rate(self, state: WeightsState) -> str | None:
         steps, largest, assumed = int(state.num_steps), self._largest_lr, self.assumed_lr
+        if self._largest_lr_there is not None:
+            largest = max(largest, float(self._largest_lr_there))
         is_settled = steps >= _STEPS_OF_A_RATE
-        if is_settled and largest == 0:
+        if steps >= _STEPS_OF_A_STANDSTILL and largest == 0:
             return (
                 "the learning rate of the first parameter group, by which the domain weights move, "
                 f"was 0 in all {steps} steps. Put a group with a learning rate first."
@@ -281,7 +295,7 @@ class DomainWeights:
         # What is not finite is told as skipped, and no score at all as unmoved.
         has_scores = bool(state.gain.any())
         is_still = torch.allclose(state.alpha_mean, self._start_K, rtol=1e-3)
-        if not (is_pair and has_scores and is_still and count >= _STEPS_OF_A_TIE):
+        if not (is_pair and has_scores and is_still and count >= _STEPS_OF_A_STANDSTILL):
             return None
         return (
             f"the domain weights have stayed where they began in {count} steps: the gradients of "

@@ -78,9 +78,23 @@ def test_a_default_mu_of_another_rate_is_told(
     assert word is None or word in found[0]
 
 
-def test_a_first_group_without_a_rate_is_told() -> None:
-    optimizer = run(sgd(0.0), 60, mu=1.0)
-    assert any("was 0 in all 60 steps" in message for message in messages(optimizer))
+@pytest.mark.parametrize("rate", [0.0, torch.tensor(0.0)])
+@pytest.mark.parametrize("steps", [12, 60])
+def test_a_first_group_without_a_rate_is_told(rate: Any, steps: int) -> None:
+    optimizer = run(sgd(rate), steps, mu=1.0)
+    assert any(f"was 0 in all {steps} steps" in message for message in messages(optimizer))
+
+
+def test_rates_that_are_tensors_are_followed_too() -> None:
+    rate = torch.tensor(1.0)
+    inner = sgd(rate)
+
+    def lower(inner: torch.optim.Optimizer) -> LRScheduler:
+        return LambdaLR(inner, lambda step: 1e-4)
+
+    assert any("hardly move" in message for message in messages(run(inner, 60, lower)))
+    found = messages(run(sgd(torch.tensor(0.01)), 60))
+    assert not [message for message in found if "mu=" in message or "was 0" in message]
 
 
 @pytest.mark.parametrize(("norm", "is_told"), [(1.0, True), (3.0, False)])
