@@ -95,7 +95,7 @@ def test_the_cells_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(name in page for name in run.weights)
     assert page.count("<svg") == 2
     assert sum(run.weights.values()) == pytest.approx(1)
-    assert Path("weights-steps.svg").read_text(encoding="utf-8").count("<svg") == 1
+    assert Path("weights-1.svg").read_text(encoding="utf-8").count("<svg") == 1
     assert str(run) == "Run('runs/proxy': doge, target universal, 20 steps, seed 0)"
     assert (run.path / "weights.json").samefile(Path(run) / "weights.json")
     assert run.metrics("eval")
