@@ -231,7 +231,9 @@ class _Search:
                 "mixture. Train the proxy longer or with a smaller mu; of two domains with "
                 "--domain-max-grad-norm 0, for gradients of one norm have equal scores."
             )
-        search = cls(config, filled(ProxyConfig(config.proxy), recorded["config"]), record)
+        where = str(config.proxy / records.CONFIG)
+        proxy = filled(ProxyConfig(config.proxy), recorded["config"], where)
+        search = cls(config, proxy, record)
         for seed in config.seeds:
             training.check(search._base(1.0, seed).training)
         base = search._base(1.0, config.seeds[0])

@@ -231,6 +231,13 @@ def test_it_refuses_what_leaves_nothing_to_measure(
     assert not learned.with_name("proxy-temperature").exists()
     with pytest.raises(ValueError, match=r"config\.json"):
         temperature(asked(tmp_path / "nowhere"))
+    recorded = json.loads((learned / "config.json").read_text())
+    recorded["config"]["of_an_earlier_time"] = None
+    (learned / "config.json").write_text(json.dumps(recorded))
+    with pytest.raises(ValueError, match=r"proxy/config\.json: of_an_earlier_time"):
+        temperature(asked(learned))
+    del recorded["config"]["of_an_earlier_time"]
+    (learned / "config.json").write_text(json.dumps(recorded))
     write_weights(learned / "weights.json", dict.fromkeys(NAMES, 0.25))
     with pytest.raises(ValueError, match="equal"):
         temperature(asked(learned))
