@@ -215,7 +215,8 @@ def captured_step_error(device: torch.device | str, *, num_domains: int = 7) -> 
     """Largest difference of parameters and weights after replays of a captured step.
 
     Against a twin that is never captured; both are given the same gradients to the last bit.
-    Captured is the whole step, from the first domain to the end of `step()`.
+    Captured is the whole step, from the first domain to the end of `step()`. The gradients are
+    others in every step, so that a replay must read them anew.
     """
     captured, twin = _Directed(num_domains, device), _Directed(num_domains, device)
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
@@ -224,12 +225,15 @@ def captured_step_error(device: torch.device | str, *, num_domains: int = 7) -> 
     # its own.
     with torch.cuda.stream(stream):
         for _ in range(WARM_UP):
+            captured.turn()
             captured()
     with torch.cuda.graph(graph, stream=stream):
         captured()
     for _ in range(WARM_UP):
+        captured.turn()
         graph.replay()
     for _ in range(2 * WARM_UP):
+        twin.turn()
         twin()
     pairs = list(zip(captured.params, twin.params, strict=True))
     pairs.append((captured.optimizer.alpha_mean, twin.optimizer.alpha_mean))
@@ -250,6 +254,11 @@ class _Directed:
         names = [f"domain{k}" for k in range(num_domains)]
         self.directions = {name: [draw(*shape) for shape in shapes] for name in names}
         self.optimizer = DoGEOptimizer(adamw(self.params, device), domains=names, mu=1.0)
+
+    def turn(self) -> None:
+        """Change the gradients of the next step, in their memory."""
+        for directions in self.directions.values():
+            torch._foreach_mul_(directions, -1.25)
 
     def __call__(self) -> None:
         """One step."""
