@@ -127,11 +127,10 @@ def stacked_losses(
     labels = inputs.pop("labels")
     most = MOST_LOGITS_BYTES.get(labels.device.type, MOST_LOGITS_BYTES_ELSEWHERE)
     has_many_logits = 4 * labels.numel() * unwrapped.config.vocab_size > most
-    if has_many_logits and unwrapped.config.model_type in PLAIN_HEADS:
-        head = unwrapped.get_output_embeddings()
+    head = unwrapped.get_output_embeddings()
+    is_plain = unwrapped.config.model_type in PLAIN_HEADS and head.bias is None
+    if has_many_logits and is_plain:
         hidden = unwrapped.base_model(**inputs, use_cache=False).last_hidden_state
-        return linear_domain_losses(
-            hidden, head.weight, labels, sizes, bias_V=head.bias, num_targets=num_targets
-        )
+        return linear_domain_losses(hidden, head.weight, labels, sizes, num_targets=num_targets)
     logits = model(**inputs, use_cache=False).logits
     return domain_losses(logits, labels, sizes, num_targets=num_targets)

@@ -85,7 +85,7 @@ class StackedModel:
     """
 
     def __init__(self, model: nn.Module, buffer: FlatBuffer, tracked: Collection[int]) -> None:
-        self._buffer = buffer
+        self.buffer = buffer
         self._tracked = frozenset(tracked)
         self._segments: list[Segment] = []
         self._runs: list[DomainRun] = []
@@ -161,23 +161,12 @@ class StackedModel:
             [len(rows), *param.shape] in the buffer's dtype; whether they hold gradients.
         """
         self.has_written = True
-        rows_GN, adds = self._buffer.slots(rows.start, len(rows), param, dtype)
+        rows_GN, adds = self.buffer.slots(rows.start, len(rows), param, dtype)
         return rows_GN.view(-1, *param.shape), adds
-
-    def reserve(self, param: Tensor, row: int, dtype: torch.dtype) -> Tensor | None:
-        """Memory of a row, in the parameter's shape, to write before the backward pass.
-
-        As `FlatBuffer.reserve`; `slots` makes it the row's gradient.
-        """
-        return self._buffer.reserve(row, param, dtype)
-
-    def is_reserved(self, param: Tensor, row: int, memory: Tensor) -> bool:
-        """Whether the memory of `reserve` still holds what was written to it."""
-        return self._buffer.is_reserved(row, param, memory)
 
     def _receive(self, row: int, param: Tensor, grad: Tensor) -> None:
         self.has_written = True
-        self._buffer.receive(row, param, grad)
+        self.buffer.receive(row, param, grad)
 
     def _forward_of(self, module: nn.Module, rule: LayerRule | None) -> Callable[..., Any]:
         if rule is not None:

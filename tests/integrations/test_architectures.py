@@ -84,7 +84,7 @@ def losses_of(
 ) -> Tensor:
     if fused:
         hidden, head = model.base_model(**inputs).last_hidden_state, model.get_output_embeddings()
-        return linear_domain_losses(hidden, head.weight, labels_BL, SIZES, bias_V=head.bias)
+        return linear_domain_losses(hidden, head.weight, labels_BL, SIZES)
     return domain_losses(model(**inputs, use_cache=False).logits, labels_BL, SIZES)
 
 

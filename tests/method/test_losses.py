@@ -89,46 +89,43 @@ def test_operators_do_not_grow_with_the_number_of_domains(counts: str, is_ragged
     assert numbers[0] == numbers[1]
 
 
-Case = tuple[Tensor, Tensor, Tensor, Tensor]
+Case = tuple[Tensor, Tensor, Tensor]
 
 
 def case(dtype: torch.dtype = torch.float64) -> Case:
-    """hidden, weight, bias, labels; some labels are not predicted."""
+    """hidden, weight, labels; some labels are not predicted."""
     generator = torch.Generator().manual_seed(3)
-    shapes = ((5, LENGTH, WIDTH), (VOCABULARY, WIDTH), (VOCABULARY,))
-    hidden, weight, bias = (
-        torch.randn(shape, dtype=dtype, generator=generator).requires_grad_() for shape in shapes
+    hidden, weight = (
+        torch.randn(shape, dtype=dtype, generator=generator).requires_grad_()
+        for shape in ((5, LENGTH, WIDTH), (VOCABULARY, WIDTH))
     )
     labels = torch.randint(VOCABULARY, (5, LENGTH), generator=generator)
     labels[0, 2:5] = IGNORED
-    return hidden, weight, bias, labels
+    return hidden, weight, labels
 
 
 def fused(inputs: Case, **options: Any) -> Tensor:
-    hidden, weight, bias, labels = inputs
-    return linear_domain_losses(hidden, weight, labels, SIZES, bias_V=bias, **options)
+    hidden, weight, labels = inputs
+    return linear_domain_losses(hidden, weight, labels, SIZES, **options)
 
 
 def naive(inputs: Case, **options: Any) -> Tensor:
-    hidden, weight, bias, labels = inputs
-    return domain_losses(F.linear(hidden, weight, bias), labels, SIZES, **options)
+    hidden, weight, labels = inputs
+    return domain_losses(F.linear(hidden, weight), labels, SIZES, **options)
 
 
 def gradients(losses_D: Tensor, inputs: Case) -> tuple[Tensor, ...]:
-    return torch.autograd.grad((losses_D * torch.tensor([0.3, -2.0])).sum(), inputs[:3])
+    return torch.autograd.grad((losses_D * torch.tensor([0.3, -2.0])).sum(), inputs[:2])
 
 
-@pytest.mark.parametrize("chunk_tokens", [None, 1, 4, 1000])
 @pytest.mark.parametrize(
     "options", [{}, {"num_targets": {"a": 40, "b": 50}}, {"ignore_index": 7}], ids=str
 )
-def test_losses_and_gradients_are_those_of_the_naive_head(
-    options: dict[str, Any], chunk_tokens: int | None
-) -> None:
+def test_losses_and_gradients_are_those_of_the_naive_head(options: dict[str, Any]) -> None:
     *others, labels = case()
     labels = labels.masked_fill(labels == IGNORED, options.get("ignore_index", IGNORED))
     inputs: Any = (*others, labels)
-    ours = fused(inputs, chunk_tokens=chunk_tokens, **options)
+    ours = fused(inputs, **options)
     theirs = naive(inputs, **options)
     torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=0)
     for found, expected in zip(gradients(ours, inputs), gradients(theirs, inputs), strict=True):
@@ -137,9 +134,9 @@ def test_losses_and_gradients_are_those_of_the_naive_head(
 
 @pytest.mark.parametrize("way", [naive, fused])
 def test_nothing_to_predict_is_no_loss(way: Any) -> None:
-    hidden, weight, bias, labels = case()
+    hidden, weight, labels = case()
     labels[:2] = IGNORED
-    losses_D = way((hidden, weight, bias, labels))
+    losses_D = way((hidden, weight, labels))
     assert losses_D[0] == 0
     losses_D.sum().backward()
     assert hidden.grad is not None
@@ -149,11 +146,10 @@ def test_nothing_to_predict_is_no_loss(way: Any) -> None:
     assert short.tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("chunk_tokens", [None, 4])
-def test_under_autocast_products_are_of_its_dtype(chunk_tokens: int | None) -> None:
+def test_under_autocast_products_are_of_its_dtype() -> None:
     inputs = case(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        ours, theirs = fused(inputs, chunk_tokens=chunk_tokens), naive(inputs)
+        ours, theirs = fused(inputs), naive(inputs)
     assert ours.dtype == torch.float32
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     for found, expected in zip(gradients(ours, inputs), gradients(theirs, inputs), strict=True):
@@ -173,12 +169,11 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("chunk_tokens", [None, 4])
-def test_logits_exist_for_one_domain_at_a_time(chunk_tokens: int | None) -> None:
+def test_logits_exist_for_one_domain_at_a_time() -> None:
     inputs = case()
     with Largest() as largest:
-        fused(inputs, chunk_tokens=chunk_tokens).sum().backward()
-    most = max(SIZES.values()) * (LENGTH - 1) if chunk_tokens is None else chunk_tokens
+        fused(inputs).sum().backward()
+    most = max(SIZES.values()) * (LENGTH - 1)
     assert largest.numbers == max(most * VOCABULARY, inputs[0].numel(), inputs[1].numel())
     with Largest() as largest:
         naive(inputs).sum().backward()
@@ -188,11 +183,11 @@ def test_logits_exist_for_one_domain_at_a_time(chunk_tokens: int | None) -> None
 class Model(nn.Module):
     """A body and a head, perhaps the embedding's own matrix."""
 
-    def __init__(self, *, tied: bool, bias: bool) -> None:
+    def __init__(self, *, tied: bool) -> None:
         super().__init__()
         self.words = nn.Embedding(VOCABULARY, WIDTH)
         self.body = nn.Linear(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=bias)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         if tied:
             self.head.weight = self.words.weight
 
@@ -216,9 +211,7 @@ def stacked_rows(model: Model, ids_BL: Tensor, *, is_fused: bool, passes: int = 
         with optimizer.stacked(model, sizes):
             if is_fused:
                 hidden, head = model.hidden(ids_BL), model.head
-                losses_D = linear_domain_losses(
-                    hidden, head.weight, ids_BL, sizes, bias_V=head.bias, chunk_tokens=5
-                )
+                losses_D = linear_domain_losses(hidden, head.weight, ids_BL, sizes)
             else:
                 losses_D = domain_losses(model(ids_BL), ids_BL, sizes)
             losses_D.sum().backward()
@@ -227,13 +220,10 @@ def stacked_rows(model: Model, ids_BL: Tensor, *, is_fused: bool, passes: int = 
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("frozen", ["", "head"], ids=["trained", "frozen"])
 @pytest.mark.parametrize("passes", [1, 2])
-def test_in_a_stacked_batch_each_domain_has_its_row(
-    tied: bool, bias: bool, frozen: str, passes: int
-) -> None:
-    model = Model(tied=tied, bias=bias).double()
+def test_in_a_stacked_batch_each_domain_has_its_row(tied: bool, frozen: str, passes: int) -> None:
+    model = Model(tied=tied).double()
     if frozen:
         model.get_submodule(frozen).requires_grad_(False)
     ids_BL = torch.randint(VOCABULARY, (5, LENGTH))
@@ -274,7 +264,7 @@ def losses_and_rows(
     with optimizer.stacked(model, sizes):
         hidden, head = model.hidden(ids_BL), model.head
         if is_fused:
-            losses_D = linear_domain_losses(hidden, head.weight, ids_BL, sizes, bias_V=head.bias)
+            losses_D = linear_domain_losses(hidden, head.weight, ids_BL, sizes)
         else:
             losses_D = domain_losses(head(hidden), ids_BL, sizes)
         loss = weigh(losses_D)
@@ -299,7 +289,7 @@ def losses_and_rows(
 def test_gradients_of_the_head_are_those_of_any_function_of_the_losses(
     weigh: Any, tied: bool
 ) -> None:
-    model = Model(tied=tied, bias=True).double()
+    model = Model(tied=tied).double()
     ids_BL = torch.randint(VOCABULARY, (5, LENGTH))
     ours, products = losses_and_rows(model, ids_BL, weigh, is_fused=True)
     theirs, _ = losses_and_rows(model, ids_BL, weigh, is_fused=False)
@@ -310,15 +300,13 @@ def test_gradients_of_the_head_are_those_of_any_function_of_the_losses(
 
 
 def test_a_loss_that_is_not_used_leaves_nothing_in_the_rows() -> None:
-    model = Model(tied=False, bias=True).double()
+    model = Model(tied=False).double()
     ids_BL = torch.randint(VOCABULARY, (5, LENGTH))
 
     def twice(losses_D: Tensor) -> Tensor:
         # Forward once more, as gradient checkpointing and a second head do.
         hidden, head = model.hidden(ids_BL), model.head
-        linear_domain_losses(
-            hidden, head.weight, ids_BL, {"a": 2, "b": 3}, bias_V=head.bias, chunk_tokens=3
-        )
+        linear_domain_losses(hidden, head.weight, ids_BL, {"a": 2, "b": 3})
         return losses_D.sum()
 
     ours, _ = losses_and_rows(model, ids_BL, twice, is_fused=True)
@@ -328,7 +316,7 @@ def test_a_loss_that_is_not_used_leaves_nothing_in_the_rows() -> None:
 
 
 def test_a_step_without_the_losses_backward_has_no_row_of_the_head() -> None:
-    model = Model(tied=False, bias=True)
+    model = Model(tied=False)
     ids_BL = torch.randint(VOCABULARY, (5, LENGTH))
 
     def other(losses_D: Tensor) -> Tensor:
@@ -340,7 +328,7 @@ def test_a_step_without_the_losses_backward_has_no_row_of_the_head() -> None:
 
 
 def test_two_heads_on_one_matrix_add_up() -> None:
-    model = Model(tied=False, bias=False).double()
+    model = Model(tied=False).double()
     ids_BL = torch.randint(VOCABULARY, (5, LENGTH))
     sizes = {"a": 2, "b": 3}
 
@@ -363,44 +351,31 @@ def test_two_heads_on_one_matrix_add_up() -> None:
 
 
 def test_without_gradients_nothing_is_reserved() -> None:
-    model = Model(tied=False, bias=True)
+    model = Model(tied=False)
     ids_BL = torch.randint(VOCABULARY, (5, LENGTH))
     optimizer = DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), domains=["a", "b"])
     sizes = {"a": 2, "b": 3}
     with optimizer.stacked(model, sizes):
         with torch.no_grad():
             hidden, head = model.hidden(ids_BL), model.head
-            linear_domain_losses(hidden, head.weight, ids_BL, sizes, bias_V=head.bias)
+            linear_domain_losses(hidden, head.weight, ids_BL, sizes)
         assert not optimizer.buffer.blocks
         model(ids_BL).sum().backward()
 
 
-def test_a_narrow_row_rounds_the_sum_of_its_chunks_once() -> None:
-    model = Model(tied=False, bias=True).bfloat16()
+def test_a_narrow_row_is_the_product_rounded_once() -> None:
+    model = Model(tied=False)
     ids_BL = torch.randint(VOCABULARY, (5, LENGTH))
-    rows = {}
-    for dtype in (torch.bfloat16, None):
-        optimizer = DoGEOptimizer(
-            torch.optim.SGD(model.head.parameters(), lr=0.1),
-            domains=["a", "b"],
-            buffer_dtype=dtype,
-            micro_batches=None,
-        )
-        sizes = {"a": 2, "b": 3}
-        with optimizer.stacked(model.head, sizes):
-            hidden, head = model.hidden(ids_BL).detach(), model.head
-            linear_domain_losses(
-                hidden, head.weight, ids_BL, sizes, bias_V=head.bias, chunk_tokens=2
-            ).sum().backward()
-        rows[dtype] = [b.rows_BN for b in optimizer.buffer.touched([head.weight, head.bias])]
-    for narrow, wide in zip(rows[torch.bfloat16], rows[None], strict=True):
-        # Chunks add up in float32.
-        assert wide.dtype == torch.float32
-        assert torch.equal(narrow, wide.bfloat16())
+    (*_, narrow), _ = losses_and_rows(
+        model, ids_BL, Tensor.sum, is_fused=True, buffer_dtype=torch.bfloat16
+    )
+    (*_, wide), _ = losses_and_rows(model, ids_BL, Tensor.sum, is_fused=True)
+    assert wide.dtype == torch.float32
+    assert torch.equal(narrow, wide.bfloat16())
 
 
 def test_other_sizes_than_the_batch_are_refused() -> None:
-    model = Model(tied=False, bias=False)
+    model = Model(tied=False)
     optimizer = DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), domains=["a", "b"])
     ids_BL = torch.randint(VOCABULARY, (5, LENGTH))
     with (
@@ -418,8 +393,6 @@ def test_other_sizes_than_the_batch_are_refused() -> None:
         ({"hidden": (5, LENGTH)}, r"\[5, 7\]"),
         ({"labels": (4, LENGTH)}, r"\[4, 7\]"),
         ({"weight": (VOCABULARY, WIDTH + 1)}, r"weight .*\[33, 6\]"),
-        ({"bias": (VOCABULARY - 1,)}, r"bias_V .* \[32\]"),
-        ({"chunk_tokens": 0}, "chunk_tokens .* 0"),
         ({"sizes": {"a": 6, "b": -1}}, "sizes .* 5 examples"),
     ],
     ids=str,
@@ -428,10 +401,9 @@ def test_misuse_speaks(changes: dict[str, Any], message: str) -> None:
     hidden = torch.zeros(changes.get("hidden", (5, LENGTH, WIDTH)))
     labels = torch.zeros(changes.get("labels", (5, LENGTH))).long()
     weight = torch.zeros(changes.get("weight", (VOCABULARY, WIDTH)))
-    bias = torch.zeros(changes.get("bias", VOCABULARY))
-    sizes, chunk_tokens = changes.get("sizes", SIZES), changes.get("chunk_tokens")
+    sizes = changes.get("sizes", SIZES)
     with pytest.raises(ValueError, match=message):
-        linear_domain_losses(hidden, weight, labels, sizes, bias_V=bias, chunk_tokens=chunk_tokens)
-    if not {"weight", "bias", "chunk_tokens"} & changes.keys():
+        linear_domain_losses(hidden, weight, labels, sizes)
+    if "weight" not in changes:
         with pytest.raises(ValueError, match=message):
             domain_losses(hidden, labels, sizes)
