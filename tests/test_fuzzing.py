@@ -27,6 +27,7 @@ from doge_fast.pipeline.config import ProxyConfig
 from doge_fast.pipeline.config.fields import filled, read_file
 from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.records import metrics, runs
+from doge_fast.pipeline.records.shapes import EvaluationRecord, ExperimentRecord, FewShotRecord
 from doge_fast.weights import checkpoint
 from doge_fast.weights.objective import Objective
 
@@ -104,16 +105,16 @@ def _command(data: bytes) -> object:
 
 
 def _run(data: bytes) -> object:
-    _file(runs.CONFIG, data)
+    _file(records.CONFIG, data)
     return records.read_config(_folder())
 
 
 def _measures(data: bytes) -> object:
     for name in ("evaluation.json", "fewshot.json", "experiment.json"):
         _file(name, data)
-    for read in (records.read_evaluation, records.read_few_shot, records.read_experiment):
+    for kind in (EvaluationRecord, FewShotRecord, ExperimentRecord):
         with contextlib.suppress(ValueError):
-            read(_folder())
+            records.load(_folder(), kind)
     return None
 
 

@@ -25,6 +25,7 @@ from doge_fast.pipeline.config import SelectConfig
 from doge_fast.pipeline.domains import Batch
 from doge_fast.pipeline.failures import FileFailure
 from doge_fast.pipeline.records import Json
+from doge_fast.pipeline.records.shapes import CancellationRecord
 from doge_fast.pipeline.stage import ExistingRun
 from doge_fast.pipeline.trainer import MixtureTrainer, from_first
 from doge_fast.stacked.example_norms import ExampleNorms
@@ -116,7 +117,7 @@ def is_selected(config: SelectConfig) -> bool:
 
 def _read(run: Path) -> Json:
     record = records.read_json(run / CANCELLATION)
-    records.check_shape(record, records.CancellationRecord, run / CANCELLATION)
+    records.check_shape(record, CancellationRecord, run / CANCELLATION)
     if record["scores"].keys() != set(READINGS):
         raise FileFailure(
             f"{run / CANCELLATION} is damaged: scores must be of {', '.join(READINGS)}. "

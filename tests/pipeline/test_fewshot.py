@@ -97,7 +97,7 @@ def test_every_task_of_the_paper_is_scored(result: dict[str, Any], run: Path) ->
             assert p * n == pytest.approx(round(p * n), abs=1e-12)
             expected = math.sqrt(p * (1 - p) / (n - 1))
             assert scores[f"{metric}_stderr"] == pytest.approx(expected, abs=1e-15)
-    assert records.read_few_shot(run) == records.plain(result)
+    assert records.read_json(run / "fewshot.json") == records.plain(result)
     assert (result["shots"], result["fewshot_seed"], result["positions"]) == (2, 1234, 2048)
 
 
@@ -373,7 +373,7 @@ def test_the_verb_measures_both_or_one(
     (out / "evaluation.json").unlink()
     assert cli.main([*words, "--no-perplexity", "--tasks", "copa", "wic"]) == 0
     assert not (out / "evaluation.json").exists()
-    assert list(records.read_few_shot(out)["tasks"]) == ["copa", "wic"]
+    assert list(records.read_json(out / "fewshot.json")["tasks"]) == ["copa", "wic"]
     capsys.readouterr()
     assert cli.main([*words, "--no-perplexity"]) == cli.EXIT_REFUSED
     assert "nothing to measure; name --tasks" in capsys.readouterr().err

@@ -258,13 +258,6 @@ def test_metrics_come_back_as_they_were_written(tmp_path):
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
 
 
-@pytest.mark.parametrize("line", [{"step": 1}, {"kind": "train"}, {"step": 1.0, "kind": "train"}])
-def test_a_metrics_line_has_step_and_kind(tmp_path, line):
-    with pytest.raises(ValueError, match='needs an integer "step" and a "kind"'):
-        records.append_metrics(tmp_path, line)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_run_killed_at_any_byte_resumes_to_the_uninterrupted_record(tmp_path):
     for step in range(4):
         records.append_metrics(tmp_path, train_line(step))
@@ -295,11 +288,6 @@ def test_a_line_that_finds_no_room_is_an_error(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert records.read_metrics(tmp_path) == [train_line(0)]
-
-
-def test_metrics_that_are_not_there(tmp_path):
-    with pytest.raises(ValueError, match="has not logged a step"):
-        records.read_metrics(tmp_path)
 
 
 def test_weights_go_around_by_name(tmp_path):

@@ -126,4 +126,4 @@ def test_weights_are_learned_for_a_benchmark(
     words = ["--tasks", "sciq,copa", "--task-data", str(REAL_DATA), "--task-limit", "2"]
     assert cli.main(["evaluate", str(trained.out), "--device", "cpu", *words]) == 0
     assert "tasks" in records.read_evaluation(trained.out)["perplexity"]
-    assert set(records.read_few_shot(trained.out)["tasks"]) == {"sciq", "copa"}
+    assert set(records.read_json(trained.out / "fewshot.json")["tasks"]) == {"sciq", "copa"}

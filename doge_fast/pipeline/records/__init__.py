@@ -26,7 +26,6 @@ from doge_fast.pipeline.records.checkpoints import (
     step_of,
 )
 from doge_fast.pipeline.records.manifest import (
-    MANIFEST,
     MODEL,
     check_finished,
     check_model,
@@ -40,11 +39,8 @@ from doge_fast.pipeline.records.measures import (
     few_shot,
     is_measured,
     load_evaluation,
-    load_experiment,
-    load_few_shot,
     read_evaluation,
     read_experiment,
-    read_few_shot,
     write_experiment,
 )
 from doge_fast.pipeline.records.metrics import (
@@ -56,10 +52,6 @@ from doge_fast.pipeline.records.metrics import (
 )
 from doge_fast.pipeline.records.runs import (
     CHECKPOINTS,
-    CONFIG,
-    EVALUATION,
-    EXPERIMENT,
-    FEWSHOT,
     METRICS,
     WEIGHTS,
     WRITING,
@@ -67,6 +59,7 @@ from doge_fast.pipeline.records.runs import (
     changed_domains,
     check_corpus,
     check_run,
+    load,
     load_config,
     open_run,
     read_config,
@@ -74,8 +67,12 @@ from doge_fast.pipeline.records.runs import (
     versions,
 )
 from doge_fast.pipeline.records.shapes import (
+    CONFIG,
+    EVALUATION,
+    EXPERIMENT,
+    FEWSHOT,
+    MANIFEST,
     WAY_OUT,
-    CancellationRecord,
     Stage,
     check_shape,
 )

@@ -12,11 +12,10 @@ from typing import Any
 
 from doge_fast import atomic_file
 from doge_fast.pipeline.failures import FileFailure
-from doge_fast.pipeline.records.runs import Json, read_record
-from doge_fast.pipeline.records.shapes import ManifestRecord
+from doge_fast.pipeline.records.runs import Json, load, read_json
+from doge_fast.pipeline.records.shapes import MANIFEST, ManifestRecord
 from doge_fast.weights.weights_file import SCHEMA_VERSION, write_json
 
-MANIFEST = "manifest.json"
 MODEL = "model"
 # A folder has one large file or two; each is hashed by one and kept by another.
 _THREADS = 4
@@ -25,14 +24,7 @@ _THREADS = 4
 def write_manifest(folder: Path, **fields: Any) -> None:
     """Have every file of a folder on the disk, and then say in manifest.json what they are.
 
-    Files are hashed while the disk writes them.
-
-    Args:
-        folder: all its files are written and closed; those in folders below it count too.
-        **fields: what else the manifest is to hold, as JSON holds it.
-
-    Raises:
-        OSError: a file cannot be read or kept.
+    `fields` are what else it is to hold. Files are hashed while the disk writes them.
     """
     files = _files(folder)
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -51,16 +43,14 @@ def write_manifest(folder: Path, **fields: Any) -> None:
 def read_manifest(folder: Path, *, is_hashed: bool = True) -> Json:
     """The manifest of a folder that is whole: every file that it names is as it was written.
 
-    Args:
-        folder: it is in. Further files are not looked at.
-        is_hashed: read every file; False: sizes alone, which takes no time.
+    `is_hashed=False` looks at sizes alone, which takes no time.
 
     Raises:
         ValueError: what is wrong with which file.
     """
-    absent = f"{MANIFEST} is missing: it was not written to its end"
     try:
-        record, _ = read_record(folder / MANIFEST, ManifestRecord, absent=absent)
+        load(folder, ManifestRecord)
+        record = read_json(folder / MANIFEST)
         for name, entry in record["files"].items():
             _check(folder / name, name, entry, is_hashed=is_hashed)
     except OSError as error:
@@ -69,11 +59,7 @@ def read_manifest(folder: Path, *, is_hashed: bool = True) -> Json:
 
 
 def check_model(run: Path, *, is_hashed: bool = True) -> bool:
-    """Whether a run has left a model; an empty folder is none.
-
-    Args:
-        run: the run directory.
-        is_hashed: read all of it; False: what takes no time.
+    """Whether a run has left a model; an empty folder is none. `is_hashed` as for `read_manifest`.
 
     Raises:
         FileFailure: it has left one that is damaged.

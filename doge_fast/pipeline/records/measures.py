@@ -7,30 +7,25 @@ from typing import Any
 
 from doge_fast.pipeline.failures import FileFailure
 from doge_fast.pipeline.records.runs import (
-    EVALUATION,
-    EXPERIMENT,
-    FEWSHOT,
     Json,
     check_empty,
     check_same,
+    load,
     load_config,
-    read_record,
+    read_json,
 )
 from doge_fast.pipeline.records.shapes import (
+    EVALUATION,
+    EXPERIMENT,
     WAY_OUT,
     EvaluationRecord,
     ExperimentRecord,
-    FewShotRecord,
 )
 from doge_fast.weights.weights_file import SCHEMA_VERSION, plain, write_json
 
 
 def evaluation(
-    *,
-    step: int,
-    blocks: Mapping[str, int],
-    loss: Mapping[str, float],
-    block_size: int,
+    *, step: int, blocks: Mapping[str, int], loss: Mapping[str, float], block_size: int
 ) -> Json:
     """What evaluation.json holds, from the held-out loss of every domain.
 
@@ -64,21 +59,21 @@ def exp_or_inf(value: float) -> float:
     return math.exp(value) if value < 709 else math.inf
 
 
-def read_evaluation(run: Path) -> Json:
+def load_evaluation(run: Path) -> EvaluationRecord:
     """evaluation.json of a run directory; ValueError where it is absent or damaged."""
-    return load_evaluation(run)[0]
-
-
-def load_evaluation(run: Path) -> tuple[Json, EvaluationRecord]:
-    """As `read_evaluation`, and the same of its class."""
-    absent = f"{run} holds no {EVALUATION}: run doge-fast evaluate on it."
-    file = run / EVALUATION
-    record, found = read_record(file, EvaluationRecord, absent=absent, has_schema=False)
+    found = load(run, EvaluationRecord)
     if not found.loss.keys() == found.blocks.keys() == found.perplexity.keys():
         raise FileFailure(
-            f"{file} is damaged: loss, blocks and perplexity are not of the same domains. {WAY_OUT}"
+            f"{run / EVALUATION} is damaged: loss, blocks and perplexity are not of the same "
+            f"domains. {WAY_OUT}"
         )
-    return record, found
+    return found
+
+
+def read_evaluation(run: Path) -> Json:
+    """As `load_evaluation`, with all that the file holds."""
+    load_evaluation(run)
+    return read_json(run / EVALUATION)
 
 
 def is_measured(run: Path, blocks: int | None) -> bool:
@@ -89,28 +84,20 @@ def is_measured(run: Path, blocks: int | None) -> bool:
     most = math.inf if blocks is None else blocks
     sizes = {**corpus.domains, **corpus.targets}
     wanted = {name: min(most, each.validation_blocks) for name, each in sizes.items()}
-    return bool(read_evaluation(run)["blocks"] == wanted)
+    return load_evaluation(run).blocks == wanted
 
 
 def few_shot(
     *, step: int, tasks: Mapping[str, Mapping[str, Any]], setting: Mapping[str, Any]
 ) -> Json:
-    """What fewshot.json holds, from the scores of every task.
+    """What fewshot.json holds: the scores of every task, what decides them, and their average.
 
     average acc         =  mean_t acc_t
     average acc_stderr  =  sqrt(sum_t acc_stderr_t^2) / T      tasks share no document
-
-    Args:
-        step: optimizer steps the model has made.
-        tasks: per task its lm-eval `version`, `split`, number of `documents`, `acc` and, where it
-            has it, `acc_norm`, each with `_stderr` (None for one document), `chance`, how many
-            `requests` (one per choice) and `prompt_tokens` there were, how many of both the model
-            could not see (`truncated_requests`, `truncated_tokens`), and how many answers alone
-            were longer than the model (`truncated_answers`). At least one task.
-        setting: `shots`, `fewshot_seed`, the model's `positions`, and what else decides the scores.
     """
     number = len(tasks)
     stderrs = [task["acc_stderr"] for task in tasks.values()]
+    # Of a single document there is none.
     is_known = all(stderr is not None for stderr in stderrs)
     return {
         "schema_version": SCHEMA_VERSION,
@@ -125,23 +112,8 @@ def few_shot(
     }
 
 
-def read_few_shot(run: Path) -> Json:
-    """fewshot.json of a run directory; ValueError where it is absent or damaged."""
-    return load_few_shot(run)[0]
-
-
-def load_few_shot(run: Path) -> tuple[Json, FewShotRecord]:
-    """As `read_few_shot`, and the same of its class."""
-    absent = f"{run} holds no {FEWSHOT}: run doge-fast evaluate --tasks on it."
-    return read_record(run / FEWSHOT, FewShotRecord, absent=absent)
-
-
 def write_experiment(out: Path, record: Mapping[str, Any]) -> None:
-    """Write experiment.json into the directory of an experiment, made where absent.
-
-    Args:
-        out: the directory.
-        record: the fields of `ExperimentRecord`, and `config`, all settings.
+    """Write experiment.json, the fields of `ExperimentRecord` and `config`; all settings.
 
     Raises:
         ValueError: as `check_experiment`.
@@ -179,11 +151,6 @@ def check_experiment(out: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_experiment(path: Path) -> Json:
-    """experiment.json of its directory; ValueError where it is absent or damaged."""
-    return load_experiment(path)[0]
-
-
-def load_experiment(path: Path) -> tuple[Json, ExperimentRecord]:
-    """As `read_experiment`, and the same of its class."""
-    absent = f"{path} holds no {EXPERIMENT}: doge-fast experiment has not run there."
-    return read_record(path / EXPERIMENT, ExperimentRecord, absent=absent)
+    """All of experiment.json of a directory; ValueError where it is absent or damaged."""
+    load(path, ExperimentRecord)
+    return read_json(path / EXPERIMENT)

@@ -14,29 +14,21 @@ from doge_fast.weights.weights_file import plain
 
 
 def append_metrics(run: Path, line: Mapping[str, Any]) -> None:
-    """Append one line to metrics.jsonl, in one write where there is room for all of it.
-
-    Args:
-        run: the run directory.
-        line: {"step": int, "kind": "train" | "eval", ...}; see `plain`.
+    """Append {"step", "kind": "train" | "eval", ...}, in one write where there is room for it.
 
     Raises:
-        ValueError: `step` or `kind` is missing or is something else.
         OSError: the line is not written, or not all of it.
     """
-    record = plain(line)
-    _check_line(record, "A line of metrics.jsonl")
-    text = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
+    text = json.dumps(plain(line), ensure_ascii=False, allow_nan=False) + "\n"
     # Buffered: what the system leaves of a line is written again, which says what is wrong.
     with (run / METRICS).open("ab") as file:
         file.write(text.encode())
 
 
 def keep_metrics(run: Path) -> Json:
-    """Have metrics.jsonl on the disk; what it holds, for a checkpoint to remember.
+    """Have metrics.jsonl on the disk; its {"lines", "bytes", "sha256"}, as a checkpoint keeps them.
 
-    Returns:
-        {"lines", "bytes", "sha256"}, as `resume_metrics` takes them.
+    `resume_metrics` takes them.
     """
     path = run / METRICS
     path.touch()
@@ -47,8 +39,6 @@ def keep_metrics(run: Path) -> Json:
 
 def resume_metrics(run: Path, written: Any) -> None:
     """Cut metrics.jsonl back to a checkpoint, so the record equals the uninterrupted run's.
-
-    Whatever came after the checkpoint goes, a torn last line with it.
 
     Args:
         run: the run directory.
@@ -69,6 +59,7 @@ def resume_metrics(run: Path, written: Any) -> None:
         kept = content[:size]
         if _sha256(kept) != known.get("sha256"):
             raise ValueError(_difference(content, lines))
+    # Whatever came after the checkpoint goes, a torn last line with it.
     if kept != content:
         atomic_file.write(path, kept)
 
@@ -78,7 +69,7 @@ def _difference(content: bytes, num_lines: int) -> str:
     lines = content.splitlines(keepends=True)[:num_lines]
     for number, text in enumerate(lines, start=1):
         try:
-            _check_line(json.loads(text), METRICS)
+            json.loads(text)
         except (ValueError, RecursionError):
             return f"line {number} of {METRICS} is damaged"
     if len(lines) < num_lines:
@@ -96,8 +87,7 @@ def read_metrics(run: Path, *, kind: Literal["train", "eval"] | None = None) -> 
     Raises:
         ValueError: there is no such file, or a line before the last is not a metrics line.
     """
-    found = [line for line, _ in _read(run)]
-    return [line for line in found if kind in (None, line["kind"])]
+    return [line for line, _ in _read(run) if kind in (None, line["kind"])]
 
 
 def read_lines(run: Path) -> list[MetricsLine]:
@@ -117,10 +107,8 @@ def _read(run: Path) -> list[tuple[Json, MetricsLine]]:
             line = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise FileFailure(
-                f"{where}, must hold a JSON object and does not: {error}. The file was changed by "
-                "something other than a run; restore it, or start the run anew elsewhere."
+                f"{where}, must hold a JSON object and does not: {error}. {WAY_OUT}"
             ) from None
-        _check_line(line, where)
         lines.append((line, check_shape(line, MetricsLine, f"{where},")))
         first, _ = lines[0]
         for key in ("alpha", "alpha_mean"):
@@ -130,12 +118,3 @@ def _read(run: Path) -> list[tuple[Json, MetricsLine]]:
                     f"{', '.join(first[key])}. {WAY_OUT}"
                 )
     return lines
-
-
-def _check_line(line: Any, where: str) -> None:
-    step, kind = (line.get("step"), line.get("kind")) if isinstance(line, dict) else (None, None)
-    if not isinstance(step, int) or isinstance(step, bool) or kind not in ("train", "eval"):
-        raise FileFailure(
-            f'{where} needs an integer "step" and a "kind" of "train" or "eval"; '
-            f"it has step {step!r} and kind {kind!r}. {WAY_OUT}"
-        )

@@ -12,22 +12,20 @@ from typing import Any
 
 from doge_fast.pipeline.failures import FileFailure
 from doge_fast.pipeline.records.shapes import (
+    CONFIG,
+    EXPERIMENT,
     STAGES,
     WAY_OUT,
     Asked,
     ConfigRecord,
-    Record,
+    Loaded,
     Stage,
     check_shape,
 )
 from doge_fast.weights.weights_file import SCHEMA_VERSION, plain, unique_keys, write_json
 
-CONFIG = "config.json"
 METRICS = "metrics.jsonl"
 WEIGHTS = "weights.json"
-EVALUATION = "evaluation.json"
-EXPERIMENT = "experiment.json"
-FEWSHOT = "fewshot.json"
 CHECKPOINTS = "checkpoints"
 # Where one is written, among them.
 WRITING = ".writing"
@@ -51,17 +49,8 @@ _REPORTED_PACKAGES = (
 def check_run(out: Path, *, stage: Stage, config: Any) -> Json | None:
     """config.json of `out` where it holds this very run already, so that it can be resumed.
 
-    Writes nothing, so it can be asked before the corpus is packed. Where `out` lies and
-    where blocks are cached is not compared; a setting that did not exist when the run was made
-    counts as its default.
-
-    Args:
-        out: the run directory; need not exist.
-        stage: which stage wants it.
-        config: the stage's dataclass, or what `plain` makes of it.
-
-    Returns:
-        What it holds; None where the run is a new one.
+    Writes nothing, so it can be asked before the corpus is packed. A setting that did not exist
+    when the run was made counts as its default. None: the run is a new one.
 
     Raises:
         ValueError: `out` is a file, holds files but no config.json, or holds another run.
@@ -124,15 +113,12 @@ def open_run(
 
     Args:
         out: the run directory; made where absent.
-        stage: "proxy", "base", "doremi" or "select".
-        config: the stage's dataclass.
-        corpus: {"domains": {name: {"train_tokens", "train_blocks", "validation_blocks",
-            "documents", "digest"}}, "targets": likewise, "tokenizer_sha256", "block_size",
-            "vocab_size"}.
-        initial: where the run begins with what was read elsewhere: recorded once, so that
-            resuming it asks nothing of what became of that place.
-        resolved: settings whose default was taken, as numbers: likewise, whatever becomes of the
-            default.
+        stage: which one.
+        config: its dataclass.
+        corpus: as `CorpusRecord` has it.
+        initial: what the run begins with that was read elsewhere: recorded once, so that resuming
+            it asks nothing of what became of that place.
+        resolved: settings whose default was taken, as numbers: likewise.
         warnings: what to know of the corpus before believing a number: kept for the report.
     """
     optional = {"initial": initial, "resolved": resolved, "warnings": warnings}
@@ -155,7 +141,8 @@ def read_config(run: Path) -> Json:
     Raises:
         ValueError: it is absent or damaged.
     """
-    record, _ = _read_config(run)
+    load(run, ConfigRecord)
+    record = read_json(run / CONFIG)
     told: Any = check_shape(record["config"], STAGES[record["stage"]], f"{run / CONFIG}, config")
     return record | {"config": _over(_kept(told), record["config"])}
 
@@ -166,16 +153,10 @@ def load_config(run: Path) -> tuple[ConfigRecord, Asked]:
     Raises:
         ValueError: as `read_config`.
     """
-    _, loaded = _read_config(run)
+    loaded = load(run, ConfigRecord)
     # What a default came to, in its place.
     told = loaded.config | loaded.resolved
     return loaded, check_shape(told, Asked, f"{run / CONFIG}, config")
-
-
-def _read_config(run: Path) -> tuple[Json, ConfigRecord]:
-    file = run / CONFIG
-    absent = f"{run} is not a run directory: it holds no {CONFIG}."
-    return read_record(file, ConfigRecord, absent=absent)
 
 
 def _over(defaults: Json, recorded: Json) -> Json:
@@ -188,13 +169,9 @@ def _over(defaults: Json, recorded: Json) -> Json:
 
 
 def check_same(what: str, out: Path, recorded: Json, asked: Json, ignored: Sequence[str]) -> None:
-    """Raise ValueError where a recorded object is another than the one asked for.
+    """Raise ValueError where a recorded object of `out` is another than the one asked for.
 
-    Args:
-        what: the object is.
-        out: the directory that holds it.
-        recorded, asked: as JSON holds them.
-        ignored: dotted names of what may differ.
+    `ignored` are dotted names of what may differ.
     """
     before, now = _flat(recorded), _flat(asked)
     pairs = {name: (before.get(name, "absent"), now.get(name, "absent")) for name in before | now}
@@ -255,26 +232,19 @@ def read_json(path: Path) -> Json:
 _JSON_NAMES = {type(None): "null", bool: "true or false", list: "a list", str: "a string"}
 
 
-def read_record(
-    path: Path, kind: type[Record], *, absent: str, has_schema: bool = True
-) -> tuple[Json, Record]:
+def load(folder: Path, kind: type[Loaded]) -> Loaded:
     """A record of a directory, of a schema that is known and with all that a reader asks for.
 
-    Args:
-        path: the file.
-        kind: its class in `shapes`.
-        absent: what is said where there is none.
-        has_schema: whether it says which schema it follows.
-
-    Returns:
-        What the file holds, and the same of its class.
+    Raises:
+        ValueError: there is none, or it is damaged.
     """
+    path = folder / kind.file
     if not path.exists():
-        raise ValueError(absent)
+        raise ValueError(kind.absent.format(folder))
     record = read_json(path)
-    if has_schema:
+    if kind.has_schema:
         check_schema(record, path)
-    return record, check_shape(record, kind, path)
+    return check_shape(record, kind, path)
 
 
 def check_schema(record: Json, path: str | Path, *, way_out: str = "") -> None:

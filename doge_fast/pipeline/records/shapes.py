@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from annotated_types import MinLen
 
@@ -33,15 +33,30 @@ STAGES: Mapping[str, type] = {
 }
 """{stage: the class of what its config.json repeats}."""
 
+CONFIG, EVALUATION = "config.json", "evaluation.json"
+EXPERIMENT, FEWSHOT = "experiment.json", "fewshot.json"
+MANIFEST = "manifest.json"
+
 # Null: not finite.
 Number = float | None
 ByName = dict[str, Number]
 Record = TypeVar("Record")
+Loaded = TypeVar("Loaded", bound="WholeFile")
 WAY_OUT = (
     "Something other than doge-fast wrote it, or wrote over it: restore the file, or make it anew."
 )
 # Ten times what a float32 sum over a hundred domains, or six printed decimals, can be off.
 SUM_TOLERANCE = 1e-5
+
+
+class WholeFile:
+    """What is a file of a directory; `runs.load` reads it."""
+
+    file: ClassVar[str]
+    absent: ClassVar[str]
+    """What is said of a directory without it."""
+    has_schema: ClassVar[bool] = True
+    """Whether it says which schema it follows."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +127,11 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class ConfigRecord:
+class ConfigRecord(WholeFile):
     """config.json; `STAGES` and `Asked` are of its configuration."""
+
+    file = CONFIG
+    absent = f"{{}} is not a run directory: it holds no {CONFIG}."
 
     stage: Stage
     config: dict[str, Any]
@@ -143,15 +161,22 @@ class MetricsLine:
 
 
 @dataclass(frozen=True)
-class ManifestRecord:
+class ManifestRecord(WholeFile):
     """manifest.json."""
+
+    file = MANIFEST
+    absent = f"{MANIFEST} is missing: it was not written to its end"
 
     files: dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class EvaluationRecord:
+class EvaluationRecord(WholeFile):
     """evaluation.json, as far as it is read."""
+
+    file = EVALUATION
+    absent = f"{{}} holds no {EVALUATION}: run doge-fast evaluate on it."
+    has_schema = False
 
     blocks: dict[str, int]
     loss: ByName
@@ -175,8 +200,11 @@ class TaskScores(Average):
 
 
 @dataclass(frozen=True)
-class FewShotRecord:
+class FewShotRecord(WholeFile):
     """fewshot.json, as far as it is read."""
+
+    file = FEWSHOT
+    absent = f"{{}} holds no {FEWSHOT}: run doge-fast evaluate --tasks on it."
 
     shots: CountOrZero
     tasks: dict[str, TaskScores]
@@ -298,8 +326,11 @@ class ExperimentSettings:
 
 
 @dataclass(frozen=True)
-class ExperimentRecord:
+class ExperimentRecord(WholeFile):
     """experiment.json."""
+
+    file = EXPERIMENT
+    absent = f"{{}} holds no {EXPERIMENT}: doge-fast experiment has not run there."
 
     name: str
     preset: str
@@ -381,20 +412,11 @@ def check_shape(
     told: str = " is damaged",
     way_out: str = WAY_OUT,
 ) -> Record:
-    """See that a value that JSON holds has every field of a dataclass, of its type and range.
-
-    Args:
-        value: as `json.loads` returns it.
-        kind: one of the classes here, or a stage's.
-        where: what a refusal begins with; the file.
-        told: what it says of the file.
-        way_out: what it ends with.
-
-    Returns:
-        The dataclass, with defaults for what the value lacks.
+    """The dataclass that a value of JSON is, with defaults for what it lacks.
 
     Raises:
-        FileFailure: it has not; the sentence names the field and what it holds.
+        FileFailure: a field is missing, or not of its type or range. The sentence begins with
+            `where` and `told`, names the field and what it holds, and ends with `way_out`.
     """
     from pydantic import ValidationError
 

@@ -11,17 +11,15 @@ from typing import Any
 
 from doge_fast.pipeline import named
 from doge_fast.pipeline.failures import FileFailure
-from doge_fast.pipeline.records.runs import (
+from doge_fast.pipeline.records.runs import METRICS, WEIGHTS, Json, check_schema, read_json
+from doge_fast.pipeline.records.shapes import (
     CONFIG,
     EVALUATION,
     FEWSHOT,
-    METRICS,
-    WEIGHTS,
-    Json,
-    check_schema,
-    read_json,
+    SUM_TOLERANCE,
+    WeightsRecord,
+    check_shape,
 )
-from doge_fast.pipeline.records.shapes import SUM_TOLERANCE, WeightsRecord, check_shape
 from doge_fast.weights import weights_file
 from doge_fast.weights.weights_file import SCHEMA_VERSION, refusal_of_removed
 
@@ -35,12 +33,7 @@ _OWN = (CONFIG, METRICS, WEIGHTS, EVALUATION, FEWSHOT)
 
 
 def write_weights(path: Path, weights: Mapping[str, Any]) -> None:
-    """Write weights.json, after the checks that `read_weights` makes.
-
-    Args:
-        path: the file, or the run directory it goes to.
-        weights: {"method", "domains": [{"name", "weight", ...}], ...}; `schema_version` is
-            added where absent.
+    """Write {"method", "domains": [{"name", "weight", ...}], ...} to a file or run directory.
 
     Raises:
         ValueError: as `read_weights`; nothing is written.
@@ -51,14 +44,9 @@ def write_weights(path: Path, weights: Mapping[str, Any]) -> None:
 
 
 def check_out(out: Path, read: Iterable[Path]) -> None:
-    """Refuse to write over what is read, or over what a run keeps of itself.
+    """Raise ValueError where `out` is what is read, or what a run keeps of itself.
 
-    Args:
-        out: the file that is to be written.
-        read: files, and run directories whose weights.json is read.
-
-    Raises:
-        ValueError: it is one of them.
+    `read` are files, and run directories whose weights.json is read.
     """
     sources = {(path / WEIGHTS if path.is_dir() else path).resolve() for path in read}
     is_source = out.resolve() in sources
@@ -145,10 +133,6 @@ def _check_weights(record: Json, where: str) -> None:
 
 def check_fields(record: Mapping[str, Any], where: str) -> None:
     """Every known field of a record holds what it should; the sum of the weights is not looked at.
-
-    Args:
-        record: weights.json.
-        where: what a refusal begins with; the file.
 
     Raises:
         FileFailure: one does not, or a domain occurs twice; the sentence names it.

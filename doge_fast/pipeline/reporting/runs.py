@@ -205,8 +205,8 @@ def _read_run(path: Path) -> RecordedRun:
         asked=asked,
         lines=records.read_lines(path) if is_there(records.METRICS) else [],
         weights=records.read_weights(path) if is_there(records.WEIGHTS) else None,
-        evaluation=records.load_evaluation(path)[1] if is_there(records.EVALUATION) else None,
-        few_shot=records.load_few_shot(path)[1] if is_there(records.FEWSHOT) else None,
+        evaluation=records.load_evaluation(path) if is_there(records.EVALUATION) else None,
+        few_shot=records.load(path, FewShotRecord) if is_there(records.FEWSHOT) else None,
     )
     _check_one_run(run, path)
     return run

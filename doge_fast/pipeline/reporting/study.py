@@ -110,7 +110,7 @@ def open_study(runs: Sequence[Path]) -> Study:
     path = Path(runs[0]) if is_experiment else None
     if path is not None and not any((path / RUNS).glob("*/config.json")):
         raise ValueError(f"No run of the experiment in {path} has begun.")
-    plan = None if path is None else records.load_experiment(path)[1]
+    plan = None if path is None else records.load(path, ExperimentRecord)
     found = open_runs(runs if path is None else [path / RUNS])
     if plan is not None and plan.settings.proxy and Path(plan.settings.proxy).is_dir():
         found += open_runs([Path(plan.settings.proxy)])
