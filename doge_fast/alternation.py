@@ -129,8 +129,8 @@ def timed_ms(
     """Milliseconds of one call, the device's queue drained before and after.
 
     On a GPU the time is between two events. In an empty queue the first event happens at once, so
-    the host's work until the first kernel is queued counts too. `before` is not timed. A GPU sleeps
-    `sleep_cycles` before the first event, for the host to queue the whole call meanwhile.
+    the host's work until the first kernel is queued counts too; the GPU sleeps `sleep_cycles`
+    before it, for the host to queue the whole call meanwhile.
     """
     synchronize(device)
     if before is not None:

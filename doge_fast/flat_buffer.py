@@ -2,8 +2,7 @@
 
 The buffer is parameter-major: for each parameter one contiguous block of B rows, each as long
 as the parameter, padded with zeros to a multiple of 64 elements. A block is allocated when the
-first gradient of its parameter appears, so building the buffer costs nothing and a parameter
-without a gradient has no block. Beside its block a parameter has the combined gradient that
+first gradient of its parameter appears. Beside its block a parameter has the combined gradient that
 becomes `p.grad`. Its memory is kept from step to step: fresh pages cost more than the arithmetic.
 
 On a CPU gradients arrive one parameter at a time, during the backward pass. They wait until they
@@ -37,18 +36,6 @@ _dtype_of, _place_of = attrgetter("dtype"), attrgetter("device", "dtype", "shape
 
 class Block:
     """One parameter's rows: `rows_BN` is a [B, numel] view, `rows[r]` the r-th, in its shape."""
-
-    __slots__ = (
-        "combined",
-        "grad_dtype",
-        "is_pending",
-        "made_for",
-        "param",
-        "reserved",
-        "rows",
-        "rows_BN",
-        "written",
-    )
 
     def __init__(self, param: Tensor, num_rows: int, dtype: torch.dtype) -> None:
         self.param = param
@@ -264,14 +251,11 @@ class FlatBuffer:
     def slots(
         self, first_row: int, num_rows: int, param: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, bool]:
-        """Neighbouring rows of `param`'s block for the caller to write, and whether to add to them.
+        """Neighbouring rows [num_rows, numel] of `param`'s block for the caller to write or add to.
 
         With a buffer dtype of None, rows of 16 bits become float32 when a second gradient is added
-        or a float32 gradient comes.
-
-        Returns:
-            [num_rows, numel] rows; and True if one of them holds a gradient of this step, in which
-            case the others hold zeros.
+        or a float32 gradient comes. True if one of the rows holds a gradient of this step; the
+        others hold zeros then.
         """
         with self._lock:
             block = self._block(param, dtype)

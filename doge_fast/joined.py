@@ -92,11 +92,7 @@ class JoinedOptimizer(Optimizer):
             optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: it is not known which optimizer should step the parameters.
-
-        Raises:
-            ValueError: always.
-        """
+        """Raise ValueError: it is not known which optimizer should step the parameters."""
         raise ValueError(
             f"add_param_group() cannot tell which of {self.names} should step the parameters. Call "
             "it on that optimizer; the parameters count from the next step on."
@@ -234,11 +230,7 @@ def _takes_closure(optimizer: Optimizer) -> bool:
 
 
 def refuse_other_optimizers(groups: Sequence[dict[str, Any]], optimizer: Optimizer) -> None:
-    """Refuse parameter groups of a checkpoint that other optimizers have written.
-
-    Raises:
-        ValueError: the classes differ, or for joined optimizers the numbers of parameters.
-    """
+    """Raise ValueError if other optimizers have written the parameter groups of a checkpoint."""
     is_joined = isinstance(optimizer, JoinedOptimizer)
     name = type(optimizer).__name__
     there = [(group.get(NAME), len(group["params"])) for group in groups]

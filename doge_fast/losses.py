@@ -48,7 +48,7 @@ def domain_losses(
     Raises:
         ValueError: the shapes do not match, or `sizes` do not add up to the batch.
 
-    Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), section 2: l_j, the mean loss of a domain.
+    Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), section 2.
     """
     _check(logits_BLV, labels_BL, sizes)
     names = [name for name, size in sizes.items() if size]

@@ -374,12 +374,12 @@ class DoGEOptimizer(OptimizerWrapper):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear `p.grad` and drop the collected gradients, which `model.zero_grad()` would keep.
 
-        A step of the domain weights is not undone. Over data-parallel ranks `p.grad` becomes None.
+        A step of the domain weights is not undone. `p.grad` becomes None in any case: a domain's
+        gradient does not stay there.
         """
         self._step.refuse_inside_a_domain("zero_grad()")
-        set_to_none = set_to_none or self._step.has_own_rows
-        self.inner.zero_grad(set_to_none)
-        self._step.clear(are_zeros_left=not set_to_none)
+        self.inner.zero_grad(True)
+        self._step.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to the wrapped optimizer; they count from the next step on.

@@ -4,16 +4,11 @@ from collections.abc import Mapping
 
 
 def pieces(sizes: Mapping[str, int], rank: int, world_size: int) -> dict[str, tuple[int, int]]:
-    """The piece of a batch sorted by domain that a rank trains on.
+    """The piece of a batch sorted by domain that a rank trains on, of `world_size` = n ranks.
 
     The B examples are divided into n consecutive pieces, as equal as possible, so a rank has few
     domains and a domain is on few ranks. K equal domains over n ranks give K + n - gcd(K, n) parts
     in all; the traffic between ranks grows with that number.
-
-    Args:
-        sizes: examples of each domain, in the order of the batch.
-        rank: in [0, world_size).
-        world_size: number of ranks, n.
 
     Returns:
         {domain: (first, last)} for the rank's domains: examples `first` up to `last` (excluded),

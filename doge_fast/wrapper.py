@@ -1,8 +1,7 @@
 """The part of `DoGEOptimizer` that any wrapper of a torch optimizer needs.
 
-A wrapper is a `torch.optim.Optimizer`, so schedulers, scalers and trainers accept it. It shares
-parameter groups and state with the wrapped optimizer. It keeps nothing of its own in that state:
-optimizers initialise a parameter's state when they find it empty.
+A wrapper shares parameter groups and state with the wrapped optimizer. It keeps nothing of its own
+in that state: optimizers initialise a parameter's state when they find it empty.
 """
 
 import inspect

@@ -40,11 +40,7 @@ class Exchange:
     """Whether a rank has rows only for the domains that it entered, in order of entry."""
 
     def agree(self, rows: Sequence[str], report: Report) -> Agreement:
-        """Gather what all ranks have received.
-
-        Args:
-            rows: names of the rows of this step, the same on all ranks.
-            report: what this rank has received.
+        """Gather what all ranks have received; `rows` are the names of the rows of this step.
 
         Raises:
             RuntimeError: ranks differ in a setting, or one has dropped its step. Raised on all
@@ -56,29 +52,21 @@ class Exchange:
     def complete(self, blocks: Sequence[Block], apart: Collection[int]) -> Columns:
         """All rows of this rank's columns.
 
-        Args:
-            blocks: the blocks of all parameters that have a gradient on any rank.
-            apart: ids of parameters whose columns must not share a tensor with others.
+        `blocks` are those of all parameters that have a gradient on any rank. The columns of the
+        parameters with the ids `apart` share no tensor with others.
         """
         return Columns([(block,) for block in blocks], [block.rows_BN for block in blocks])
 
     def gram(self, rows: Sequence[Tensor]) -> Tensor:
         """[B, B] float64: the Gram matrix over the columns of all ranks.
 
-        Args:
-            rows: some of the tensors that `complete` returned, at least one.
+        `rows` are some of the tensors that `complete` returned, at least one.
         """
         gram_BB: Tensor = gram(rows)
         return gram_BB
 
     def deliver(self, columns: Columns, coefficients_B: Tensor, state_S: Tensor) -> None:
-        """Write sum_b c_b g_b into `p.grad` on all ranks, and rank 0's state into `state_S`.
-
-        Args:
-            columns: what `complete` returned.
-            coefficients_B: [B] float64, coefficients of the rows.
-            state_S: the domain weights.
-        """
+        """Write sum_b c_b g_b into `p.grad` on all ranks, and rank 0's weights into `state_S`."""
         blocks = [block for (block,) in columns.blocks]
         for block, gradient in zip(blocks, weighted_gradients(blocks, coefficients_B), strict=True):
             block.give(gradient)
@@ -86,8 +74,7 @@ class Exchange:
     def fail(self) -> str:
         """Tell the other ranks that this one has dropped its step; they raise in `agree`.
 
-        Returns:
-            A sentence that names the ranks that did not answer; empty if all did.
+        Returns a sentence that names the ranks that did not answer; empty if all did.
         """
         return ""
 

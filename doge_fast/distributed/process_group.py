@@ -76,11 +76,7 @@ class Agreement(NamedTuple):
 
 
 class Communicator:
-    """The collectives of a step, with errors that name a lost rank.
-
-    Args:
-        group: a process group of at least two ranks.
-    """
+    """The collectives of a step in a group of several ranks, with errors that name a lost rank."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group

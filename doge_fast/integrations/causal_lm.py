@@ -54,13 +54,9 @@ def num_targets(
     *,
     is_shifted: bool,
 ) -> Tensor:
-    """[R] number of predicted tokens of each row; 0 without labels.
+    """[R] number of predicted tokens of each row in a step's micro-batches; 0 without labels.
 
-    Args:
-        batches: {domain: batch}, the micro-batches of one optimizer step.
-        rows: names of the R domains and targets.
-        device: the result's device.
-        is_shifted: the model shifts the labels, so the first one is not predicted.
+    With `is_shifted` the model shifts the labels, so the first one is not predicted.
     """
     counts: dict[str, Tensor] = {}
     for micro_batch in batches:
@@ -93,12 +89,8 @@ def unstackable_reason(inputs: Mapping[str, Batch]) -> str | None:
 def gains_by_stacking(model: Any, inputs: Mapping[str, Batch], device: torch.device | str) -> bool:
     """Whether a stacked pass is tested for this architecture and expected to be faster.
 
-    It depends on shapes alone, so a resumed run makes the same choice.
-
-    Args:
-        model: a causal language model of transformers.
-        inputs: {domain: batch} without an `unstackable_reason`.
-        device: the model's device.
+    It depends on shapes alone, so a resumed run makes the same choice. The batches have no
+    `unstackable_reason`.
     """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     tokens: list[int] = [batch["input_ids"].numel() for batch in inputs.values()]
@@ -113,13 +105,10 @@ def stacked_losses(
     batches: Mapping[str, Batch],
     num_targets: Mapping[str, Any] | None,
 ) -> Tensor:
-    """[D] mean next-token losses of the domains, from one forward pass.
+    """[D] mean next-token losses of the domains, from one forward pass of `model`.
 
-    Args:
-        model: maps inputs to logits.
-        unwrapped: the same model without wrappers.
-        batches: {domain: batch} without an `unstackable_reason`.
-        num_targets: {domain: targets in the optimizer step}; None: the targets of these batches.
+    `unwrapped` is the same model without wrappers; the batches have no `unstackable_reason`.
+    `num_targets` are those of the optimizer step by domain; None: of these batches.
     """
     sizes = {name: len(batch["input_ids"]) for name, batch in batches.items()}
     keys = next(iter(batches.values()))

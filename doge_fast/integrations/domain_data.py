@@ -92,16 +92,10 @@ class _Examples(Mapping[str, Any]):
 
 
 def split_by_domain(dataset: Any, column: str, rows: Sequence[str]) -> dict[str, Any]:
-    """The examples of a mixed dataset by domain, in their order; nothing is copied.
+    """The examples of a mixed dataset by domain, in the order of `rows`; nothing is copied.
 
-    Args:
-        dataset: a `datasets.Dataset` with the column, or a torch dataset whose examples have the
-            key; a torch dataset is read once in full.
-        column: the column of domain names; text, or a class label.
-        rows: names of all domains and targets.
-
-    Returns:
-        {domain: dataset}, in the order of `rows`.
+    The column holds text or class labels. A torch dataset, whose examples have the key, is read
+    once in full.
 
     Raises:
         ValueError: a name in `rows` has no example, or an example names none of `rows`.
@@ -137,18 +131,11 @@ def _domains_of(dataset: Any, column: str) -> Iterator[str]:
 
 
 class DomainStream(IterableDataset[dict[str, Batch]]):
-    """Batches `{domain: batch}` from a stream of examples that name their domain.
+    """Batches `{domain: batch}` from a stream of examples that name their domain under a key.
 
     The examples of a domain wait until every domain has `batch_size` of them. At most
     `WAITING_STEPS` batches of a domain wait; further examples are skipped. An incomplete batch at
     the end of the stream is dropped. Finished batches `{domain: batch}` pass unchanged.
-
-    Args:
-        stream: examples with the key `column`, or finished batches.
-        column: the key of an example's domain.
-        rows: the domains of a batch.
-        batch_size: examples of every domain in a batch.
-        collate: makes a batch of examples.
 
     Raises:
         ValueError: an example names none of the domains, or a domain has too few examples.
@@ -233,11 +220,8 @@ class StreamLoader(DataLoader[Any]):
 class CollateByDomain:
     """Collates examples `{domain: example}` into `{domain: batch}`, without the key `column`.
 
-    Args:
-        collate: makes a batch of a domain's examples.
-        column: the key of an example's domain.
-        place: (rank, number of ranks), to collate this rank's part alone; None: everything.
-        all_domains: as for `examples_of_rank`.
+    `place` is (rank, number of ranks), to collate this rank's part alone; None: everything.
+    `all_domains` is that of `examples_of_rank`.
     """
 
     def __init__(
@@ -278,11 +262,7 @@ def _names_a_domain(example: Any, column: str) -> bool:
 
 
 def checked_batch(batch: Any) -> dict[str, Any]:
-    """The batch itself.
-
-    Raises:
-        ValueError: it is not `{domain: batch}`.
-    """
+    """The batch itself; ValueError if it is not `{domain: batch}`."""
     if isinstance(batch, Mapping) and all(isinstance(rows, Mapping) for rows in batch.values()):
         return cast("dict[str, Any]", batch)
     got = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
@@ -315,12 +295,8 @@ def examples_of_rank(
 ) -> dict[str, tuple[int, int]]:
     """{domain: (first, last)}: a rank's examples of each domain, counted within the domain.
 
-    Args:
-        sizes: {domain: examples in the batch of all ranks}.
-        rank: in [0, num_ranks).
-        num_ranks: the ranks that share the batch.
-        all_domains: every rank gets examples of every domain, equally many to within one, as FSDP
-            needs. False: ranks get few domains each, by `doge_fast.sampling.pieces`.
+    With `all_domains` every rank gets examples of every domain, equally many to within one, as FSDP
+    needs. Otherwise ranks get few domains each, by `doge_fast.sampling.pieces`.
 
     Raises:
         ValueError: with `all_domains`, a domain has fewer examples than there are ranks.
@@ -342,7 +318,7 @@ def examples_of_rank(
 def part_of(
     batch: Mapping[str, Batch], rank: int, num_ranks: int, *, all_domains: bool = False
 ) -> RankBatch:
-    """A rank's part of a batch that all ranks have; arguments as for `examples_of_rank`.
+    """A rank's part of a batch that all ranks have; `all_domains` is that of `examples_of_rank`.
 
     A domain that is divided among ranks is sliced along the first axis of its tensors, which must
     be the examples. A domain of a single rank is unchanged.

@@ -50,18 +50,13 @@ class MixtureCounts:
     ramp of seven weights, batches of 512: 256 rows in 100,000 steps). So every domain has a
     surplus, rows drawn minus rows asked for. If a surplus would pass `LIMIT` rows after a batch,
     that batch is rounded by the surpluses: floors, and one more row for the domains with the
-    smallest surpluses. The surpluses then stay within one row of the limit under noise, ramps, and
-    domains that come and go.
+    smallest surpluses. The surpluses then stay within one row of the limit.
 
     Each count is the floor or the ceiling of B * w_k. Its expectation over seeds is B * w_k in
     batches that the rotation rounds: all of them with constant weights, and six in seven with
     thirty weights that are random in every batch.
 
-    Args:
-        seed: decides the first offset.
-        phases: weights in order, the first from step 0; each sums to 1 within 1e-5.
-        batch_size: B > 0; rows in a batch, over all domains.
-        names: the domains; the order of every axis K here.
+    The order of `names` is that of every axis K here; the first of the phases begins at step 0.
 
     Raises:
         ValueError: the domains differ, weights are not on the simplex, phases are not in order, or
@@ -106,11 +101,7 @@ class MixtureCounts:
         self._totals = [self._start, totals] if totals.step else [self._start]
 
     def ordered(self, weights: Mapping[str, float], first_step: int) -> Floats:
-        """[K] the weights in the order of `names`, on the simplex.
-
-        Raises:
-            ValueError: they name other domains or are not on the simplex.
-        """
+        """[K] the weights in the order of `names`; ValueError unless they are those."""
         if set(weights) != set(self.names):
             raise ValueError(
                 f"The weights of a mixture must name exactly the domains {', '.join(self.names)}; "
@@ -141,11 +132,7 @@ class MixtureCounts:
         return weights_TK
 
     def counts(self, steps_T: Ints) -> Ints:
-        """[T, K] rows of each domain in these batches.
-
-        Raises:
-            ValueError: a step is negative.
-        """
+        """[T, K] rows of each domain in these batches; ValueError if a step is negative."""
         if not len(steps_T):
             return np.empty((0, len(self.names)), dtype=np.int64)
         first = int(steps_T.min())
@@ -212,11 +199,7 @@ class MixtureCounts:
 
 
 def on_simplex(weights_K: npt.ArrayLike) -> Floats:
-    """[K] float64, normalised.
-
-    Raises:
-        ValueError: they are not on the simplex.
-    """
+    """[K] float64, normalised; ValueError if they are not on the simplex."""
     array_K: Floats = np.asarray(weights_K, dtype=np.float64)
     total = float(array_K.sum())
     is_vector = array_K.ndim == 1 and array_K.size

@@ -14,10 +14,7 @@ Draw = tuple[int, int]
 class DomainRows:
     """The rows of all domains, read a batch at a time; each epoch is a new permutation of them.
 
-    Args:
-        domains: {name: indexable rows}.
-        label_key: add the domain's index to each row under this key; rows must then be dicts.
-            None: rows are unchanged.
+    The domain's index is added to each row under `label_key`, if there is one.
 
     Raises:
         ValueError: a domain is not indexable.

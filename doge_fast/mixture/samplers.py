@@ -31,8 +31,7 @@ def batch_draws(counts: MixtureCounts, step: int) -> list[Draw]:
 class Progress:
     """The start of the next pass, and the batches that this process's loaders have taken.
 
-    Args:
-        num_steps: batches of the whole run; None: endless.
+    `num_steps` are the batches of the whole run; None: endless.
     """
 
     def __init__(self, num_steps: int | None) -> None:
@@ -61,9 +60,7 @@ class Progress:
 
 
 class MixtureBatches(Sampler[list[Draw]]):
-    """Batches of one rank, for `DataLoader(mixture, batch_sampler=...)`.
-
-    Made by `DomainMixture.batches`.
+    """Batches of one rank for a loader; made by `DomainMixture.batches`.
 
     Raises:
         ValueError: `rank` is out of range, or `world_size` does not divide the batch size.

@@ -23,14 +23,10 @@ MOST_ELEMENTS = 1 << 25
 
 
 class ExampleNorms:
-    """Squared norms of every example's gradient of every parameter.
+    """Squared norms of every example's gradient of every parameter in `params`, by name.
 
     Needs memory for a few gradients of the largest parameter. The first pass also needs a copy of
     all gradients.
-
-    Args:
-        model: whose modules get hooks during a pass.
-        params: the parameters that count, by name.
 
     Raises:
         ValueError: a module that owns some of `params` has no rule (see `without_rule`).
@@ -58,17 +54,14 @@ class ExampleNorms:
 
     @contextmanager
     def recording(self, num_examples: int) -> Iterator[None]:
-        """Record one forward and one backward pass; then `squared` is {name: [B]}.
+        """Record one forward and one backward pass on B examples; then `squared` is {name: [B]}.
 
         The first pass compares the sum over the examples with the change of `p.grad`. They differ
         if a parameter is also used outside the module that owns it.
 
-        Args:
-            num_examples: B; the first dimension of the modules' inputs.
-
         Raises:
-            RuntimeError: a module's input has no such dimension, a parameter is used outside its
-                module, or there was more than one pass.
+            RuntimeError: the first dimension of a module's input is not B, a parameter is used
+                outside its module, or there was more than one pass.
         """
         self._examples.begin(num_examples)
         self._uses = {name: [] for name in self._params}

@@ -39,10 +39,7 @@ from doge_fast.weights.simplex import is_integer
 
 
 def sizes_of(sizes: Mapping[str, int]) -> dict[str, int]:
-    """The domains that have examples in a batch, with their numbers of examples.
-
-    Args:
-        sizes: number of examples of each domain, in the order of the batch.
+    """{domain: number of examples}, in the order of the batch, without domains of size 0.
 
     Raises:
         ValueError: `sizes` is no mapping to integers >= 0, or all are zero.
@@ -59,12 +56,7 @@ def sizes_of(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def segments_of(sizes: Mapping[str, int], row_of: Callable[[str], int]) -> list[Segment]:
-    """Where each domain lies in a batch that is sorted by domain.
-
-    Args:
-        sizes: as `sizes_of` returns them.
-        row_of: the row of a domain in the buffer.
-    """
+    """Where each domain lies in a batch that is sorted by domain, and its row of the buffer."""
     segments, first = [], 0
     for name, size in sizes.items():
         segments.append(Segment(row_of(name), first, first + size))
@@ -73,12 +65,9 @@ def segments_of(sizes: Mapping[str, int], row_of: Callable[[str], int]) -> list[
 
 
 class StackedModel:
-    """Replaces the forwards of a model's modules, so that one backward fills all rows.
+    """Replaces the forwards of a model's modules, so that one backward fills all rows of `buffer`.
 
-    Args:
-        model: its modules fill the rows.
-        buffer: holds the rows.
-        tracked: ids of the parameters that are trained.
+    `tracked` are the ids of the parameters that are trained.
 
     Raises:
         ValueError: a module mixes the examples of a batch.
@@ -103,11 +92,7 @@ class StackedModel:
 
     @contextmanager
     def recording(self, segments: Sequence[Segment]) -> Iterator[None]:
-        """Have forward and backward passes fill the rows of `segments`.
-
-        Args:
-            segments: as `segments_of` returns them.
-        """
+        """Have forward and backward passes fill the rows of `segments`."""
         self._segments, self._runs = list(segments), runs_of(segments)
         self.examples.begin(segments[-1].last)
         self.has_written = False
@@ -128,11 +113,7 @@ class StackedModel:
 
     @property
     def segments(self) -> list[Segment]:
-        """The domains of the batch under way.
-
-        Raises:
-            RuntimeError: no batch is under way.
-        """
+        """The domains of the batch under way; RuntimeError if there is none."""
         if not self._segments:
             raise RuntimeError(
                 "the backward pass of a stacked batch ran outside optimizer.stacked(...), where "
@@ -151,11 +132,6 @@ class StackedModel:
 
     def slots(self, param: Tensor, rows: range, dtype: torch.dtype) -> tuple[Tensor, bool]:
         """Neighbouring rows of a parameter, which the caller must write or add to.
-
-        Args:
-            param: a trained parameter.
-            rows: neighbouring rows of the buffer.
-            dtype: the dtype that the gradient is computed in.
 
         Returns:
             [len(rows), *param.shape] in the buffer's dtype; whether they hold gradients.
@@ -298,10 +274,9 @@ _numbers = count()
 def fill_rows_(tensors: list[Tensor], token: Tensor, number: int) -> None:
     """Write rows of the flat buffer in the backward of a module.
 
-    Args:
-        tensors: the gradient of the output, x, and the tensors that the module's rule saved.
-        token: declared as changed, so that a compiler keeps the call; it is not written.
-        number: `_StackedLayer.number` of the module.
+    `tensors` are the gradient of the output, x, and what the module's rule saved; `number` is that
+    of its `_StackedLayer`. `token` is declared as changed, so that a compiler keeps the call; it is
+    not written.
     """
     _layers[number].fill_rows(tensors)
 

@@ -215,7 +215,7 @@ def resolve(
     params: Iterable[Tensor],
     by_name: Mapping[str, Tensor],
 ) -> list[Tensor]:
-    """The parameters of `params` that a selection names; names are looked up in `by_name`.
+    """The parameters of `params` that a selection names.
 
     Raises:
         ValueError: it is empty or names something that is not trained.

@@ -152,8 +152,6 @@ class Step:
         self._has_entered = False
         # Whether a state that appears in the wrapped optimizer was loaded in its place.
         self._may_be_loaded = not self._inner.state
-        # Whether `p.grad` holds the zeros of zero_grad(set_to_none=False).
-        self._are_zeros_left = False
         self.parameters.receive = _receiver(weakref.ref(self))
         self.parameters.scan()
 
@@ -239,17 +237,12 @@ class Step:
         # First, since fully_shard() may have replaced the parameters by shards.
         params = self.parameters.scan()
         self._settle_exchange()
-        for param in params:
-            if param.grad is None:
-                continue
-            if not self._are_zeros_left:
-                raise RuntimeError(
-                    "a parameter still holds a gradient from before this domain; call "
-                    "optimizer.step() if the domains of the step are combined, and zero_grad(). "
-                    + WAY_TO_ACCUMULATE
-                )
-            param.grad = None
-        self._are_zeros_left = False
+        if any(param.grad is not None for param in params):
+            raise RuntimeError(
+                "a parameter still holds a gradient from before this domain; call "
+                "optimizer.step() if the domains of the step are combined, and zero_grad(). "
+                + WAY_TO_ACCUMULATE
+            )
         if self._may_be_loaded:
             self._may_be_loaded = False
             checkpoint.warn_of_loading_in_place(self._inner)
@@ -492,12 +485,11 @@ class Step:
         self.clear()
 
     @outside_graphs
-    def clear(self, *, are_zeros_left: bool = False) -> None:
-        """Start an empty step; zeros left in `p.grad` may be overwritten by the next domain."""
+    def clear(self) -> None:
+        """Start an empty step."""
         self.buffer.clear()
         self.parameters.forget()
         self.state = StepState.EMPTY
-        self._are_zeros_left = are_zeros_left
         self._received = Received()
 
     def note_loaded(self) -> None:
@@ -543,11 +535,6 @@ class Step:
             # A data-parallel rank adds a row for each domain that it enters.
             self.buffer.num_rows = 0 if self._exchange.has_own_rows else self.subset.num_rows
         return self._exchange
-
-    @property
-    def has_own_rows(self) -> bool:
-        """Whether this is a data-parallel rank; False before the first exchange is made."""
-        return self._exchange is not None and self._exchange.has_own_rows
 
     @contextmanager
     def _failure_reaches_all_ranks(self) -> Iterator[None]:

@@ -1,10 +1,10 @@
 """The domain weights in a checkpoint, in two forms, since some formats drop one of them.
 
 The first form is a dict of tensors and names, under a key of its own in the optimizer's state dict.
-torch.distributed.checkpoint, and what is built on it, saves only `state` and `param_groups` of an
-optimizer. So every parameter group holds the same numbers again as a tuple of floats: version,
-fingerprint of the names, number of the draw, the vectors and counts, mu. If a checkpoint has both
-forms the dict is read, since its parts are named and a user may edit them.
+torch.distributed.checkpoint saves only `state` and `param_groups` of an optimizer. So every
+parameter group holds the same numbers again as a tuple of floats: version, fingerprint of the
+names, number of the draw, the vectors and counts, mu. If a checkpoint has both forms the dict is
+read, since its parts are named and a user may edit them.
 
 The groups of a live optimizer hold an empty tuple under that key. The key is needed because
 torch.distributed.checkpoint reads back only the keys that it finds there. The tuple is empty
@@ -40,10 +40,7 @@ _REMOVED = ("tau", "norms")
 def named(
     parts: Mapping[str, Tensor], objective: Objective, *, draws: int, mu: float | None
 ) -> dict[str, Any]:
-    """The dict of a checkpoint: what `DomainWeights.state` returns, and names and numbers.
-
-    `torch.load(weights_only=True)` can read it.
-    """
+    """The dict of a checkpoint: what `DomainWeights.state` returns, and names and numbers."""
     return {
         "version": VERSION,
         "domains": list(objective.domains),
@@ -117,8 +114,6 @@ def taken_from(
     state_dict: Mapping[str, Any], objective: Objective
 ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     """Divide an optimizer's state dict: the dict of `named`, None if there is none; and the rest.
-
-    The groups of the rest still hold the tuple.
 
     Raises:
         ValueError: it is for other domains or of a later version; or its groups differ.

@@ -11,10 +11,9 @@ differ, it follows the code:
 
 One thing follows the paper: the mean is over the weights of steps 1 to T, without the initial ones.
 
-The variant "doge" is the baseline in DoGE's published code; `excess_losses`, `example_shares` and
-`STEP_SIZE` say where it differs. Two habits of that code are not followed. It runs the reference in
-training mode, with dropout and with a graph. And it clips the gradient to `max_grad_norm` again
-after adding each domain, so that the step depends on the order of the domains.
+The variant "doge" is the baseline in DoGE's published code, without two of its habits. It runs the
+reference in training mode, with dropout. And it clips the gradient to `max_grad_norm` again after
+adding each domain, so that the step depends on the order of the domains.
 """
 
 from typing import Literal, NamedTuple
@@ -99,13 +98,8 @@ def excess_losses(
     doremi:  lambda_k  =  mean over the tokens t of k of  max(0, l_t - l_ref,t)
     doge:    lambda_k  =  max(0, mean_t l_t - mean_t l_ref,t)
 
-    The first is never smaller than the second: tokens that the proxy predicts better do not reduce
-    it. A domain without tokens in the batch keeps its last value.
-
-    Args:
-        losses_BT: [B, T] of the proxy, in nats; `reference_BT` of the reference model.
-        domain_ids_B: [B] int64 in [0, K).
-        last_K: [K] float64; the values of the step before.
+    The losses are [B, T] in nats, `domain_ids_B` int64 in [0, K), and `last_K` the values of the
+    step before, which a domain without tokens in the batch keeps.
 
     Source: DoReMi (Xie et al., NeurIPS 2023), Algorithm 1, lambda_t[i].
     """
@@ -126,15 +120,10 @@ def example_shares(
     doremi:  r_b  =  w_k(b) / sum_b' w_k(b'),   w_k = alpha_k / s_k
     doge:    r_b  =  alpha_k(b) / B_k(b)
 
-    s are the sampling weights of the batch, k(b) is the domain of example b, B_k the number of
-    examples of domain k. The first is DoReMi's normalisation: the shares sum to one, and a domain
-    with more than s_k B examples counts more. The second makes the loss sum_k alpha_k l_k over the
-    domains in the batch, where l_k is the domain's mean loss.
-
-    Args:
-        alpha_K: [K], on the simplex; this step's.
-        sampling_K: [K], > 0; the sampling weights of the batch.
-        domain_ids_B: [B] int64 in [0, K).
+    s are the weights > 0 at which the batch was drawn, `sampling_K`; k(b) is the domain of example
+    b, B_k the number of examples of domain k. The first is DoReMi's normalisation: the shares sum
+    to one, and a domain with more than s_k B examples counts more. The second makes the loss sum_k
+    alpha_k l_k over the domains in the batch, where l_k is the domain's mean loss.
 
     Source: DoReMi (Xie et al., NeurIPS 2023), eq. (1).
     """

@@ -34,18 +34,16 @@ def project(
 
     Inside its bounds a domain has a stationary Lagrangian, log(q_j / w_j) + 1 = lambda, so
     q_j = c w_j with one c for all: such domains keep their ratios to each other. Outside, the
-    nearer bound is best, since the objective is convex in q_j. KL(w || q) has the same solution.
-    (The mirror step uses KL(q || w).)
-
-    A weight of zero stays zero, as in the mirror step, unless it has a floor: then it gets the
-    floor, the limit for small weights. c is exact: the sum of the clipped weights is piecewise
-    linear and non-decreasing in c, and is solved for 1 between two neighbouring kinks.
+    nearer bound is best, since the objective is convex in q_j. A weight of zero stays zero, as in
+    the mirror step, unless it has a floor: then it gets the floor. c is exact: the sum of the
+    clipped weights is piecewise linear and non-decreasing in c, and is solved for 1 between two
+    neighbouring kinks.
 
     Args:
         weights: K numbers >= 0 with a positive sum, which need not be 1.
         floors: K numbers, each in [0, cap_j], that sum to at most 1.
-        caps: K numbers, each in [floor_j, 1]; 1 for no cap. Those of domains with a weight or a
-            floor sum to at least 1.
+        caps: K numbers, each in [floor_j, 1]; those of domains with a weight or a floor sum to at
+            least 1.
 
     Returns:
         K numbers, exactly within their bounds; they sum to 1 within K ulp (within

@@ -4,9 +4,9 @@ Axis letters: K training domains, R rows of the objective (the K domains, then M
 B rows of the buffer. B = R, or S + M if a step has S of the K training domains.
 
 One launch for each small operation would cost more than their arithmetic. So on a GPU `reweight` is
-one launch of `reweight_triton`. On a CPU, and for a score that the kernel does not know, it is the
-plain torch below, with which the kernel is compared. Settings, state and results are packed into
-one vector each, for few kernel arguments; named tuples view their parts.
+one launch of `reweight_triton`; otherwise, and for a score that the kernel does not know, it is the
+plain torch below. Settings, state and results are packed into one vector each, for few kernel
+arguments; named tuples view their parts.
 """
 
 import importlib

@@ -97,11 +97,8 @@ def score_of(score: str | Score) -> Score:
 def gain(gram_RR: Tensor, tau_R: Tensor, num_domains: int) -> Tensor:
     """W_j = < g_j , sum_r tau_r g_r >, [K]: how much a step on domain j lowers the objective.
 
-    Args:
-        gram_RR: [R, R] inner products of the gradients, training domains first.
-        tau_R: [R] >= 0; the objective is sum_r tau_r l_r. All ones on the training rows is
-            Algorithm 1 (universal); one on a measured row is Algorithm 2 (out-of-domain).
-        num_domains: K.
+    `gram_RR` has the training domains first; `tau_R` is [R] >= 0. All ones on the training rows is
+    Algorithm 1 (universal); one on a measured row is Algorithm 2 (out-of-domain).
 
     Source: DoGE, eq. (ge-decompose) and the text around W_ood.
     """

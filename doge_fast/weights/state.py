@@ -166,11 +166,8 @@ class DomainWeights:
     ) -> LastStep:
         """One K x K step: lines 7 and 8 of Algorithm 1.
 
-        Args:
-            gram_BB: [B, B] inner products of scaled gradients over the columns that enter W.
-            full_BB: [B, B] over all columns; may be `gram_BB`.
-            rows_B: names of the rows of the buffer; `present` are those with a gradient.
-            lr: eta of this step; `grad_scale` is the factor that multiplied the losses.
+        `gram_BB` and `full_BB` are those of `reweight`, and `rows_B` are the names of their rows,
+        of which `present` have a gradient.
 
         Raises:
             ValueError: `lr` < 0 or NaN.
@@ -219,11 +216,7 @@ class DomainWeights:
         self.rule = replace(self.rule, mu=mu)
 
     def warn_of_failure(self) -> None:
-        """Warn, once each, of weights that mean nothing.
-
-        These are: all steps were skipped, all scores are zero or equal by construction, the default
-        mu does not fit the learning rate, or the weights have collapsed. Waits for the device.
-        """
+        """Warn, once each, of weights that mean nothing. Waits for the device."""
         state = state_views(self._state_S.cpu())
         messages = {
             "skipped": self._all_skipped(state),

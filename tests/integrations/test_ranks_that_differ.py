@@ -314,7 +314,7 @@ def test_what_one_rank_raises_drops_the_step_on_all(ranks: Ranks, how: str) -> N
     assert torch.equal(theta_N, other_N)
 
 
-def zeroed() -> tuple[Tensor, float]:
+def untouched() -> tuple[Tensor, float]:
     """A parameter that no domain touches, on a rank without a domain; and one that is frozen."""
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -327,7 +327,7 @@ def zeroed() -> tuple[Tensor, float]:
             with optimizer.domain(name):
                 sum((param * torch.arange(1.0, 5.0)).sum() for param in used).backward()
         optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
+        optimizer.zero_grad()
 
     step("ab"[rank], list(params))
     step("" if rank else "ab", [params[0]])
@@ -340,7 +340,7 @@ def zeroed() -> tuple[Tensor, float]:
     return theta_N, float((params[0] - before).abs().max())
 
 
-def test_zeros_that_are_left_step_nothing(ranks: Ranks) -> None:
-    (theta_N, moved), (other_N, _) = ranks.run(2, zeroed)
+def test_what_no_domain_touches_stays_on_all_ranks(ranks: Ranks) -> None:
+    (theta_N, moved), (other_N, _) = ranks.run(2, untouched)
     assert torch.equal(theta_N, other_N)
     assert moved == 0

@@ -24,10 +24,7 @@ class Segment(NamedTuple):
 class DomainRun:
     """Neighbouring domains with neighbouring rows, whose rows are filled together.
 
-    Args:
-        first_row: the row of the first domain in the buffer.
-        borders: domain g has the examples `borders[g]` up to `borders[g + 1]`.
-        num_examples: B, the size of the whole batch.
+    Domain g has the examples `borders[g]` up to `borders[g + 1]` of the batch of `num_examples`.
     """
 
     def __init__(self, first_row: int, borders: Sequence[int], num_examples: int) -> None:
@@ -51,12 +48,7 @@ class DomainRun:
         ]
 
     def tokens(self, values: Tensor, *last: int) -> Tensor:
-        """[T, *last] for all tokens of the run, domain by domain.
-
-        Args:
-            values: [B, ..., *last] or [B * T, *last].
-            last: sizes of the trailing dimensions, which do not count tokens.
-        """
+        """[T, *last] for all tokens of the run, from [B, ..., *last] or [B * T, *last]."""
         # A plain reshape: einops here costs the step of a tiny model 9 % of its host time.
         return self._of_run(values).reshape(-1, *last)
 
@@ -117,15 +109,10 @@ class ExampleAxis:
         self._lengths = set()
 
     def in_front(self, x: Tensor, module: nn.Module) -> Tensor:
-        """The input of `module` with the examples in the first dimension.
+        """The input of `module` with the examples in the first dimension, [B, ...].
 
-        Args:
-            x: floating [..., features], or integer indices [...].
-            module: named if `x` is refused.
-
-        Returns:
-            [B, ...], expanded if all examples share the input; a flattened batch unchanged,
-            [B * T, features].
+        x is floating [..., features], or integer indices [...]. It is expanded if all examples
+        share it; a flattened batch stays [B * T, features].
 
         Raises:
             RuntimeError: the first dimension does not hold the examples, or indices [B] may be
@@ -159,11 +146,7 @@ class ExampleAxis:
 
 
 def only_input(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """The only argument of a forward, positional or named.
-
-    Raises:
-        RuntimeError: there are several arguments, or it is no tensor.
-    """
+    """The only argument of a forward, positional or named; RuntimeError if it is no such tensor."""
     values = (*args, *kwargs.values())
     if len(values) != 1 or not isinstance(values[0], Tensor):
         raise RuntimeError(

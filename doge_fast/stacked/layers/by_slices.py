@@ -32,14 +32,8 @@ def outputs_by_slices(
 ) -> Any:
     """The output for the whole batch, from one forward per domain.
 
-    Args:
-        module: a module without a rule.
-        forward: the module's own forward.
-        args: of the whole batch; a tensor is sliced if its first dimension is the examples.
-        kwargs: as `args`.
-        segments: the domains of the batch.
-        tracked: ids of the trained parameters.
-        receive: called in the backward pass, with each gradient of a trained parameter.
+    A tensor is sliced if its first dimension is the examples. `tracked` are the ids of the trained
+    parameters, whose gradients `receive` takes in the backward pass.
 
     Raises:
         RuntimeError: no argument, or not every output, has the examples in its first dimension.

@@ -24,8 +24,7 @@ WIDE_PRODUCTS = () if torch.version.hip else ("cuda",)
 class LinearRule(LayerRule):
     """y = x W^T + b, hence dW = sum_t dy_t x_t^T and db = sum_t dy_t.
 
-    Args:
-        is_transposed: whether the weight is [inputs, outputs].
+    With `is_transposed` the weight is [inputs, outputs].
     """
 
     def __init__(self, *, is_transposed: bool = False) -> None:

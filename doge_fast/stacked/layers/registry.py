@@ -29,7 +29,7 @@ def register(module_class: type[nn.Module] | str, rule: LayerRule) -> None:
 
     Args:
         module_class: the class, or its full name, "package.module.Class".
-        rule: the rule of the class.
+        rule: of the class.
 
     Raises:
         ValueError: `module_class` is neither, or `rule` is no instance of `LayerRule`.

@@ -12,15 +12,14 @@ from doge_fast.stacked.layers.token_sums import TokenSum
 class LayerRule(ABC):
     """The rule of a module class whose forward takes one tensor and treats examples one by one.
 
-    A stacked pass (`doge_fast.stacked.stacked`) runs `forward` and `input_gradient` once for all
-    examples. From the terms of `gradients` come the row of every domain, and the norm of every
-    example's gradient.
+    A stacked pass runs `forward` and `input_gradient` once for all examples. From the terms of
+    `gradients` come the row of every domain, and the norm of every example's gradient.
 
     A rule defines `forward`, `gradients`, `input_gradient` unless the input is indices, and
     `params` unless these are weight and bias. x is [B, ..., features], [B * T, features] if the
     model flattens its batch, or integer indices [B, ...]. Autograd differentiates `prepare` alone.
     `torch.compile` traces `prepare`, `forward` and `input_gradient`. Autocast may be on in
-    `prepare` and `forward`; the gradient of the output has the output's dtype.
+    `prepare` and `forward`; the gradient of the output has the output's shape and dtype.
     """
 
     params: ClassVar[tuple[str, ...]] = ("weight", "bias")
@@ -48,14 +47,7 @@ class LayerRule(ABC):
         """The output, and the tensors that the methods below receive as `saved`."""
 
     def input_gradient(self, module: Any, grad: Tensor, x: Tensor, *saved: Tensor) -> Tensor:
-        """The gradient of the loss with respect to x.
-
-        Args:
-            module: of the class.
-            grad: of the output, and of its shape.
-            x: as `prepare` returned it.
-            saved: as `forward` returned them.
-        """
+        """The gradient of the loss with respect to x; `grad` is that of the output."""
         raise NotImplementedError(f"{type(self).__name__} has no input_gradient().")
 
     @abstractmethod
@@ -64,9 +56,5 @@ class LayerRule(ABC):
     ) -> Iterator[tuple[nn.Parameter | None, TokenSum]]:
         """Each parameter (None if the module lacks it) with its `Outer`, `Lookup` or `Sum`.
 
-        Args:
-            module: of the class.
-            grad: of the output, and of its shape.
-            x: as `prepare` returned it.
-            saved: as `forward` returned them; empty for norms per example, which skip `forward`.
+        `saved` is empty for norms per example, which skip `forward`.
         """

@@ -29,12 +29,9 @@ class TokenSum(Protocol):
         """The dtype that the gradient is computed in."""
 
     def write(self, run: DomainRun, out: Tensor, adds: bool) -> None:
-        """Write the gradients of the run's domains into `out`, or add them.
+        """Write the gradients of the run's G domains into `out`, or add them.
 
-        Args:
-            run: G neighbouring domains.
-            out: [G, *shape of the parameter], of any floating dtype; `out.stride(0)` is arbitrary.
-            adds: whether `out` holds gradients already.
+        `out` is [G, *shape of the parameter], of any floating dtype; `out.stride(0)` is arbitrary.
         """
 
 
