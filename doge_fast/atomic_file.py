@@ -15,11 +15,8 @@ _ABANDONED_SECONDS = 3600.0
 def write(path: Path, content: str | bytes) -> None:
     """Write a temporary file in the directory of `path`, sync it, and rename it to `path`.
 
-    The file gets the mode of a new file. A link at `path` is followed, as by `open`.
-
-    Args:
-        path: in a directory that exists; a pipe or a device is written to directly.
-        content: text is written as UTF-8.
+    The file gets the mode of a new file; text is UTF-8. A link at `path` is followed, as by `open`;
+    a pipe or a device is written to directly.
 
     Raises:
         OSError: the file cannot be written; `path` is unchanged.

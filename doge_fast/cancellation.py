@@ -7,8 +7,8 @@ steps of a training, and computes W from the columns of a few of them. Per step 
     norms =  sum_i ||dl(x_i) / dw||      over the examples of the mini-batch
     sum   =  ||sum_i dl(x_i) / dw||      B times the norm of the batch's mean gradient
 
-The paper and its code take different ratios of these; `READINGS` lists them. One training run gives
-the scores of all readings.
+The paper and its code take different ratios of these (`Reading`). One training run gives the scores
+of all readings.
 
 Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), eq. (cancellation), appendix cancellation.
 """
@@ -55,7 +55,7 @@ class _Watched(NamedTuple):
 
 
 class CancellationEffect:
-    """Follows a training loop and scores every parameter tensor.
+    """Follows a training loop and scores every parameter tensor of the optimizer.
 
         effect = CancellationEffect(model, optimizer)
         for batch in batches:
@@ -65,13 +65,10 @@ class CancellationEffect:
             optimizer.step()
         select(effect.scores(), "high30", columns=effect.columns).names
 
-    Hooks of the optimizer follow its steps. Clipping between backward and step affects dw alone. A
-    step counts if a backward pass was watched before it. Needs memory for a copy of the parameters.
-
-    C(w) sums over all steps that count; the paper stops after T_c. A step whose denominator is
-    zero, as in a warm-up from a learning rate of zero, adds no term; `terms` counts the terms.
-
-    Only parameters of the optimizer are scored.
+    Hooks of the optimizer follow its steps. Clipping between backward and step affects dw alone.
+    C(w) sums over all steps before which a backward pass was watched; the paper stops after T_c. A
+    step whose denominator is zero, as in a warm-up from a learning rate of zero, adds no term.
+    Needs memory for a copy of the parameters.
 
     Raises:
         ValueError: model and optimizer share no parameter, or a module couples the examples of a
@@ -185,11 +182,7 @@ class CancellationEffect:
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from `state_dict()` of the same model.
-
-        Raises:
-            ValueError: the state is of another number of parameters.
-        """
+        """Go on from `state_dict()` of the same model; ValueError if it is of another one."""
         if state["scores"].shape != self._scores_RP.shape:
             raise ValueError(
                 f"The state has scores of shape {list(state['scores'].shape)}; those of this "
@@ -330,11 +323,7 @@ def select(scores: Mapping[str, float], strategy: str, *, columns: Mapping[str, 
 
 
 def parse_strategy(strategy: str) -> tuple[Literal["low", "high"], int]:
-    """("low" or "high", N) of "lowN" or "highN".
-
-    Raises:
-        ValueError: any other text, or N < 1.
-    """
+    """("low" or "high", N) of "lowN" or "highN"; ValueError for any other text, or N < 1."""
     match = re.fullmatch(r"(low|high)([1-9][0-9]*)", strategy)
     if match is None:
         raise ValueError(

@@ -182,11 +182,7 @@ def _directory_of(config: Any) -> Path | None:
 
 
 def _verb_of(words: Sequence[str]) -> tuple[str, list[str]]:
-    """The verb, of one word or two, and the words after it.
-
-    Raises:
-        ValueError: there is no such verb.
-    """
+    """The verb, of one word or two, and the words after it; ValueError if there is no such verb."""
     first, *others = words
     members = [name for name in VERBS if name.startswith(f"{first} ")]
     if members and (not others or others[0] in ("-h", "--help")):
@@ -205,9 +201,7 @@ def _verb_of(words: Sequence[str]) -> tuple[str, list[str]]:
 def parse(words: Sequence[str]) -> Any:
     """The dataclass of the verb that the words begin with, made from the words after it.
 
-    Raises:
-        ValueError: there is no such verb, an option is wrong, or the file of `--config` is.
-        SystemExit: help was asked for.
+    ValueError if there is no such verb or an option is wrong; SystemExit if help was asked for.
     """
     name, others = _verb_of(words)
     verb = VERBS[name]

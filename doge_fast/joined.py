@@ -123,11 +123,7 @@ class JoinedOptimizer(Optimizer):
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore each optimizer from its part of the state_dict.
-
-        Raises:
-            ValueError: other optimizers, or other parameter groups, wrote it.
-        """
+        """Restore each optimizer from its part; ValueError if others wrote it."""
         with loading(self, state_dict) as state_dict:
             refuse_other_optimizers(state_dict["param_groups"], self)
             state = state_dict["state"]
@@ -192,9 +188,8 @@ def loading(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Iterator[dic
 def step_with(optimizer: Optimizer, loss: Any) -> None:
     """Step an optimizer; if the loss is known and its step takes a closure, pass one.
 
-    Raises:
-        RuntimeError: the optimizer calls the closure after it has moved the parameters or cleared
-            the gradients, as SAM does.
+    RuntimeError if it calls the closure after it has moved the parameters or cleared the
+    gradients, as SAM does.
     """
     if loss is None or not _takes_closure(optimizer):
         optimizer.step()

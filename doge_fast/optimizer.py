@@ -261,11 +261,7 @@ class DoGEOptimizer(OptimizerWrapper):
         return int(self._weights.read("num_skipped"))
 
     def save_weights(self, path: str | os.PathLike[str]) -> None:
-        """Write the average and last weights as a JSON file keyed by name (docs/weights.md).
-
-        Warns:
-            UserWarning: as `weights`.
-        """
+        """Write the average and last weights as a JSON file (docs/weights.md); may warn too."""
         self._weights.warn_of_failure()
         weights_file.write(path, self._weights.record())
 
@@ -288,9 +284,9 @@ class DoGEOptimizer(OptimizerWrapper):
                 micro-batches add up.
 
         Raises:
-            ValueError: `name` is no domain or target, or not one of this step's; or `count` is not
-                positive and finite.
-            RuntimeError: another domain is active; this one has been entered `micro_batches` times;
+            ValueError: `name` is not one of this step's rows, or `count` is not positive and
+            finite. RuntimeError: another domain is active; this one has been entered
+            `micro_batches` times;
                 `p.grad` still holds a gradient; no parameter received a gradient inside; or the
                 model reduces gradients over ranks.
         """
@@ -384,8 +380,7 @@ class DoGEOptimizer(OptimizerWrapper):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to the wrapped optimizer; they count from the next step on.
 
-        Raises:
-            ValueError: several optimizers are wrapped. Call `add_param_group` on one of them.
+        ValueError if several optimizers are wrapped: call it on one of them.
         """
         self.inner.add_param_group(param_group)
         checkpoint.mark(self.param_groups)

@@ -105,16 +105,6 @@ class OptimizerWrapper(Optimizer):
             for owner in owners or others:
                 setattr(owner, name, value)
 
-        def __delattr__(self, name: str) -> None:
-            """Remove a public name wherever it was set."""
-            inner = self.__dict__.get("_inner")
-            others = () if name.startswith("_") or inner is None else _each_of(inner)
-            owners = [] if hasattr(type(self), name) else [e for e in others if name in vars(e)]
-            for owner in owners:
-                delattr(owner, name)
-            if not owners or name in self.__dict__:
-                super().__delattr__(name)
-
 
 def _one_of(optimizer: Optimizer | Sequence[Optimizer]) -> Optimizer:
     """The optimizer to wrap; several become one."""
@@ -207,10 +197,8 @@ def step_unless(
 ) -> None:
     """Step the wrapped optimizer unless the bool `skipped`, in float32 `found_inf`, is true.
 
-    A fused optimizer on a GPU reads the flag there. Any other one is skipped by the host.
-
-    Raises:
-        RuntimeError: a CUDA graph is being captured and the optimizer is not fused.
+    A fused optimizer on a GPU reads the flag there. Any other one is skipped by the host, which
+    a CUDA graph that is being captured cannot do: RuntimeError.
     """
     needing = _needing_the_host(inner)
     if not needing and skipped.device.type != "cpu":
@@ -237,8 +225,7 @@ def loss_scale(
 ) -> float | Tensor:
     """The factor that multiplied the losses of a step: `grad_scale`, or the scaler's, or 1.
 
-    Raises:
-        ValueError: `grad_scale` is a number that is not positive and finite.
+    ValueError if `grad_scale` is a number that is not positive and finite.
     """
     if grad_scale is None:
         # Not get_scale(), for which the host would wait.

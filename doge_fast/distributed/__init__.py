@@ -37,11 +37,7 @@ __all__ = [
 
 
 def exchange_of(ranks: Ranks, params: Sequence[Tensor]) -> Exchange:
-    """The exchange that these parameters need; that of DTensors is over the ranks of their mesh.
-
-    Raises:
-        RuntimeError: only some parameters are sharded, or over different meshes.
-    """
+    """The exchange that these parameters need; that of DTensors is over the ranks of their mesh."""
     world = default_group()
     if world is None:
         return Exchange()

@@ -65,11 +65,7 @@ def _is_first_copy(param: Any) -> bool:
 
 
 def ranks_of_mesh(params: Sequence[Any]) -> list[int]:
-    """The ranks of the mesh that all DTensors share.
-
-    Raises:
-        RuntimeError: they do not share one, or some are plain tensors.
-    """
+    """The ranks of the mesh that all DTensors share; RuntimeError if they do not share one."""
     meshes: set[Any] = {getattr(param, "device_mesh", None) for param in params}
     if None not in meshes:
         ranks = {tuple(mesh.mesh.flatten().tolist()) for mesh in meshes}

@@ -39,9 +39,8 @@ def bare(model: nn.Module) -> nn.Module:
 def without_reduction() -> Iterator[None]:
     """Keep DistributedDataParallel from reducing the gradients of backward passes inside.
 
-    Raises:
-        RuntimeError: a model with `static_graph`, FSDP1, DeepSpeed's engine or one of Megatron's
-            wrappers runs inside.
+    RuntimeError if a model with `static_graph`, FSDP1, DeepSpeed's engine or one of Megatron's
+    wrappers runs inside.
     """
     if default_group() is None:
         yield

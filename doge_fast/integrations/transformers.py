@@ -67,14 +67,10 @@ class _StepByDomain(Trainer, metaclass=_TrainersAround):
     ) -> Tensor:
         """Compute every domain's gradient; on the last micro-batch combine them in `p.grad`.
 
-        Args:
-            model: the model that Trainer trains.
-            inputs: {domain: batch}, for every training domain and every held-out target.
-            num_items_in_batch: {domain: number of targets in the optimizer step}, from
-                `get_batch_samples`; None: all micro-batches have the same weight.
-
-        Returns:
-            The mean of the training domains' losses, detached; `domain_losses` has all losses.
+        `inputs` is {domain: batch}, for every training domain and every held-out target;
+        `num_items_in_batch` is {domain: number of targets in the optimizer step}, or None if all
+        micro-batches have the same weight. Returns the mean of the training domains' losses,
+        detached; `domain_losses` has all of them.
 
         Raises:
             ValueError: `inputs` is not by domain, or names an unknown domain.
@@ -97,9 +93,9 @@ class DoGETrainer(_StepByDomain):
     Everything else is Trainer's. The optimizer that `args.optim` names, or your own, is wrapped;
     `args.max_grad_norm` clips the combined gradient, once. If your own is a `DoGEOptimizer`
     already, its options hold; if its `max_grad_norm` is None, `args.max_grad_norm` clips. A
-    domain's loss, l_j of the paper, is the mean over its tokens in the whole optimizer step,
-    whatever the number of micro-batches. Logs carry `loss/DOMAIN`, `alpha/DOMAIN` and
-    `alpha_mean/DOMAIN`.
+    domain's loss, l_j of the paper, is the mean over its tokens in the whole optimizer step (over
+    its examples, for a model that takes no number of targets). Logs carry `loss/DOMAIN`,
+    `alpha/DOMAIN` and `alpha_mean/DOMAIN`.
 
     `train_dataset` may be, with `per_device_train_batch_size` examples of every row in a step:
 
@@ -108,32 +104,25 @@ class DoGETrainer(_StepByDomain):
     - a mapping from row names to datasets. Here and above an epoch is one pass over the longest
       row; shorter rows restart;
     - a dataset whose examples are `{domain: example}`: collated domain by domain;
-    - an iterable dataset of examples with the key `domain_column`, such as a stream of a Hub
-      dataset. Examples wait until every domain has enough for a step; if one domain is much more
-      frequent than another, most of its surplus is skipped;
+    - an iterable dataset of examples with the key `domain_column`. Examples wait until every domain
+      has enough for a step; most of the surplus of a frequent domain is skipped;
     - an iterable dataset that yields finished batches `{domain: {"input_ids": ..., ...}}`; they
       reach the model unchanged.
 
-    A run over a stream resumes bitwise within its first pass. Trainer cannot count the passes of a
-    stream: a run that is resumed in a later pass begins a new one.
+    A run over a stream resumes bitwise within its first pass, whose number Trainer cannot count.
 
     Gradients come from one backward pass per domain (`mode="sequential"`) or from one pass over
-    the batches of all domains end to end (`"stacked"`; `DoGEOptimizer.stacked`); the weights are
-    the same to rounding, without dropout. `"auto"` stacks a micro-batch if the architecture is one
-    of `STACKABLE`, the loss is the model's own, nothing is compiled, all sequences have the same
-    length, each domain has at most `MOST_TOKENS` tokens and all domains `MOST_TOKENS_TOGETHER`
-    (`doge_fast.integrations.causal_lm`). Stacking is faster for small batches and needs more
-    memory.
+    the batches of all domains (`"stacked"`; `DoGEOptimizer.stacked`); the weights are the same to
+    rounding, without dropout. `"auto"` stacks small micro-batches of known architectures:
+    `doge_fast.integrations.causal_lm` has the limits.
 
-    On a GPU nothing here makes the host wait for the device: batches are copied from pinned memory.
-    Pass `TrainingArguments(logging_nan_inf_filter=False)` too: with its default Trainer reads the
-    loss on the host at every step. Models of transformers may read masks or positions.
+    On a GPU nothing here makes the host wait for the device. Pass
+    `TrainingArguments(logging_nan_inf_filter=False)` too, or Trainer reads the loss on the host at
+    every step.
 
-    With n ranks (torchrun, accelerate launch) a step has n `per_device_train_batch_size` examples
-    of every row; a finished batch is divided among all ranks. All ranks read the same data, and
-    each trains on its part of every batch. The result equals that of one process on the same
-    batches to rounding, without dropout. For a model that does not take a number of targets, means
-    are over examples.
+    With n ranks a step has n `per_device_train_batch_size` examples of every row; a finished batch
+    is divided among all ranks. All ranks read the same data, and the result equals that of one
+    process on the same batches to rounding, without dropout.
 
     Args:
         domains: names of the training domains, in the order of the weights. Optional if

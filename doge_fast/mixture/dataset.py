@@ -14,31 +14,25 @@ from doge_fast.mixture.counts import MixtureCounts, Phase, Totals
 from doge_fast.mixture.rows import DomainRows, Draw
 from doge_fast.mixture.samplers import MixtureBatches, Progress, batch_draws
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 class DomainMixture(Dataset[Any]):
     """Rows of named domains, drawn at weights that can change during the run.
 
     Every batch holds the floor or the ceiling of batch_size * weight rows of each domain; the
-    expectation over seeds is that product if weights change slowly or never. The rows drawn so far
-    stay within five of the rows asked for, however the weights change
-    (`doge_fast.mixture.counts.MixtureCounts`). A domain is shuffled anew in every epoch and gives
-    each row once per epoch. The rows of a domain are spread evenly over the batch, so the slices
-    for ranks and micro-batches have the mixture of the whole.
+    expectation over seeds is that product (`doge_fast.mixture.counts.MixtureCounts`). A domain is
+    shuffled anew in every epoch and gives each row once per epoch. The rows of a domain are spread
+    evenly over the batch, so the slices for ranks and micro-batches have the mixture of the whole.
 
-    It is a map-style dataset for a loader with one of its samplers:
+    It is a map-style dataset for a loader with one of its samplers::
 
         loader = DataLoader(mixture, batch_sampler=mixture.batches(), num_workers=4)
 
-    A Trainer of transformers gets this loader from its method `get_train_dataloader`; give it
-    `max_steps`, and `ignore_data_skip` to resume. Accelerate divides a sampler among processes
-    itself: leave `rank` and `world_size` at their defaults there; `batch_size` is then that of one
-    process, or with `split_batches` that of all.
-
-    Loaders prefetch: they take num_workers * prefetch_factor batches ahead of the loop (2 per
-    worker by default), accelerate one more. New weights apply from the first batch that no loader
-    has taken, or from a later step that the loop names.
+    docs/how-to/changing-mixture.md has loaders of Trainer and accelerate. Loaders prefetch: they
+    take num_workers * prefetch_factor batches ahead of the loop (2 per worker by default),
+    accelerate one more. New weights apply from the first batch that no loader has taken, or from a
+    later step that the loop names.
 
     Args:
         domains: {name: rows}. Rows are indexable: a list, a map-style `torch.utils.data.Dataset`
@@ -140,18 +134,14 @@ class DomainMixture(Dataset[Any]):
         return [(first_step, self._named(weights_K)) for first_step, weights_K in changes]
 
     def set_weights(self, weights: Mapping[str, float], *, from_step: int | None = None) -> int:
-        """Draw at these weights from a step on, until the next change.
+        """Draw at these weights from a step on, until the next change; returns the first such step.
 
         With several ranks, call it on each with the same weights. Pass `from_step` to get the same
         run with another number of workers.
 
         Args:
             weights: {name: weight >= 0} of all domains, sum 1: for example `DoGEOptimizer.weights`.
-            from_step: the first batch with these weights, at least the property `step`; None: the
-                property `step`.
-
-        Returns:
-            The first batch with these weights.
+            from_step: the first batch with these weights, at least the property `step`; None: that.
 
         Raises:
             ValueError: the weights name other domains or are not on the simplex, a domain without
@@ -194,8 +184,10 @@ class DomainMixture(Dataset[Any]):
     def batches(self, rank: int = 0, world_size: int = 1) -> MixtureBatches:
         """The sampler of this rank's share of the batches, for `DataLoader(batch_sampler=...)`.
 
+        Accelerate divides a sampler among processes itself: leave both at their defaults there.
+
         Args:
-            rank: in [0, world_size); of `torch.distributed.get_rank()`, say.
+            rank: in [0, world_size).
             world_size: processes that share each batch, in equal parts.
 
         Raises:
@@ -227,8 +219,7 @@ class DomainMixture(Dataset[Any]):
 
         Returns:
             "version", "domains", "sizes", "seed", "batch_size", "step", "history" ([first step,
-            weights] of all changes, past and planned), "drawn" (rows before `step`) and "surplus"
-            (2**32 times the rows drawn minus the rows asked for).
+            weights] of all changes, past and planned) and "drawn" (rows before `step`).
 
         Raises:
             ValueError: `step` is None and workers have taken batches ahead.
@@ -251,7 +242,6 @@ class DomainMixture(Dataset[Any]):
             "step": step,
             "history": [[first_step, weights_K.tolist()] for first_step, weights_K in changes],
             "drawn": totals.drawn_K.tolist(),
-            "surplus": totals.surplus_K.tolist(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -260,7 +250,7 @@ class DomainMixture(Dataset[Any]):
         The numbers of workers and ranks may differ.
 
         Raises:
-            ValueError: the state is malformed, from a later version, or of other domains, sizes or
+            ValueError: the state is malformed, from another version, or of other domains, sizes or
                 batch size; nothing is changed then.
         """
         try:
@@ -275,8 +265,8 @@ class DomainMixture(Dataset[Any]):
 
     def _restore(self, state: Mapping[str, Any]) -> int:
         """Set the counts to a state; its step."""
-        if state["version"] > STATE_VERSION:
-            raise ValueError(f"it has version {state['version']}; update doge_fast to read it")
+        if state["version"] != STATE_VERSION:
+            raise ValueError(f"it has version {state['version']}, and {STATE_VERSION} can be read")
         num_domains = len(self.names)
         # Another mixture could not resume bitwise.
         expected = {
@@ -289,9 +279,8 @@ class DomainMixture(Dataset[Any]):
                 raise ValueError(f"it is of {key} {state[key]}, and the mixture has {value}")
         step = int(state["step"])
         drawn_K = np.array(state["drawn"], dtype=np.int64)
-        surplus_K = np.array(state["surplus"], dtype=np.int64)
-        if not drawn_K.shape == surplus_K.shape == (num_domains,):
-            raise ValueError(f"drawn and surplus must hold {num_domains} numbers each")
+        if drawn_K.shape != (num_domains,):
+            raise ValueError(f"drawn must hold {num_domains} numbers")
         if step < 0 or int(drawn_K.sum()) != step * self.batch_size:
             raise ValueError(
                 f"step {step} follows batches of {drawn_K.sum()} rows in all, and that is not "
@@ -301,6 +290,6 @@ class DomainMixture(Dataset[Any]):
         weights_PK = [np.array(weights, dtype=np.float64) for _, weights in state["history"]]
         if any(weights_K.shape != (num_domains,) for weights_K in weights_PK):
             raise ValueError(f"its history must hold {num_domains} weights for each change")
-        totals = Totals(step, drawn_K, surplus_K)
+        totals = Totals(step, drawn_K)
         self._counts.restart(int(state["seed"]), first_steps, weights_PK, totals)
         return step

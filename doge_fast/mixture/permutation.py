@@ -33,8 +33,7 @@ def spread_order(seed: int, step: int, batch_size: int) -> Ints:
     """[B] an order of a batch's rows such that every slice holds all domains in proportion.
 
     Entry j is the rank of point j of a golden rotation, an index into the rows sorted by domain.
-    Consecutive points are spread evenly, so a slice has the right number of rows of every domain
-    within three, in batches of up to 4096.
+    A slice has the right number of rows of every domain within three, in batches of up to 4096.
     """
     points_B = golden_rotation(np.arange(batch_size), seed, "order", step)
     order_B: Ints = np.argsort(np.argsort(points_B))

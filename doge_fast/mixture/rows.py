@@ -34,11 +34,7 @@ class DomainRows:
         self._datasets = list(domains.values())
 
     def read(self, draws: Sequence[Draw], seed: int) -> list[Any]:
-        """The rows of these draws, with one read per domain.
-
-        Raises:
-            ValueError: there is a `label_key` and a row is no dict.
-        """
+        """The rows of these draws, with one read per domain."""
         batch: list[Any] = [None] * len(draws)
         places: dict[int, list[int]] = {}
         for place, (domain, _) in enumerate(draws):

@@ -67,10 +67,8 @@ def segments_of(sizes: Mapping[str, int], row_of: Callable[[str], int]) -> list[
 class StackedModel:
     """Replaces the forwards of a model's modules, so that one backward fills all rows of `buffer`.
 
-    `tracked` are the ids of the parameters that are trained.
-
-    Raises:
-        ValueError: a module mixes the examples of a batch.
+    `tracked` are the ids of the parameters that are trained. ValueError if a module mixes the
+    examples of a batch.
     """
 
     def __init__(self, model: nn.Module, buffer: FlatBuffer, tracked: Collection[int]) -> None:

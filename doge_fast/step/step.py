@@ -7,12 +7,10 @@ and combined once the weighted gradient is in `p.grad`::
 
 While a domain is open on a CPU, a hook on each parameter takes its gradient as soon as autograd has
 finished it and adds it to the domain's row of the flat buffer, so `p.grad` stays None. On a GPU
-gradients stay in `p.grad` until the domain is left, and then go to the buffer in one call. Outside
-a domain `p.grad` is not touched; the next `domain()` or `step()` refuses a gradient that a backward
-pass has left there.
+gradients stay in `p.grad` until the domain is left, and then go to the buffer in one call. A
+backward pass outside any domain leaves a gradient that the next `domain()` or `step()` refuses.
 
-Each data-parallel rank has its own domains. It learns what the others have entered when the step
-is combined, from one gather.
+A data-parallel rank learns what the others have entered when the step is combined.
 """
 
 import enum
@@ -281,9 +279,7 @@ class Step:
                         "no parameter of the optimizer received a gradient inside "
                         f"domain {' or '.join(map(repr, counts))}. Run forward and "
                         "loss.backward() inside it, in stacked() on the model that it was given. "
-                        "If you did, either the model's parameters were replaced after the "
-                        "optimizer was built, so build it again; or another DoGEOptimizer on the "
-                        "same parameters has taken the gradient inside a domain of its own."
+                        "If the model's parameters were replaced, build the optimizer again."
                     )
         finally:
             self._open = None
@@ -410,9 +406,8 @@ class Step:
         given = next((param for param in params if param.grad is not None), None)
         if self._received.counts and given is not None:
             raise RuntimeError(
-                f"{self.parameters.name_of(given)} has a p.grad from outside the domains, which "
-                "would be used unweighted or be replaced. Run that backward pass inside a domain, "
-                "or take a step with it before the domains of this step."
+                f"{self.parameters.name_of(given)} has a p.grad from outside the domains. Run that "
+                "backward pass inside a domain, or take a step with it before them."
             )
         if self._received.is_dropped and self.exchange.num_ranks > 1:
             # Before the ranks agree: _refuse_missing would raise on this rank alone.
@@ -565,9 +560,8 @@ class Step:
         if any(param.grad is not None for param in self.parameters.params):
             raise RuntimeError(
                 "a backward pass ran outside any domain, so its gradient belongs to none of "
-                f"{list(self.subset.all_rows)}. Call optimizer.zero_grad() and run it inside `with "
-                "optimizer.domain(name):`, or call optimizer.release() when the model is to train "
-                "without domains."
+                f"{list(self.subset.all_rows)}. Call optimizer.zero_grad() and run it inside "
+                "optimizer.domain(name), or call optimizer.release() to train without domains."
             )
         self.parameters.forget()
 
@@ -575,8 +569,8 @@ class Step:
         if name not in self.subset.slots:
             raise ValueError(
                 f"domain {name!r} is none of this step's, {list(self.subset.rows)}, of "
-                f"{list(self.subset.all_rows)}. Name it in domains= (trained on) or in target= "
-                "(measured only); with domains_per_step run those in optimizer.domains_of_step."
+                f"{list(self.subset.all_rows)}. Name it in domains= or target=; with "
+                "domains_per_step run those in optimizer.domains_of_step."
             )
 
     def _refuse_reduced(self) -> None:
@@ -585,10 +579,9 @@ class Step:
             param.grad is not None for param in self.parameters.params
         ):
             raise RuntimeError(
-                "something has set p.grad inside a domain. torch's replicate() does, and so does "
-                "DistributedDataParallel if its forward pass ran before the domain. Run forward "
-                "and backward inside the domain, on a model in DistributedDataParallel or in no "
-                "wrapper."
+                "something has set p.grad inside a domain, as torch's replicate() does, or "
+                "DistributedDataParallel after a forward pass before the domain. Run forward and "
+                "backward inside the domain, in DistributedDataParallel or no wrapper."
             )
 
     def _refuse_partial(self) -> None:
@@ -599,8 +592,7 @@ class Step:
             if partial and self._absent == "error":
                 raise RuntimeError(
                     f"step() needs every domain micro_batches={most} times; {partial} were entered "
-                    "less often. If a step ends early, as at the end of an epoch, call combine(), "
-                    "or pass micro_batches=None."
+                    "less often. To end a step early call combine(), or pass micro_batches=None."
                 )
 
     def _refuse_missing(self, seen: Collection[str]) -> None:
@@ -657,9 +649,7 @@ def _refuse_division(name: str, micro_batches: int | None) -> None:
     # sync_gradients is False in the middle of an accumulation.
     if not accumulation.sync_gradients and accumulation.num_steps not in (1, micro_batches):
         raise RuntimeError(
-            "accelerate divides losses by "
-            f"gradient_accumulation_steps={accumulation.num_steps}, and "
-            f"domain {name!r} is entered micro_batches={micro_batches} times in a step: "
-            "its gradient would be the wrong size. Enter every domain inside each "
-            "`accelerator.accumulate`, and give both numbers the same value."
+            f"accelerate divides losses by gradient_accumulation_steps={accumulation.num_steps}, "
+            f"and domain {name!r} is entered micro_batches={micro_batches} times in a step. Enter "
+            "every domain inside each `accelerator.accumulate`, and make both numbers equal."
         )

@@ -62,8 +62,7 @@ def packed(state: Mapping[str, Any], objective: Objective) -> tuple[float, ...]:
 def unpacked(values: tuple[float, ...], objective: Objective) -> dict[str, Any]:
     """The dict of `named` from its tuple; tensors on the CPU.
 
-    Raises:
-        ValueError: a later version or a removed method wrote it, or it is for other names.
+    ValueError if a later version or a removed method wrote it, or it is for other names.
     """
     _check_version(values[0])
     head, numbers = values[:3], values[3:]
@@ -115,8 +114,7 @@ def taken_from(
 ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     """Divide an optimizer's state dict: the dict of `named`, None if there is none; and the rest.
 
-    Raises:
-        ValueError: it is for other domains or of a later version; or its groups differ.
+    ValueError if it is for other domains or of a later version, or its groups differ.
     """
     rest = dict(state_dict)
     ours: dict[str, Any] | None = rest.pop(KEY, None)
@@ -147,8 +145,8 @@ def warn_of_loading_in_place(optimizer: Optimizer) -> None:
     """Warn if the wrapped optimizer's state holds numbers before its first step.
 
     torch.distributed.checkpoint.load() writes into the tensors of a state dict. Those of the
-    optimizer's state are the optimizer's own; the domain weights arrive as numbers in the dict and
-    reach the optimizer by load_state_dict() alone. Waits for the device.
+    optimizer's state are its own; the domain weights are numbers in the dict, and reach the
+    optimizer by load_state_dict() alone. Waits for the device.
     """
     # A shard by attribute: importing DTensor takes as long as importing the rest of us.
     tensors = (
@@ -176,10 +174,9 @@ def check_is_dict(state_dict: object) -> None:
 def check(ours: Mapping[str, Any], objective: Objective) -> None:
     """Refuse a dict with other names, or with values that a run cannot produce.
 
-    Raises:
-        TypeError: `ours` is no dict.
-        ValueError: a later version or a removed method wrote it; it is for other domains or rows;
-            parts are missing; weights are off the simplex; or a score is not finite.
+    TypeError if `ours` is no dict. ValueError if a later version or a removed method wrote it; it
+    is for other domains or rows; parts are missing; weights are off the simplex; or a score is not
+    finite.
     """
     check_is_dict(ours)
     needed = ("version", "domains", "rows", *_VECTORS, *_COUNTS)

@@ -82,11 +82,7 @@ NAMED_SCORES: dict[str, Score] = {score.name: score for score in (PAPER, PUBLISH
 
 
 def score_of(score: str | Score) -> Score:
-    """The score named "paper" or "published", or a `Score` itself.
-
-    Raises:
-        ValueError: `score` is neither.
-    """
+    """The score named "paper" or "published", or a `Score` itself; ValueError for anything else."""
     if isinstance(score, Score):
         return score
     if score not in NAMED_SCORES:

@@ -9,11 +9,7 @@ from torch import Tensor
 
 
 def uniform(num_domains: int, *, device: torch.device | str | None = None) -> Tensor:
-    """1/K everywhere, [K] float64: where Algorithm 1 starts.
-
-    Raises:
-        ValueError: `num_domains` < 1.
-    """
+    """1/K everywhere, [K] float64: where Algorithm 1 starts; ValueError for no domain."""
     if num_domains < 1:
         raise ValueError(f"a simplex needs at least one domain; got {num_domains}.")
     return torch.full((num_domains,), 1 / num_domains, dtype=torch.float64, device=device)
@@ -59,12 +55,8 @@ def mirror_step(
 def smooth(alpha_K: Tensor, smoothing: float | Tensor) -> Tensor:
     """(1 - eps) alpha + eps / K, [K]: mixture with uniform, which keeps every weight above eps / K.
 
-    Args:
-        alpha_K: [K] floating, on the simplex.
-        smoothing: eps. A tensor is not checked: that would wait for its device.
-
-    Raises:
-        ValueError: `smoothing` outside [0, 1) or NaN.
+    ValueError if `smoothing`, eps, is a number outside [0, 1). A tensor is not checked: that would
+    wait for its device.
     """
     if not isinstance(smoothing, Tensor):
         check_smoothing(smoothing)

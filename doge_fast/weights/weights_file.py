@@ -66,11 +66,7 @@ def plain(value: Any) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` (see `plain`) as JSON, whole or not at all.
-
-    Raises:
-        ValueError: a string cannot be written as UTF-8, as a file name with other bytes.
-    """
+    """Write `value` (see `plain`) as JSON, whole or not at all; ValueError if it is no UTF-8."""
     text = json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False)
     try:
         data = f"{text}\n".encode()

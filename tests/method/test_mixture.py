@@ -315,7 +315,7 @@ def resumed_at(step: int) -> DomainMixture:
         (lambda: sized().load_state_dict(state(history=[3])), "state_dict"),
         (lambda: sized().load_state_dict(state(history=[[0, "abc"]])), "state_dict"),
         (lambda: sized().load_state_dict(state(drawn=[12, 12])), "3 numbers"),
-        (lambda: sized().load_state_dict(state(surplus=[2**63, 0, 0])), "state_dict"),
+        (lambda: sized().load_state_dict(state(drawn=[2**63, 0, 0])), "state_dict"),
         (lambda: sized().load_state_dict(state(step=-2)), "step -2"),
         (lambda: sized().load_state_dict(state(step=3)), "24 rows .* 3 times 12"),
     ],
