@@ -459,26 +459,6 @@ def test_a_scaler_changes_nothing_and_skips_what_overflows(
     assert all(param.grad is None for param in model.parameters())
 
 
-def test_looking_at_the_scalers_flag_leaves_a_step_as_it_was() -> None:
-    """As debuggers do, which read every attribute; the second scaler is off and has no factor."""
-    for options in ({}, {"scaler": torch.amp.GradScaler("cpu", enabled=False)}):
-        model, optimizer = wrapped(**options)
-        twin, plain = wrapped()
-        for step in range(2):
-            assert not optimizer._step_supports_amp_scaling
-            for row, name in enumerate(DOMAINS):
-                with optimizer.domain(name):
-                    loss_of(model, step, row).backward()
-                assert not optimizer._step_supports_amp_scaling
-            if step:
-                optimizer.combine()
-                assert not optimizer._step_supports_amp_scaling
-            optimizer.step()
-            optimizer.zero_grad()
-        train(twin, plain, range(2))
-        assert_same(everything(model, optimizer), everything(twin, plain))
-
-
 def test_what_a_scaler_cannot_do_is_no_silent_step() -> None:
     """Unscaling before combining, a missing domain: no inf check, so no step."""
     for micro_batches, absent in ((None, ""), (1, "bc")):
@@ -556,28 +536,6 @@ def test_compilers(what: str) -> None:
     isolated(check_compiled, what)
 
 
-class _Asking(torch.optim.SGD):
-    """A step that reads an attribute if a trainer has set one."""
-
-    found: Any = None
-
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        self.found = getattr(self, "latest_loss", None)
-        return super().step(closure)
-
-
-def test_an_attribute_that_nobody_has_yet_reaches_the_wrapped_optimizers() -> None:
-    first, second = (_Asking([torch.ones(2, requires_grad=True)], lr=0.1) for _ in range(2))
-    optimizer = DoGEOptimizer([first, second], domains=["a"])
-    # As a trainer sets it, which knows of no declaration.
-    setattr(optimizer, "latest_loss", 3.0)  # noqa: B010
-    (one,), (two,) = (each.param_groups[0]["params"] for each in (first, second))
-    with optimizer.domain("a"):
-        (one.sum() + two.sum()).backward()
-    optimizer.step()
-    assert first.found == second.found == 3.0
-
-
 class _OtherName(torch.optim.SGD):
     loss: Any = None
 
@@ -607,13 +565,3 @@ def test_a_closure_of_any_name_gets_the_loss(kind: type[torch.optim.SGD]) -> Non
 
     assert optimizer.step(closure) == 5.0
     assert inner.loss == 5.0
-
-
-class _Needing(torch.optim.SGD):
-    def step(self, evaluate: Any) -> Any:  # type: ignore[override]
-        return super().step(evaluate)
-
-
-def test_a_step_that_needs_an_argument_is_refused_when_wrapping() -> None:
-    with pytest.raises(TypeError, match="evaluate"):
-        DoGEOptimizer(_Needing([torch.ones(2, requires_grad=True)], lr=0.1), domains=["a"])

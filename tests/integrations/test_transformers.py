@@ -501,16 +501,6 @@ def test_a_finished_batch_is_cut_where_every_entry_holds_the_examples() -> None:
         domain_data.part_of(batch(longest=7), 0, 2)
 
 
-def test_train_can_be_called_again_and_without_clipping(tmp_path: Path) -> None:
-    trainer = trainer_for(tmp_path, max_steps=2, max_grad_norm=0.0)
-    trainer.train()
-    first = trainer.doge
-    trainer.train()
-    assert trainer.doge is first
-    assert trainer.doge.num_steps == 4
-    assert trainer.doge.rule.max_grad_norm is None
-
-
 class _Flat(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         while True:

@@ -1,7 +1,5 @@
 """Rows in, blocks out: layout, padding, first writes, what waits."""
 
-import copy
-
 import pytest
 import torch
 from torch import Tensor
@@ -54,33 +52,6 @@ def test_rows_are_aligned_and_padded_with_zeros(
     memory = block.rows_BN.as_strided((2, stride), (stride, 1))
     assert (memory[:, columns:] == 0).all()
     assert buffer.num_bytes == 2 * stride * dtype.itemsize
-
-
-def test_a_copy_is_an_empty_buffer_of_the_same_kind_and_so_is_a_released_one() -> None:
-    p = param(3)
-    buffer = FlatBuffer(4, torch.float64)
-    buffer.receive(0, p, grad(p, 0))
-    copied = copy.deepcopy(buffer)
-    buffer.release()
-    for each in (copied, buffer):
-        assert (each.num_rows, each.dtype, each.blocks) == (4, torch.float64, [])
-        assert each.num_bytes == 0
-        assert each.touched([p]) == []
-
-
-def test_rows_of_domains_that_stayed_away_are_zero() -> None:
-    p, other = param(4), param(3)
-    buffer = FlatBuffer(2)
-    buffer.receive(0, p, grad(p, 0))
-    buffer.receive(1, p, grad(p, 1))
-    buffer.receive(0, other, grad(other, 0))
-    buffer.touched([p, other])
-    buffer.clear()
-    buffer.receive(1, p, grad(p, 2))
-    (block,) = buffer.touched([p, other])
-    assert block.param is p
-    assert (block.rows_BN[0] == 0).all()
-    assert torch.equal(block.rows_BN[1], grad(p, 2))
 
 
 def writes(monkeypatch: pytest.MonkeyPatch) -> list[int]:

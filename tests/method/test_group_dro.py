@@ -8,7 +8,6 @@ import torch
 from doge_fast.weights.group_dro import (
     ExcessWeights,
     Variant,
-    domain_means,
     example_shares,
     excess_losses,
     token_losses,
@@ -108,17 +107,6 @@ def test_many_steps_equal_a_loop(variant: Variant) -> None:
     assert weights.num_steps == 30
 
 
-def test_tokens_are_clipped_one_by_one_and_not_their_mean() -> None:
-    losses_BT = torch.tensor([[3.0, 1.0], [2.0, 2.0]])
-    reference_BT = torch.tensor([[1.0, 3.0], [1.0, 1.5]])
-    ids_B, last_K = torch.tensor([0, 1]), torch.zeros(2, dtype=torch.float64)
-    per_token = excess_losses(losses_BT, reference_BT, ids_B, last_K, variant="doremi")
-    of_means = excess_losses(losses_BT, reference_BT, ids_B, last_K, variant="doge")
-    # Two nats worse on one token and two better on the other.
-    assert per_token.tolist() == [1.0, 0.75]
-    assert of_means.tolist() == [0.0, 0.75]
-
-
 def test_token_losses_are_the_models_own() -> None:
     generator = torch.Generator().manual_seed(1)
     logits_BLV = torch.randn(2, 5, 11, generator=generator)
@@ -131,10 +119,3 @@ def test_token_losses_are_the_models_own() -> None:
         for t in range(4):
             exact = -float(wide[b, t, labels_BL[b, t + 1]])
             assert float(losses_BT[b, t]) == pytest.approx(exact, rel=8 * 2**-23)
-
-
-def test_a_domain_without_tokens_has_no_mean() -> None:
-    means_K = domain_means(torch.tensor([[1.0, 3.0]]), torch.tensor([1]), 3).tolist()
-    assert means_K[1] == 2.0
-    assert math.isnan(means_K[0])
-    assert math.isnan(means_K[2])

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from doge_fast.stacked.layers import Sum, register, registry, rule_of
-from doge_fast.stacked.layers.batch import Segment, runs_of
 from tests.method.architectures import (
     OWN_RULES,
     SIZES,
@@ -137,19 +136,3 @@ def test_a_module_of_several_inputs_has_no_rule_to_follow() -> None:
         model(torch.randn(6, 5), torch.randn(6, 1))
     with pytest.raises(RuntimeError, match="Bilinear got 1"), optimizer.stacked(model, SIZES):
         model([torch.randn(6, 5)])
-
-
-def test_runs_are_neighbours_in_batch_and_buffer() -> None:
-    first, second = runs_of(
-        [Segment(0, 0, 2), Segment(1, 2, 4), Segment(3, 4, 6), Segment(4, 6, 9), Segment(5, 9, 12)]
-    )
-    assert (first.rows, first.borders, first.is_equal) == (range(2), (0, 2, 4), True)
-    assert (second.rows, second.borders, second.is_equal) == (range(3, 6), (4, 6, 9, 12), False)
-    assert [(part, run.rows, run.borders) for part, run in second.equal_parts] == [
-        (slice(0, 1), range(3, 4), (4, 6)),
-        (slice(1, 3), range(4, 6), (6, 9, 12)),
-    ]
-    x_BLF = torch.arange(24.0).view(12, 2, 1)
-    assert first.by_domain(x_BLF, 1).tolist() == x_BLF[:4].reshape(2, 4, 1).tolist()
-    assert second.tokens(x_BLF.flatten(0, 1), 1).tolist() == x_BLF[4:].reshape(16, 1).tolist()
-    assert second.token_borders(16, torch.device("cpu")).tolist() == [0, 4, 10, 16]

@@ -199,26 +199,6 @@ class Model(nn.Module):
         return logits
 
 
-def stacked_rows(model: Model, ids_BL: Tensor, *, is_fused: bool, passes: int = 1) -> list[Tensor]:
-    optimizer = DoGEOptimizer(
-        torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
-        domains=list(SIZES),
-        absent="keep",
-        micro_batches=None,
-    )
-    sizes = {name: size for name, size in SIZES.items() if size}
-    for _ in range(passes):
-        with optimizer.stacked(model, sizes):
-            if is_fused:
-                hidden, head = model.hidden(ids_BL), model.head
-                losses_D = linear_domain_losses(hidden, head.weight, ids_BL, sizes)
-            else:
-                losses_D = domain_losses(model(ids_BL), ids_BL, sizes)
-            losses_D.sum().backward()
-    blocks = optimizer.buffer.touched(optimizer.param_groups[0]["params"])
-    return [block.rows_BN.clone() for block in blocks]
-
-
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("frozen", ["", "head"], ids=["trained", "frozen"])
 @pytest.mark.parametrize("passes", [1, 2])
@@ -227,8 +207,8 @@ def test_in_a_stacked_batch_each_domain_has_its_row(tied: bool, frozen: str, pas
     if frozen:
         model.get_submodule(frozen).requires_grad_(False)
     ids_BL = torch.randint(VOCABULARY, (5, LENGTH))
-    ours = stacked_rows(model, ids_BL, is_fused=True, passes=passes)
-    theirs = stacked_rows(model, ids_BL, is_fused=False, passes=passes)
+    ours, _ = losses_and_rows(model, ids_BL, Tensor.sum, is_fused=True, passes=passes)
+    theirs, _ = losses_and_rows(model, ids_BL, Tensor.sum, is_fused=False, passes=passes)
     assert len(ours) == len(theirs) == sum(p.requires_grad for p in model.parameters())
     for found, expected in zip(ours, theirs, strict=True):
         assert (found - expected).abs().max() <= 1e-14 * expected.abs().max()
@@ -251,25 +231,32 @@ class Products(TorchDispatchMode):
 
 
 def losses_and_rows(
-    model: Model, ids_BL: Tensor, weigh: Any, *, is_fused: bool, buffer_dtype: Any = None
+    model: Model,
+    ids_BL: Tensor,
+    weigh: Any,
+    *,
+    is_fused: bool,
+    buffer_dtype: Any = None,
+    passes: int = 1,
 ) -> tuple[list[Tensor], int]:
-    """The rows of one stacked pass, and the products of its backward pass."""
+    """The rows of stacked passes, and the products of the last one's backward pass."""
     optimizer = DoGEOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        domains=["a", "b"],
+        torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
+        domains=list(SIZES),
         buffer_dtype=buffer_dtype,
+        absent="keep",
         micro_batches=None,
     )
-    sizes = {"a": 2, "b": 3}
-    with optimizer.stacked(model, sizes):
-        hidden, head = model.hidden(ids_BL), model.head
-        if is_fused:
-            losses_D = linear_domain_losses(hidden, head.weight, ids_BL, sizes)
-        else:
-            losses_D = domain_losses(head(hidden), ids_BL, sizes)
-        loss = weigh(losses_D)
-        with Products() as products:
-            loss.backward()
+    for _ in range(passes):
+        with optimizer.stacked(model, SIZES):
+            hidden, head = model.hidden(ids_BL), model.head
+            if is_fused:
+                losses_D = linear_domain_losses(hidden, head.weight, ids_BL, SIZES)
+            else:
+                losses_D = domain_losses(head(hidden), ids_BL, SIZES)
+            loss = weigh(losses_D)
+            with Products() as products:
+                loss.backward()
     blocks = optimizer.buffer.touched(optimizer.param_groups[0]["params"])
     return [block.rows_BN.clone() for block in blocks], products.number
 

@@ -1,6 +1,5 @@
 """Groups, names, rates and hooks of the parameters that the wrapped optimizer trains."""
 
-import copy
 import warnings
 from typing import Any
 
@@ -19,13 +18,6 @@ def tracked(groups: Any, lr: Any = 0.1, **options: Any) -> TrackedParameters:
 
 def param(*shape: int, **options: Any) -> nn.Parameter:
     return nn.Parameter(torch.ones(*shape, **options))
-
-
-def test_eta_is_the_rate_of_the_first_group() -> None:
-    ours = tracked([{"params": [param(2)], "lr": 0.25}, {"params": [param(2)], "lr": 4.0}])
-    assert ours.lr == 0.25
-    ours.groups[0]["lr"] = 0.5
-    assert ours.lr == 0.5
 
 
 @pytest.mark.parametrize("kind", ["names", "tensors of groups with names", "tensors"])
@@ -182,46 +174,3 @@ def test_each_tracked_parameter_has_one_hook_and_no_other_has() -> None:
     other.requires_grad_(True)
     ours.scan()
     assert (hooks_of(one), hooks_of(other)) == (1, 1)
-
-
-def test_taken_at_once_on_a_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And only those that have a gradient, if all of it is zeros."""
-    monkeypatch.setattr(parameters, "takes_at_once", lambda param: False)
-    one, other, third = param(2), param(3), param(4)
-    ours = tracked([one, other, third])
-    received: list[Tensor] = []
-    ours.receive = received.append
-    ours.scan()
-    one.sum().backward()
-    third.grad = torch.zeros(4)
-    assert received == []
-    assert ours.has_noted
-    params, grads = ours.take()
-    assert params == [one, third]
-    assert [grad.tolist() for grad in grads] == [[1.0, 1.0], [0.0] * 4]
-    assert not ours.has_noted
-    assert one.grad is other.grad is third.grad is None
-    # As after the model has moved.
-    monkeypatch.undo()
-    ours.scan()
-    one.sum().backward()
-    assert received == [one]
-    assert not ours.has_noted
-
-
-def test_a_copy_has_no_hooks_until_it_looks() -> None:
-    one = param(2)
-    ours = tracked([one])
-    ours.receive = lambda param: None
-    ours.scan()
-    ours.note(one)
-    theirs = copy.deepcopy(ours)
-    (their_param,) = theirs.params
-    assert hooks_of(their_param) == 0
-    assert theirs.receive is None
-    assert not theirs.has_noted
-    theirs.receive = lambda param: None
-    theirs.scan()
-    assert (hooks_of(their_param), hooks_of(one)) == (1, 1)
-    del ours
-    assert hooks_of(one) == 0

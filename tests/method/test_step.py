@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from doge_fast import DoGEOptimizer
-from doge_fast.step.step import StepState
 from doge_fast.wrapper import loss_scale
 
 pytestmark = pytest.mark.usefixtures("taken")
@@ -42,32 +41,6 @@ def assert_steps(weight: Tensor, optimizer: DoGEOptimizer, number: int = 1) -> N
     enter(weight, optimizer, "abc" * (optimizer.micro_batches or 1))
     optimizer.step()
     assert optimizer.num_steps == number
-
-
-def test_states_follow_each_other() -> None:
-    weight, optimizer = made()
-    step = optimizer._step
-    assert step.state is StepState.EMPTY
-    with optimizer.domain("a"):
-        assert step.state is StepState.OPEN
-        weight.sum().backward()
-    assert step.state is StepState.COLLECTED
-    with pytest.raises(ZeroDivisionError), optimizer.domain("b"):
-        raise ZeroDivisionError
-    assert step.state is StepState.EMPTY
-    enter(weight, optimizer, "b")
-    assert step.state is StepState.COLLECTED
-    optimizer.zero_grad()
-    assert step.state is StepState.EMPTY
-    enter(weight, optimizer, "abc")
-    assert step.state is StepState.COMBINED
-    optimizer.step()
-    assert step.state is StepState.EMPTY
-    optimizer.zero_grad(set_to_none=False)
-    assert step.state is StepState.EMPTY
-    assert weight.grad is None
-    enter(weight, optimizer, "a")
-    assert step.state is StepState.COLLECTED
 
 
 # Which domains have been entered, and how often.

@@ -27,14 +27,9 @@ def optimizer_of(model: nn.Module, names: list[str] = NAMES, **options: Any) -> 
     return DoGEOptimizer(inner, domains=names, **(usual | options))
 
 
-def batch_of(name: str) -> tuple[Tensor, Tensor]:
+def loss_of(model: nn.Module, name: str) -> Tensor:
     generator = torch.Generator().manual_seed(int(name[1:]))
     x, y = torch.randn(2, 8, WIDTH, dtype=torch.float64, generator=generator)
-    return x, y
-
-
-def loss_of(model: nn.Module, name: str) -> Tensor:
-    x, y = batch_of(name)
     loss: Tensor = (model(x) - y).square().mean()
     return loss
 
@@ -157,26 +152,6 @@ def test_memory_is_that_of_the_domains_in_the_step() -> None:
     assert int(optimizer.last.gram.diagonal().count_nonzero()) == 2
     assert float(optimizer.alpha.sum()) == pytest.approx(1)
     assert optimizer.num_steps == 3
-
-
-def test_stacked_batches_hold_the_domains_of_the_step() -> None:
-    alphas = []
-    for is_stacked in (False, True):
-        model = model_of()
-        optimizer = optimizer_of(model)
-        for _ in range(5):
-            names = optimizer.domains_of_step
-            if not is_stacked:
-                run_step(optimizer, model)
-                continue
-            x_Be, y_Be = map(torch.cat, zip(*map(batch_of, names), strict=True))
-            with optimizer.stacked(model, {name: 8 * (name in names) for name in NAMES}):
-                squares_Be = (model(x_Be) - y_Be).square()
-                (squares_Be.sum() / (8 * WIDTH)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        alphas.append(optimizer.alpha)
-    torch.testing.assert_close(*alphas, rtol=1e-13, atol=0)
 
 
 def test_a_domain_that_was_not_drawn_is_refused() -> None:
