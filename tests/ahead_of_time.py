@@ -27,11 +27,11 @@ from doge_fast.kernels.triton_support import decorate, sum_dtype, triton_dtype
 from doge_fast.weights import reweight_triton as reweight
 
 # The files, whose names stand for their functions in the package.
-accumulate, gram, segment_sum, weighted_sum = (
+gram, segment_sum, weighted_sum = (
     importlib.import_module(f"doge_fast.kernels.{name}")
-    for name in ("accumulate", "gram", "segment_sum", "weighted_sum")
+    for name in ("gram", "segment_sum", "weighted_sum")
 )
-for _file in (accumulate, gram, segment_sum, weighted_sum):
+for _file in (gram, segment_sum, weighted_sum):
     decorate(vars(_file))
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -57,7 +57,8 @@ SOME_GRAMS = (
     *itertools.product((1, 7, 22, 50, 128), (FLOAT32, BFLOAT16)),
     # The last of the pairs, and the first that are not: they spilled.
     *itertools.product((9, 12, 13, 14), (FLOAT32,)),
-    (16, FLOAT32),
+    # One to four tiles of 16 rows.
+    *itertools.product((16, 33, 64), (FLOAT32,)),
     (16, FLOAT16),
     (7, FLOAT64),
     (22, FLOAT64),
@@ -113,17 +114,20 @@ def gram_cases(num_rows: int, dtype: torch.dtype, is_aligned: bool) -> Iterator[
         )
         return
     tiles = -(-num_rows // sizes.tile)
-    product, precision = gram.product_of(dtype, tiles)
+    product, is_split = gram.product_of(dtype)
+    is_whole = tiles <= sizes.tiles
     constants |= {
         "TILES": tiles,
         "TILE": sizes.tile,
         "BLOCK": sizes.block,
         "PRODUCT": triton_dtype(product),
-        "PRECISION": precision,
+        "IS_WHOLE": is_whole,
+        "IS_SPLIT": is_split,
         "PROGRAM_DOUBLINGS": gram.program_doublings(sizes, tiles * sizes.tile),
     }
     options |= {"num_stages": sizes.num_stages}
-    wide = sizes.tile * sizes.block * dtype.itemsize // (16 * 32 * sizes.num_warps)
+    loaded = (tiles if is_whole else 2) * sizes.tile
+    wide = loaded * sizes.block * dtype.itemsize // (16 * 32 * sizes.num_warps)
     yield Case(
         name,
         gram.gram_tiles,
@@ -142,7 +146,6 @@ def reduce_cases(num_rows: int) -> Iterator[Case]:
         "STRIDE": num_rows**2,
         "PROGRAMS": sizes.programs,
         "BLOCK": sizes.block,
-        "FOLDED": True,
         "ADD": True,
     }
     options = {"num_warps": sizes.num_warps}
@@ -158,17 +161,6 @@ def weighted_sum_cases(num_rows: int, dtype: torch.dtype, out_dtype: torch.dtype
         constants | {"ALIGNED": True},
         {"num_warps": sizes.num_warps},
         sizes.group,
-    )
-
-
-def accumulate_cases(grad_dtype: torch.dtype, row_dtype: torch.dtype, add: bool) -> Iterator[Case]:
-    constants = accumulate.constants_of(grad_dtype, row_dtype, add)
-    yield Case(
-        f"accumulate of {grad_dtype} {'to' if add else 'as'} {row_dtype}",
-        accumulate.accumulate_chunk,
-        constants | {"ALIGNED": True},
-        {"num_warps": accumulate.NUM_WARPS},
-        1 + add,
     )
 
 
@@ -219,9 +211,6 @@ def cases() -> Iterator[Case]:
     yield from reduce_cases(22)
     for num_rows, (dtype, out_dtype) in itertools.product((1, 7, 22), SOME_PAIRS):
         yield from weighted_sum_cases(num_rows, dtype, out_dtype)
-    for pair in SOME_PAIRS:
-        yield from accumulate_cases(*pair, True)
-    yield from accumulate_cases(BFLOAT16, FLOAT32, False)
     yield from reweight_cases(8)
     yield from reweight_cases(64)
     for dtype in (FLOAT32, BFLOAT16):

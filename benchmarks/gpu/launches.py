@@ -34,9 +34,10 @@ def launches(device: torch.device) -> Iterator[Row]:
                     yield checked(cases.gram_case(arena, problem, [name]), name)
                     yield checked(cases.weighted_sum_case(arena, problem, [name]), name)
         arena = Rows(OperatorProblem(2, dtype, BLOCKS, SIZES[BLOCKS]), device)
-        for name in names:
-            for add in (False, True):
-                yield checked(cases.accumulate_case(arena, [name], add=add), name)
+        for add in (False, True):
+            case = cases.accumulate_case(arena, names, add=add)
+            for name in case.ours:
+                yield checked(case, name)
         for name in names:
             yield from segment_sums(device, name, dtype, 70)
     for num_rows in NUM_ROWS:
