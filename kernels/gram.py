@@ -186,8 +186,6 @@ def gram_cuda(blocks: Sequence[Tensor]) -> Tensor:
 
 # Bytes of a thread's widest load.
 LOAD_BYTES = 16
-# The name of `folded_dot` among Triton's input precisions.
-FOLDED = "folded"
 
 
 @dataclass(frozen=True)
@@ -207,12 +205,13 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tiles of rows through the matrix units.
+    """Tiles of rows through the matrix units, the lower triangle of pairs of tiles.
 
     Tensor cores truncate sums: every 8 columns a sum loses up to one ulp per addend, towards zero.
-    Over `block` = 32 columns this is on average 5e-7 of a sum of one sign (by emulation, after Fasi
-    et al., "Numerical behavior of NVIDIA tensor cores", 2021). Later additions round to nearest, up
-    to 256 in float32 per chunk, then float64. So the loss does not grow with N.
+    Over 32 columns, the longest `block`, this is on average 5e-7 of a sum of one sign (by
+    emulation, after Fasi et al., "Numerical behavior of NVIDIA tensor cores", 2021). Later
+    additions round to nearest, up to 256 in float32 per chunk, then float64. So the loss does not
+    grow with N.
     """
 
     tile: int
@@ -221,6 +220,8 @@ class Tiles:
     num_stages: int
     chunk_columns: int = 8192
     program_doublings: int = 11
+    tiles: int = 1
+    """Up to so many tiles a program has all pairs of them; of more it has one pair."""
 
 
 @dataclass(frozen=True)
@@ -263,9 +264,9 @@ PAIRS_FLOAT64: dict[float, Pairs] = {
 ONE_WARP = {"num_warps": 1, "chunk_columns": 2048, "program_doublings": 14}
 TWO_WARPS = {"num_warps": 2, "chunk_columns": 4096, "program_doublings": 12}
 TILES_FLOAT32: dict[float, Tiles] = {
-    16: Tiles(tile=16, block=32, num_stages=4, **ONE_WARP),
-    32: Tiles(tile=32, block=32, num_stages=4, **TWO_WARPS),
-    64: Tiles(tile=64, block=32, num_warps=4, num_stages=4),
+    32: Tiles(tile=16, block=32, num_stages=4, tiles=2, **ONE_WARP),
+    # The sums of ten pairs leave registers for 16 columns.
+    64: Tiles(tile=16, block=16, num_stages=4, tiles=4, **ONE_WARP),
     128: Tiles(tile=128, block=32, num_warps=8, num_stages=4),
     math.inf: Tiles(tile=64, block=32, num_warps=8, num_stages=4),
 }
@@ -295,9 +296,10 @@ def pick(num_rows: int, dtype: torch.dtype) -> Pairs | Tiles:
     """Pairs while they are memory-bound and fit in registers, else tiles.
 
     Computed time of the arithmetic over that of the memory traffic, on H200 (4.3 TB/s, 60 TFLOP/s
-    of float32, 400 of tf32, 990 of bfloat16) and A100 (1.75, 19.5, 156, 312). R rows cost R (R + 1)
-    operations per column in pairs; tiles of T rows cost 2 T^2 of bfloat16 or 4 T^2 of tf32
-    (`folded_dot`). Only 128 float32 rows are bound by arithmetic.
+    of float32, 400 of tf32 and 300 by a single warp, 990 of bfloat16) and A100 (1.75, 19.5, 156,
+    312). R rows cost R (R + 1) operations per column in pairs; tiles of T rows cost 2 T^2 of
+    bfloat16, or of tf32 4 T^2 on the diagonal and 6 T^2 below it (`split_dot`). So 50 rows take 26
+    products of 16 rows where the square takes 32. Only 128 float32 rows are bound by arithmetic.
 
                               H200           A100
         pairs, float32        0.23 (R=12)    0.29
@@ -305,8 +307,8 @@ def pick(num_rows: int, dtype: torch.dtype) -> Pairs | Tiles:
         tiles, bfloat16       0.20 (R=22)    0.26
                               0.36 (R=50)    0.46
                               0.56 (R=128)   0.72
-        tiles, float32        0.50 (R=22)    0.52
-                              0.88 (R=50)    0.92
+        tiles, float32        0.58 (R=22)    0.46
+                              0.95 (R=50)    0.75
                               1.38 (R=128)   1.44
     """
     return TUNINGS[dtype][min(most for most in TUNINGS[dtype] if num_rows <= most)]
@@ -339,15 +341,13 @@ def columns_of(tuning: Pairs, dtype: torch.dtype, is_aligned: bool) -> dict[str,
     return {"BLOCK": block >> doublings, "DOUBLINGS": 0}
 
 
-def product_of(dtype: torch.dtype, num_tiles: int) -> tuple[torch.dtype, str]:
-    """The dtype and the input precision of the tiles' products."""
+def product_of(dtype: torch.dtype) -> tuple[torch.dtype, bool]:
+    """The dtype of the factors of the tiles' products, and whether `split_dot` multiplies them."""
     if is_interpreted() and dtype == torch.bfloat16:
         # Triton's interpreter multiplies the bit patterns of bfloat16 operands.
-        return torch.float32, "ieee"
-    # AMD's matrix units support different precisions; "ieee" works on all.
-    if dtype != torch.float32 or torch.version.hip is not None:
-        return dtype, "ieee"
-    return dtype, FOLDED if num_tiles == 1 else "tf32x3"
+        return torch.float32, False
+    # AMD's matrix units support other precisions; Triton's own product works on all.
+    return dtype, dtype == torch.float32 and torch.version.hip is None
 
 
 def gram_triton(blocks: Sequence[Tensor]) -> Tensor:
@@ -394,7 +394,7 @@ def _add_pairs(
             num_warps=tuning.num_warps,
             enable_fp_fusion=True,
         )
-    _reduce(partials, gram_RR, side=num_rows, is_folded=False, is_first=is_first)
+    _reduce(partials, gram_RR, side=num_rows, is_first=is_first)
 
 
 def _add_tiles(
@@ -410,9 +410,10 @@ def _add_tiles(
     doublings = program_doublings(tuning, side)
     programs = [min(1 << doublings, table.num_chunks) for table in tables]
     partials = gram_RR.new_empty((sum(programs), side * side))
-    product_dtype, precision = product_of(dtype, num_tiles)
+    is_whole = num_tiles <= tuning.tiles
+    product_dtype, is_split = product_of(dtype)
     for table, part in zip(tables, torch.split(partials, programs), strict=True):
-        gram_tiles[(len(part), num_tiles * (num_tiles + 1) // 2)](
+        gram_tiles[(len(part), 1 if is_whole else num_tiles * (num_tiles + 1) // 2)](
             table.table,
             part,
             table.num_chunks,
@@ -424,18 +425,17 @@ def _add_tiles(
             STORAGE=triton_dtype(dtype),
             PRODUCT=triton_dtype(product_dtype),
             SUM=triton_dtype(sum_dtype(dtype)),
-            PRECISION=precision,
+            IS_WHOLE=is_whole,
+            IS_SPLIT=is_split,
             ALIGNED=table.is_aligned,
             num_warps=tuning.num_warps,
             num_stages=tuning.num_stages,
             enable_fp_fusion=True,
         )
-    _reduce(partials, gram_RR, side=side, is_folded=precision == FOLDED, is_first=is_first)
+    _reduce(partials, gram_RR, side=side, is_first=is_first)
 
 
-def _reduce(
-    partials: Tensor, gram_RR: Tensor, *, side: int, is_folded: bool, is_first: bool
-) -> None:
+def _reduce(partials: Tensor, gram_RR: Tensor, *, side: int, is_first: bool) -> None:
     num_partials, stride = partials.shape
     tuning = reduction(len(gram_RR))
     gram_reduce[(-(-gram_RR.numel() // tuning.block),)](
@@ -447,7 +447,6 @@ def _reduce(
         STRIDE=stride,
         PROGRAMS=tuning.programs,
         BLOCK=tuning.block,
-        FOLDED=is_folded,
         ADD=not is_first,
         num_warps=tuning.num_warps,
         enable_fp_fusion=True,
@@ -560,20 +559,34 @@ def gram_pairs(
 
 
 @kernel
-def folded_dot(x_TB):
-    """S with (S + S^T) / 2 = x x^T, in two products of matrix units instead of three or four.
-
-    x = h + l, where h is rounded to the 11 bits of tf32, so it is not truncated, and l is the exact
-    rest. x x^T = h h^T + h l^T + (h l^T)^T + l l^T, and S = h h^T + 2 h l^T omits only l l^T: at
-    most 2**-24, on average 1e-8, of the diagonal. The truncation of l has either sign. A NaN in x
-    is a NaN in l.
-    """
+def high_part(x_TB):
+    """x rounded to the 11 bits of tf32, which matrix units then do not truncate."""
     bits_TB = x_TB.to(tl.int32, bitcast=True)
-    high_TB = ((bits_TB + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
-    low_TB = x_TB - high_TB
-    # The small product first: truncating small sums loses little.
-    product_TT = tl.dot(high_TB, tl.trans(low_TB + low_TB), input_precision="tf32")
-    return tl.dot(high_TB, tl.trans(high_TB), acc=product_TT, input_precision="tf32")
+    return ((bits_TB + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+
+
+@kernel
+def split_dot(left_TB, right_TB, IS_SQUARE: tl.constexpr):
+    """x y^T of float32 in products of tf32: two for a square, three otherwise.
+
+    x = h + l, where h is `high_part` and l the exact rest, and y = k + m. x y^T = h k^T + h m^T +
+    l k^T + l m^T, and the last is omitted: at most 2**-24, on average 1e-8, of the norms' product.
+    In a square, h m^T is the transpose of l k^T, so this returns S = h h^T + 2 h l^T with
+    (S + S^T) / 2 = x x^T. The truncation of l has either sign. A NaN in x is a NaN in l.
+    """
+    left_high_TB, right_high_TB = high_part(left_TB), high_part(right_TB)
+    left_low_TB, right_low_TB = left_TB - left_high_TB, right_TB - right_high_TB
+    # The small products first: truncating small sums loses little.
+    if IS_SQUARE:
+        product_TT = tl.dot(
+            left_high_TB, tl.trans(right_low_TB + right_low_TB), input_precision="tf32"
+        )
+    else:
+        product_TT = tl.dot(left_high_TB, tl.trans(right_low_TB), input_precision="tf32")
+        product_TT = tl.dot(
+            left_low_TB, tl.trans(right_high_TB), acc=product_TT, input_precision="tf32"
+        )
+    return tl.dot(left_high_TB, tl.trans(right_high_TB), acc=product_TT, input_precision="tf32")
 
 
 @kernel
@@ -589,60 +602,78 @@ def gram_tiles(
     STORAGE: tl.constexpr,
     PRODUCT: tl.constexpr,
     SUM: tl.constexpr,
-    PRECISION: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Tiles of TILE rows through tl.dot, the lower triangle of tiles; never plain tf32.
+    """The lower triangle of pairs of tiles of TILE rows through tl.dot; never plain tf32.
 
+    A program has all pairs with IS_WHOLE, and reads each row once; else it has a single pair.
     Matrix units truncate sums, so they add BLOCK columns only (`Tiles`). The sums of a chunk are
     float32, rounded to nearest, and those across chunks float64.
     """
     program = tl.program_id(0)
-    pair = tl.program_id(1)
-    # Row-major lower triangle: pair = tile_i (tile_i + 1) / 2 + tile_j.
-    tile_i = 0
-    for above in tl.static_range(1, TILES):
-        tile_i += (pair >= above * (above + 1) // 2).to(tl.int32)
-    tile_j = pair - tile_i * (tile_i + 1) // 2
-    i_T = tile_i * TILE + tl.arange(0, TILE)
-    j_T = tile_j * TILE + tl.arange(0, TILE)
+    tiles = ()
+    if IS_WHOLE:
+        for tile in tl.static_range(TILES):
+            tiles = tiles + (tile,)  # noqa: RUF005
+    else:
+        # Row-major lower triangle: pair = tile_i (tile_i + 1) / 2 + tile_j.
+        pair = tl.program_id(1)
+        tile_i = 0
+        for above in tl.static_range(1, TILES):
+            tile_i += (pair >= above * (above + 1) // 2).to(tl.int32)
+        tiles = (pair - tile_i * (tile_i + 1) // 2, tile_i)
     side: tl.constexpr = TILES * TILE
-    square_TT = partials + program.to(tl.int64) * side * side + i_T[:, None] * side + j_T[None, :]
+    square = partials + program.to(tl.int64) * side * side
+    row_T = tl.arange(0, TILE)
     first = first_chunk(program, num_chunks, PROGRAM_DOUBLINGS)
     last = first_chunk(program + 1, num_chunks, PROGRAM_DOUBLINGS)
     for chunk in range(first, last):
         pointer, row_stride, length = load_chunk(table, chunk, STORAGE, ALIGNED)
-        sums_TT = tl.zeros([TILE, TILE], SUM)
+        sums = ()
+        for _ in tl.static_range(len(tiles) * (len(tiles) + 1) // 2):
+            sums = sums + (tl.zeros([TILE, TILE], SUM),)  # noqa: RUF005
         # int64: a row may be longer than 2**31
         for start in range(0, length, BLOCK):
             columns = start + tl.arange(0, BLOCK)[None, :]
-            # [TILE, BLOCK]; rows past R and columns past the chunk add nothing
-            left_TB = tl.load(
-                pointer + i_T[:, None] * row_stride + columns,
-                mask=(i_T[:, None] < R) & (columns < length),
-                other=0,
-            ).to(PRODUCT)
-            if PRECISION == "folded":
-                product_TT = folded_dot(left_TB)
-            elif TILES == 1:
-                product_TT = tl.dot(
-                    left_TB, tl.trans(left_TB), input_precision=PRECISION, out_dtype=SUM
-                )
-            else:
-                right_TB = tl.load(
-                    pointer + j_T[:, None] * row_stride + columns,
-                    mask=(j_T[:, None] < R) & (columns < length),
+            rows = ()
+            for i in tl.static_range(len(tiles)):
+                i_T = tiles[i] * TILE + row_T
+                # [TILE, BLOCK]; rows past R and columns past the chunk add nothing
+                row_TB = tl.load(
+                    pointer + i_T[:, None] * row_stride + columns,
+                    mask=(i_T[:, None] < R) & (columns < length),
                     other=0,
-                ).to(PRODUCT)
-                product_TT = tl.dot(
-                    left_TB, tl.trans(right_TB), input_precision=PRECISION, out_dtype=SUM
                 )
-            # Not `+`, which the compiler would move into the matrix units.
-            sums_TT = tl.fma(product_TT, tl.full(product_TT.shape, 1.0, SUM), sums_TT)
-        # Totals stay in memory: in float64 they would need the registers of a second tile.
-        is_later = i_T[:, None] + chunk != i_T[:, None] + first
-        total_TT = tl.load(square_TT, mask=is_later, other=0.0) + sums_TT.to(tl.float64)
-        tl.store(square_TT, total_TT)
+                rows = rows + (row_TB.to(PRODUCT),)  # noqa: RUF005
+            longer = ()
+            for i in tl.static_range(len(tiles)):
+                for j in tl.static_range(i + 1):
+                    sums_TT = sums[i * (i + 1) // 2 + j]
+                    if IS_WHOLE or i != j:
+                        if IS_SPLIT:
+                            product_TT = split_dot(rows[i], rows[j], i == j)
+                        else:
+                            product_TT = tl.dot(
+                                rows[i], tl.trans(rows[j]), input_precision="ieee", out_dtype=SUM
+                            )
+                        # Not `+`, which the compiler would move into the matrix units.
+                        sums_TT = tl.fma(product_TT, tl.full(product_TT.shape, 1.0, SUM), sums_TT)
+                    longer = longer + (sums_TT,)  # noqa: RUF005
+            sums = longer
+        for i in tl.static_range(len(tiles)):
+            for j in tl.static_range(i + 1):
+                if IS_WHOLE or i != j:
+                    sums_TT = sums[i * (i + 1) // 2 + j]
+                    if IS_SPLIT and i == j:
+                        sums_TT = (sums_TT + tl.trans(sums_TT)) * 0.5
+                    i_T, j_T = tiles[i] * TILE + row_T, tiles[j] * TILE + row_T
+                    square_TT = square + i_T[:, None] * side + j_T[None, :]
+                    # Totals stay in memory: in float64 they would need twice the registers.
+                    is_later = i_T[:, None] + chunk != i_T[:, None] + first
+                    total_TT = tl.load(square_TT, mask=is_later, other=0.0)
+                    tl.store(square_TT, total_TT + sums_TT.to(tl.float64))
         # Other threads may load these totals in the next chunk.
         tl.debug_barrier()
 
@@ -657,13 +688,9 @@ def gram_reduce(
     STRIDE: tl.constexpr,
     PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
-    FOLDED: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """gram = or += the sum of the programs' squares, or (S + S^T) / 2 of it if FOLDED.
-
-    Otherwise only the lower triangle is read: three-pass products are not bitwise symmetric.
-    """
+    """gram = or += the sum of the programs' squares, of which it reads the lower triangle."""
     entries_B = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     high_B = tl.maximum(entries_B // R, entries_B % R)
     low_B = tl.minimum(entries_B // R, entries_B % R)
@@ -676,13 +703,7 @@ def gram_reduce(
         sums_PB += tl.load(
             square_P1 + (high_B * SIDE + low_B)[None, :], mask=is_there_PB, other=0.0
         )
-        if FOLDED:
-            sums_PB += tl.load(
-                square_P1 + (low_B * SIDE + high_B)[None, :], mask=is_there_PB, other=0.0
-            )
     sum_B = tl.sum(sums_PB, axis=0)
-    if FOLDED:
-        sum_B = sum_B * 0.5
     if ADD:
         sum_B += tl.load(gram + entries_B, mask=is_entry_B, other=0.0)
     tl.store(gram + entries_B, sum_B, mask=is_entry_B)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_PROCESSES = 2
@@ -26,6 +27,10 @@ def test_kernels_load_wide_and_do_not_spill(tmp_path: Path) -> None:
     assert len(kernels) >= 80
     faults = {name: measured for name, measured in kernels.items() if not is_right(measured)}
     assert not faults
+    # Four tiles of 16 rows by 16 columns: two products on the diagonal, three below it, each of
+    # four instructions. The whole square takes 128.
+    of_50_rows = kernels[f"gram of 50 rows, {torch.float32}, aligned, sm_80"]
+    assert of_50_rows["matrix_products"] == 4 * (4 * 2 + 6 * 3)
 
 
 def is_right(measured: dict[str, int]) -> bool:
