@@ -5,7 +5,7 @@ The report's page takes the same tables; its template makes HTML of them.
 
 import os
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from rich.cells import cell_len, set_cell_size
@@ -43,17 +43,31 @@ class Table(NamedTuple):
     rows: list[Row]
 
 
-def table_of(header: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "") -> Table:
-    """A table of plain texts.
+def table_of(
+    header: Sequence[str | tuple[str, str]],
+    rows: Iterable[Sequence[str | Cell]],
+    *,
+    title: str = "",
+    note: str = "",
+    totals: Iterable[Sequence[str | Cell]] = (),
+) -> Table:
+    """A table of texts or cells.
 
     Args:
-        header: labels of the columns; the first is that of the rows' labels.
-        rows: as many texts each as the header has.
+        header: labels of the columns, or (label, what it is); the first is that of the rows'.
+        rows: as many texts each as the header has, the row's label first.
         title: of the table.
+        note: below it.
+        totals: further rows, which are set apart.
     """
-    corner, *labels = header
-    lines = [Row(label, [Cell(text) for text in texts]) for label, *texts in rows]
-    return Table(title, "", corner, [(label, "") for label in labels], lines)
+    corner, *heads = header
+    columns = [(head, "") if isinstance(head, str) else head for head in heads]
+    lines = [
+        Row(str(label), [Cell(each) if isinstance(each, str) else each for each in cells], is_total)
+        for is_total, own in ((False, rows), (True, totals))
+        for label, *cells in own
+    ]
+    return Table(title, note, str(corner), columns, lines)
 
 
 def terminal_width() -> int:

@@ -120,27 +120,27 @@ def change_figure(
 
 
 def temperature_figure(
-    means: Mapping[float, float], changes: Mapping[float, PairedDifference], chosen: float
+    losses: Mapping[float, Stat], changes: Mapping[float, PairedDifference], chosen: float
 ) -> Figure:
     """Mean loss over 1/T, with the interval of its difference to uniform weights.
 
     Args:
-        means: {1/T: mean loss over seeds}.
+        losses: {1/T: mean loss over seeds}.
         changes: {1/T: difference to uniform weights}.
         chosen: 1/T of the weights that were written.
     """
     figure, axes = plot.canvas(2.6)
-    places = sorted(means)
+    means = {place: losses[place].mean for place in sorted(losses)}
     if 0.0 in means:
         axes.axhline(means[0.0], **_DOTTED)
-    axes.plot(places, [means[place] for place in places], color=INK)
-    for place in places:
+    axes.plot(list(means), list(means.values()), color=INK)
+    for place, mean in means.items():
         low, high = changes[place].low, changes[place].high
         color = PALETTE[0] if place == chosen else INK
         if place and low is not None and high is not None:
             ends = [means[0.0] + low, means[0.0] + high]
             axes.plot([place, place], ends, color=color, linewidth=1.1)
-        axes.plot([place], [means[place]], "D" if place == chosen else "o", color=color, zorder=4)
+        axes.plot([place], [mean], "D" if place == chosen else "o", color=color, zorder=4)
     axes.set_title("held-out loss, nats per token", loc="left", color=MUTED, fontsize=9.5)
     axes.set_xlabel("1/T  (0: uniform, 1: the proxy's weights)")
     axes.xaxis.set_major_locator(plot.ticks())

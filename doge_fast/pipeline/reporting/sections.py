@@ -26,10 +26,9 @@ from doge_fast.pipeline.records.shapes import (
     TemperatureGroup,
     WeightsGroup,
 )
-from doge_fast.pipeline.reporting import figures, temperature
+from doge_fast.pipeline.reporting import figures
 from doge_fast.pipeline.reporting.mixtures import effective_domains
 from doge_fast.pipeline.reporting.plotting import Drawing, drawing_of, style
-from doge_fast.pipeline.reporting.proxies import Proxy
 from doge_fast.pipeline.reporting.runs import RecordedRun
 from doge_fast.pipeline.reporting.statistics import (
     Arm,
@@ -48,7 +47,7 @@ from doge_fast.pipeline.reporting.wording import (
     plural,
     weight_text,
 )
-from doge_fast.pipeline.tables import Cell, Row, Table, table_of
+from doge_fast.pipeline.tables import Cell, Table, table_of
 
 MARKS = "Bold: lower, and the 95 % interval over paired seeds leaves out zero; with a !: higher."
 ONE_SEED = " One seed has no interval: undecided."
@@ -83,22 +82,36 @@ class Section:
 
 def sections_of(study: Study) -> list[Section]:
     """The page from top to bottom, of the runs that there are so far."""
-    found: list[Section | None] = [
+    measured: list[PerplexityGroup | TargetsGroup] = [*study.of(PerplexityGroup)]
+    # Two tables of the same base models share their accuracies.
+    scored = {group.arms: group for group in study.of(PerplexityGroup)}
+    found = [
         *(temperature_section(study, group) for group in study.of(TemperatureGroup)),
         *(mixture_section(study, group) for group in study.of(WeightsGroup)),
         warnings_section(study),
-        course_section(study.proxies),
-        *(perplexity_section(study, group) for group in study.of(PerplexityGroup)),
-        *(perplexity_section(study, group) for group in study.of(TargetsGroup)),
-        # Two tables of the same base models share their accuracies.
-        *(
-            tasks_section(study, group)
-            for group in {each.arms: each for each in study.of(PerplexityGroup)}.values()
-        ),
+        course_section(study),
+        *(perplexity_section(study, group) for group in (*measured, *study.of(TargetsGroup))),
+        *(tasks_section(study, group) for group in scored.values()),
         *(cost_section(study, group) for group in study.of(CostGroup)),
         provenance_section(study),
     ]
     return [section for section in found if section is not None]
+
+
+def drawn(sketches: Iterable[Sketch], names: Iterator[str]) -> list[Drawing]:
+    """The figures, each under the next of the names."""
+    with style():
+        return [
+            drawing_of(next(names), sketch.title, sketch.caption, sketch.make())
+            for sketch in sketches
+        ]
+
+
+def drawings_of(path: Path) -> list[Drawing]:
+    """The figures of a run's or an experiment's page, named "", "-1", "-2", ..."""
+    sections = sections_of(open_study([path]))
+    names = (f"-{place}" if place else "" for place in itertools.count())
+    return drawn((sketch for section in sections for sketch in section.sketches), names)
 
 
 def mixture_section(study: Study, group: WeightsGroup) -> Section | None:
@@ -106,25 +119,19 @@ def mixture_section(study: Study, group: WeightsGroup) -> Section | None:
     stats = {arm: found for arm in group.arms if (found := study.weights(arm))}
     if not stats:
         return None
-    firsts = {arm: study.runs_of(arm.runs)[0] for arm in stats}
+    runs = {arm: study.runs_of(arm.runs) for arm in stats}
     names = list(dict.fromkeys(name for weights in stats.values() for name in weights))
     means = {arm.label: {n: s.mean for n, s in each.items()} for arm, each in stats.items()}
     is_shared = all(len(weights) == len(names) for weights in stats.values())
     others: dict[str, dict[str, float]] = {}
     if is_shared:
-        tokens = next(iter(firsts.values())).train_tokens
+        tokens = next(iter(runs.values()))[0].train_tokens
         others = {"uniform": baselines.uniform(tokens), "natural": baselines.natural(tokens)}
     rows = []
     for name in names:
-        cells = [
-            weight_text(weights[name])
-            if name in weights
-            else "target"
-            if name in firsts[arm].targets
-            else "–"
-            for arm, weights in stats.items()
-        ]
-        rows.append((name, *cells, *(f"{each[name]:.3f}" for each in others.values())))
+        absent = {arm: "target" if name in runs[arm][0].targets else "–" for arm in stats}
+        own = (weight_text(each[name]) if name in each else absent[a] for a, each in stats.items())
+        rows.append((name, *own, *(f"{each[name]:.3f}" for each in others.values())))
     totals = []
     if not is_shared:
         totals.append(("uniform would be", *(f"{1 / len(each):.3f}" for each in means.values())))
@@ -139,8 +146,6 @@ def mixture_section(study: Study, group: WeightsGroup) -> Section | None:
         note += f" Means over seeds.{ERRORS}"
     heads = [(arm.label, arm.about) for arm in stats]
     heads += [("uniform", "baseline"), ("natural", "by tokens")] if others else []
-    table = table_of(["domain", *(label for label, _ in heads)], rows, title=group.title)
-    lines = [*table.rows, *(Row(label, list(map(Cell, cells)), True) for label, *cells in totals)]
     sketches = []
     if len(stats) <= _MOST_BARS:
         caption = "Dotted: uniform weights." + (
@@ -152,56 +157,13 @@ def mixture_section(study: Study, group: WeightsGroup) -> Section | None:
     chosen = list(stats)[:1] if is_shared else list(stats)
     return Section(
         group.title,
-        commands=[line for arm in chosen for line in _export(study.runs_of(arm.runs))],
-        tables=[table._replace(note=note, columns=heads, rows=lines)],
+        commands=[line for arm in chosen for line in _export(runs[arm])],
+        tables=[
+            table_of(["domain", *heads], rows, title=group.title, note=note, totals=totals),
+        ],
         sketches=sketches,
         remarks=["doge-fast export --list names the frameworks that --to takes."],
     )
-
-
-def temperature_section(study: Study, group: TemperatureGroup) -> Section:
-    """The loss along the line from uniform weights through the proxy's, and what was chosen."""
-    changes = temperature.changes_of(temperature.losses_of(study, group))
-    label = next(each.arm.label for each in group.points if each.inverse == group.chosen)
-    if group.chosen:
-        told = headline(label, "uniform", changes[group.chosen])
-    else:
-        told = "uniform: no temperature tried has a lower loss"
-    caption = (
-        "Held-out loss of base models at alpha^(1/T). Dotted: uniform weights. Bars: 95 % "
-        "intervals of the difference to uniform over paired seeds, where there are several. "
-        "Diamond: the weights that were written."
-    )
-    path = next(iter(study.runs.values())).path.parents[1]
-    directory = min(str(path), os.path.relpath(path), key=len)
-    return Section(
-        group.title,
-        [told],
-        commands=[shlex.join(["doge-fast", "export", directory, "--to", "json"])],
-        tables=temperature.tables_of(study, group),
-        sketches=[Sketch("Loss over 1/T", caption, temperature.curve(study, group))],
-    )
-
-
-def drawn(sketches: Iterable[Sketch], names: Iterator[str]) -> list[Drawing]:
-    """The figures, each under the next of the names."""
-    with style():
-        return [
-            drawing_of(next(names), sketch.title, sketch.caption, sketch.make())
-            for sketch in sketches
-        ]
-
-
-def drawings_of(path: Path) -> list[Drawing]:
-    """The figures of a run's or an experiment's page, named "", "-1", "-2", ...
-
-    Raises:
-        ValueError: as `open_study`.
-    """
-    sketches = [
-        sketch for section in sections_of(open_study([path])) for sketch in section.sketches
-    ]
-    return drawn(sketches, (f"-{place}" if place else "" for place in itertools.count()))
 
 
 def _gap_text(own: Mapping[str, float], reference: Mapping[str, float]) -> str:
@@ -212,20 +174,85 @@ def _gap_text(own: Mapping[str, float], reference: Mapping[str, float]) -> str:
 
 def _export(runs: Sequence[RecordedRun]) -> Iterator[str]:
     """The commands that write weights as another program reads them; of seeds their mean."""
-    paths = [min(str(run.path), os.path.relpath(run.path), key=len) for run in runs]
-    source = paths[0]
-    if len(paths) > 1:
-        source = f"{runs[0].stem}.json"
-        yield shlex.join(["doge-fast", "weights", "average", *paths, "--out", source])
+    source, *others = [_short(run.path) for run in runs]
+    if others:
+        mean = f"{runs[0].stem}.json"
+        yield shlex.join(["doge-fast", "weights", "average", source, *others, "--out", mean])
+        source = mean
     yield shlex.join(["doge-fast", "export", source, "--to", "json"])
 
 
-def course_section(proxies: Sequence[Proxy]) -> Section | None:
+def _short(path: Path) -> str:
+    return min(str(path), os.path.relpath(path), key=len)
+
+
+def temperature_section(study: Study, group: TemperatureGroup) -> Section:
+    """The loss along the line from uniform weights through the proxy's, and what was chosen."""
+    arms = {point.inverse: study.arm(point.arm) for point in group.points}
+    uniform = arms.get(0.0, Arm("uniform", "", {}))
+    changes = {inverse: arm.against(uniform, group.aim) for inverse, arm in arms.items()}
+    points = [point for point in group.points if arms[point.inverse].losses]
+    losses = {point.inverse: arms[point.inverse].loss(group.aim) for point in points}
+    rows = []
+    for point in points:
+        change = changes[point.inverse]
+        told = change_text(change) if point.inverse else "/"
+        count = f"{effective_domains(point.weights.values()):.1f} of {len(point.weights)}"
+        is_chosen = "written" if point.inverse == group.chosen else ""
+        cell = Cell(told, change.is_lower, change.is_higher)
+        loss = f"{losses[point.inverse].mean:.4f}"
+        rows.append((f"{point.inverse:g}", loss, cell, count, is_chosen))
+    is_several = any(len(arm.losses) > 1 for arm in arms.values())
+    note = (
+        f"Loss: mean over {_aim_text(group)}, nats per token. 1/T = 0: uniform weights; 1: the "
+        "proxy's own. Change of perplexity with its 95 % interval over paired seeds."
+        f"{'' if is_several else ONE_SEED}"
+    )
+    header = ("1/T", "loss", "against uniform", "effective domains", "")
+    measured = table_of(header, rows, title="Loss at each temperature", note=note)
+    shown = [point for point in points if point.inverse in (0.0, 1.0, group.chosen)]
+    heads = [(point.arm.label, f"1/T = {point.inverse:g}") for point in shown]
+    mixtures = []
+    for name in shown[0].weights:
+        epochs = [f"{group.epochs[name]:.2f}"] if name in group.epochs else []
+        mixtures.append((name, *(f"{point.weights[name]:.3f}" for point in shown), *epochs))
+    note = ""
+    if group.epochs:
+        heads.append(("epochs", "of the written weights"))
+        note = "Epochs: passes over the text of a domain in the training that the weights are for."
+    label = next(point.arm.label for point in group.points if point.inverse == group.chosen)
+    told = "uniform: no temperature tried has a lower loss"
+    if group.chosen:
+        told = headline(label, "uniform", changes[group.chosen])
+    caption = (
+        "Held-out loss of base models at alpha^(1/T). Dotted: uniform weights. Bars: 95 % "
+        "intervals of the difference to uniform over paired seeds, where there are several. "
+        "Diamond: the weights that were written."
+    )
+    make = partial(figures.temperature_figure, losses, changes, group.chosen)
+    directory = _short(next(iter(study.runs.values())).path.parents[1])
+    return Section(
+        group.title,
+        [told],
+        commands=[shlex.join(["doge-fast", "export", directory, "--to", "json"])],
+        tables=[measured, table_of(["domain", *heads], mixtures, title="Mixtures", note=note)],
+        sketches=[Sketch("Loss over 1/T", caption, make)],
+    )
+
+
+def _aim_text(group: TemperatureGroup) -> str:
+    is_equal = max(group.aim.values()) - min(group.aim.values()) < 1e-9
+    if not is_equal:
+        return listed(f"{name} ({weight:.2f})" for name, weight in group.aim.items())
+    return f"the {len(group.aim)} domains" if len(group.aim) > 4 else listed(group.aim)
+
+
+def course_section(study: Study) -> Section | None:
     """The weights over the steps, the number of effective domains, and the drift."""
-    if not proxies:
+    if not study.proxies:
         return None
     sketches = []
-    for proxy in (proxy for proxy in proxies if proxy.has_steps):
+    for proxy in (proxy for proxy in study.proxies if proxy.has_steps):
         number = len(proxy.runs)
         caption = (
             "Thick: the average so far; thin: the weights of each step; "
@@ -235,7 +262,7 @@ def course_section(proxies: Sequence[Proxy]) -> Section | None:
         )
         title = f"{proxy.label}, for {proxy.target}"
         sketches.append(Sketch(title, caption, partial(figures.course, proxy)))
-    summaries = [proxy.summary() for proxy in proxies]
+    summaries = [proxy.summary() for proxy in study.proxies]
     return Section("How the weights moved", sketches=sketches, remarks=summaries)
 
 
@@ -272,17 +299,20 @@ def perplexity_section(study: Study, group: PerplexityGroup | TargetsGroup) -> S
         marks, labels = {"average": [each[-1] for each in marks.values()]}, list(marks)
     caption = f"Change of held-out perplexity, lower to the left. {_INTERVALS}"
     make = partial(figures.change_figure, marks, labels, baseline)
+    headlines = [
+        headline(
+            focus,
+            others[focus] + ("" if line.is_total else f" on {line.label}"),
+            line.difference(focus, others[focus]),
+        )
+        for line in told
+    ]
     return Section(
         title,
-        [_headline(line, focus, others[focus]) for line in told],
+        headlines,
         tables=[table, _difference_table(group, lines, pairs, baseline)],
         sketches=[Sketch(f"Perplexity against {baseline}: {title}", caption, make)],
     )
-
-
-def _headline(line: Line, own: str, other: str) -> str:
-    where = "" if line.is_total else f" on {line.label}"
-    return headline(own, f"{other}{where}", line.difference(own, other))
 
 
 def headline(own: str, other: str, difference: PairedDifference) -> str:
@@ -307,29 +337,32 @@ def _perplexity_table(
     group: PerplexityGroup | TargetsGroup, lines: Sequence[Line], others: Mapping[str, str]
 ) -> Table:
     """Perplexity for every arm, as tab:universal_ppl and tab:ppl-ood."""
-    rows = []
+    arms = list(lines[0].arms.values())
+    rows: list[tuple[str | Cell, ...]] = []
     for line in lines:
         cells = []
         for label, arm in line.arms.items():
-            text = perplexity_stat(arm.perplexity(line.names)) if arm.losses else "–"
+            told = perplexity_stat(arm.perplexity(line.names)) if arm.losses else "–"
             is_better = label in others and line.difference(label, others[label]).is_lower
-            cells.append(Cell(text, is_better))
-        rows.append(Row(line.label, cells, line.is_total))
-    title, about, arms = group.title, "", list(lines[0].arms.values())
+            cells.append(Cell(told, is_better))
+        rows.append((line.label, *cells))
+    title, about, totals = group.title, "", []
     if isinstance(group, PerplexityGroup):
         *domains, total = lines
-        worst = [Cell(perplexity_text(arm.worst(total.names))) for arm in arms]
-        rows.append(Row("worst case", worst, True))
+        totals = [
+            rows.pop(),
+            ("worst case", *(perplexity_text(a.worst(total.names)) for a in arms)),
+        ]
         if others:
             (baseline,) = set(others.values())
-            cells = [Cell(_number_below(domains, arm, baseline)) for arm in arms]
-            rows.append(Row(f"lower than {baseline}", cells, True))
+            below = (_number_below(domains, arm, baseline) for arm in arms)
+            totals.append((f"lower than {baseline}", *below))
         title = f"Perplexity per domain: {title}"
         about = f"; {group.about}" if group.about else ""
     seeds = ERRORS if any(len(arm.losses) > 1 for arm in arms) else ONE_SEED
     note = f"Held-out text{about}. {MARKS} The average is the exponential of the mean loss.{seeds}"
     heads = [(arm.label, f"{arm.about}, {plural(len(arm.losses), 'seed')}") for arm in arms]
-    return Table(title, note, _corner(group), heads, rows)
+    return table_of([_corner(group), *heads], rows, title=title, note=note, totals=totals)
 
 
 def _corner(group: PerplexityGroup | TargetsGroup) -> str:
@@ -350,16 +383,21 @@ def _difference_table(
     baseline: str,
 ) -> Table:
     """Changes of perplexity between pairs of arms, with intervals over paired seeds."""
-    rows = []
+    rows: dict[bool, list[tuple[str | Cell, ...]]] = {False: [], True: []}
     for line in lines:
         found = [line.difference(own, other) for own, other in pairs]
-        cells = [Cell(change_text(each), each.is_lower, each.is_higher) for each in found]
-        rows.append(Row(line.label, cells, line.is_total))
-    heads = [(own if other == baseline else f"{own} against {other}", "") for own, other in pairs]
+        cells = (Cell(change_text(each), each.is_lower, each.is_higher) for each in found)
+        rows[line.is_total].append((line.label, *cells))
+    heads = [own if other == baseline else f"{own} against {other}" for own, other in pairs]
     is_several = any(len(arm.losses) > 1 for arm in lines[0].arms.values())
     chance = " Of twenty such intervals one is wrong by chance." if is_several else ONE_SEED
-    title = f"Against {baseline}, seed by seed: {group.title}"
-    return Table(title, f"Change of perplexity. {MARKS}{chance}", _corner(group), heads, rows)
+    return table_of(
+        [_corner(group), *heads],
+        rows[False],
+        title=f"Against {baseline}, seed by seed: {group.title}",
+        note=f"Change of perplexity. {MARKS}{chance}",
+        totals=rows[True],
+    )
 
 
 def tasks_section(study: Study, group: PerplexityGroup) -> Section | None:
@@ -381,15 +419,11 @@ def tasks_section(study: Study, group: PerplexityGroup) -> Section | None:
         return None
     kept = {label: [each[seed] for seed in seeds] for label, each in scores.items()}
     first = next(iter(kept.values()))[0]
-    rows = []
-    for task in first.tasks:
-        texts = [_accuracy_text([each.tasks[task] for each in found]) for found in kept.values()]
-        texts.append(f"{100 * first.tasks[task].chance:.1f}")
-        rows.append(Row(task, list(map(Cell, texts))))
-    texts = [_accuracy_text([each.average for each in found]) for found in kept.values()]
-    rows.append(
-        Row("average", [*map(Cell, texts), Cell(f"{100 * first.average.chance:.1f}")], True)
-    )
+    rows = [
+        _accuracies(task, [[each.tasks[task] for each in found] for found in kept.values()])
+        for task in first.tasks
+    ]
+    total = _accuracies("average", [[each.average for each in found] for found in kept.values()])
     note = (
         f"Accuracy in per cent, {first.shots}-shot; ±: standard error, of documents and, where "
         "there are several, of seeds."
@@ -401,7 +435,9 @@ def tasks_section(study: Study, group: PerplexityGroup) -> Section | None:
     abouts = {arm.label: f"{arm.about}, {plural(len(seeds), 'seed')}" for arm in group.arms}
     heads = [*((label, abouts[label]) for label in kept), ("chance", "one of the choices")]
     title = f"Tasks: {group.title}"
-    return Section(title, tables=[Table(title, note, "task", heads, rows)])
+    return Section(
+        title, tables=[table_of(["task", *heads], rows, title=title, note=note, totals=[total])]
+    )
 
 
 def _asked(scores: FewShotRecord) -> tuple[Any, ...]:
@@ -409,16 +445,19 @@ def _asked(scores: FewShotRecord) -> tuple[Any, ...]:
     return tuple(scores.tasks), scores.shots, scores.task_limit, scores.task_data_sha256
 
 
-def _accuracy_text(scores: Sequence[Average]) -> str:
-    """The mean over seeds, with the error of seeds and documents together."""
-    seeds = stat_of(each.acc for each in scores)
-    of_documents = [each.acc_stderr for each in scores if each.acc_stderr is not None]
-    mean = f"{100 * seeds.mean:.1f}"
-    if len(of_documents) < len(scores):
-        return mean
-    # Seeds answer the same documents, so that more of them do not make these fewer.
-    error = math.hypot(seeds.error or 0.0, math.fsum(of_documents) / len(scores))
-    return f"{mean} ± {100 * error:.1f}"
+def _accuracies(label: str, arms: Sequence[Sequence[Average]]) -> tuple[str, ...]:
+    """Of each arm the mean over seeds, with the error of seeds and documents; then chance."""
+    cells = []
+    for scores in arms:
+        seeds = stat_of(each.acc for each in scores)
+        errors = [each.acc_stderr for each in scores if each.acc_stderr is not None]
+        told = f"{100 * seeds.mean:.1f}"
+        if len(errors) == len(scores):
+            # Seeds answer the same documents, so that more of them do not make these fewer.
+            error = math.hypot(seeds.error or 0.0, math.fsum(errors) / len(scores))
+            told += f" ± {100 * error:.1f}"
+        cells.append(told)
+    return label, *cells, f"{100 * arms[0][0].chance:.1f}"
 
 
 def cost_section(study: Study, group: CostGroup) -> Section | None:
@@ -435,19 +474,17 @@ def cost_section(study: Study, group: CostGroup) -> Section | None:
     rows = []
     for place, (label, unit) in enumerate((("tokens", 1), ("FLOPs", 1), ("hours", 3600))):
         values = [float(mean[place]) / unit for mean in means]
-        if not any(values):
-            continue
         told = [f"{value:.3g}" if unit > 1 else count_text(value) for value in values]
         ratios = [f"{value / values[0]:.2f} ×" if values[0] else "–" for value in values]
-        cells = [Cell(f"{text}  ({ratio})") for text, ratio in zip(told, ratios, strict=True)]
-        rows.append(Row(label, cells))
+        if any(values):
+            rows.append((label, *(f"{a}  ({b})" for a, b in zip(told, ratios, strict=True))))
     note = (
         "Of one seed, references and targets included; in brackets against the first column. "
         "FLOPs: 6 N a token (2 N where a reference is only run), and rows (rows + 1) N a step for "
         "the Gram matrix. Hours: steps at their median time on the machine of the runs."
     )
     heads = [(label, plural(len(each), "seed")) for label, each in costs.items()]
-    return Section(group.title, tables=[Table(group.title, note, "", heads, rows)])
+    return Section(group.title, tables=[table_of(["", *heads], rows, title=group.title, note=note)])
 
 
 def _cost_of(runs: Sequence[RecordedRun]) -> tuple[float, float, float]:
@@ -470,8 +507,7 @@ def provenance_section(study: Study) -> Section:
     told = [run.record.versions for run in study.shown]
     lines = (", ".join(f"{name} {version}" for name, version in each.items()) for each in told)
     remarks = [f"Made with {line}." for line in dict.fromkeys(lines) if line]
-    if study.plan is not None:
-        plan = study.plan
+    if (plan := study.plan) is not None:
         preset = f"experiment {plan.name} --preset {plan.preset}" if plan.preset else plan.name
         remarks.append(f"doge-fast {preset}; {plan.data}.")
     runs = [
@@ -512,7 +548,7 @@ def _corpus_table(study: Study) -> Table:
     ]
     header = ("domain", "training tokens", "documents", "training blocks", "held-out blocks")
     note = f"Blocks of {corpora[0].block_size} tokens; a vocabulary of {corpora[0].vocab_size}."
-    return table_of(header, rows, title="Corpus")._replace(note=note)
+    return table_of(header, rows, title="Corpus", note=note)
 
 
 def warnings_section(study: Study) -> Section | None:

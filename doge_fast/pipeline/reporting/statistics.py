@@ -36,7 +36,7 @@ class PairedDifference(NamedTuple):
     @property
     def is_decided(self) -> bool:
         """Whether the interval leaves out zero; with one pair it never does."""
-        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+        return self.is_lower or self.is_higher
 
     @property
     def is_known(self) -> bool:
@@ -46,15 +46,12 @@ class PairedDifference(NamedTuple):
     @property
     def is_lower(self) -> bool:
         """Whether the interval says that the first is lower."""
-        return self.is_decided and self.mean < 0
+        return self.high is not None and self.high < 0
 
     @property
     def is_higher(self) -> bool:
         """Whether the interval says that the first is higher."""
-        return self.is_decided and self.mean > 0
-
-
-NO_PAIR = PairedDifference(math.nan, None, None, 0)
+        return self.low is not None and self.low > 0
 
 
 def paired_difference(own: Sequence[float], other: Sequence[float]) -> PairedDifference:
@@ -71,7 +68,7 @@ def paired_difference(own: Sequence[float], other: Sequence[float]) -> PairedDif
     """
     assert len(own) == len(other)
     if not own:
-        return NO_PAIR
+        return PairedDifference(math.nan, None, None, 0)
     mean = float(np.mean(np.subtract(own, other)))
     if len(own) == 1 or not math.isfinite(mean):
         return PairedDifference(mean, None, None, len(own))
@@ -100,9 +97,13 @@ def change_of(difference: PairedDifference) -> tuple[float, float, float]:
     return mean, low, high
 
 
-def _mean_loss(losses: Mapping[str, float], names: Sequence[str]) -> float:
-    """Mean over `names`, each weighing the same."""
-    return float(np.mean([losses[name] for name in names]))
+# Domains that weigh the same, or {domain: weight}.
+Aim = Sequence[str] | Mapping[str, float]
+
+
+def _mean_loss(losses: Mapping[str, float], aim: Aim) -> float:
+    weights = list(aim.values()) if isinstance(aim, Mapping) else None
+    return float(np.average([losses[name] for name in aim], weights=weights))
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,10 @@ class Arm:
     baseline: str | None = None
     """Label of the arm that this one is told against, where it is not the group's."""
 
+    def loss(self, aim: Aim) -> Stat:
+        """Mean loss over `aim`."""
+        return stat_of(_mean_loss(each, aim) for each in self.losses.values())
+
     def perplexity(self, names: Sequence[str]) -> Stat:
         """exp of the mean loss over `names`: the paper's average, and one domain's perplexity."""
         return stat_of(exp_or_inf(_mean_loss(each, names)) for each in self.losses.values())
@@ -125,12 +130,12 @@ class Arm:
         """The highest perplexity of a domain of `names`; nan where one has diverged."""
         return float(np.max([self.perplexity([name]).mean for name in names]))
 
-    def against(self, other: "Arm", names: Sequence[str]) -> PairedDifference:
-        """Difference of the mean loss over `names`, over the seeds that both have."""
+    def against(self, other: "Arm", aim: Aim) -> PairedDifference:
+        """Difference of the mean loss over `aim`, over the seeds that both have."""
         seeds = [seed for seed in self.losses if seed in other.losses]
         return paired_difference(
-            [_mean_loss(self.losses[seed], names) for seed in seeds],
-            [_mean_loss(other.losses[seed], names) for seed in seeds],
+            [_mean_loss(self.losses[seed], aim) for seed in seeds],
+            [_mean_loss(other.losses[seed], aim) for seed in seeds],
         )
 
 
