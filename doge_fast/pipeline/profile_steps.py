@@ -1,16 +1,16 @@
-"""The two steps that a profile compares, plain and DoGE: what they run, move and keep.
+"""The step that a profile takes apart, plain or DoGE: what it runs, moves and keeps.
 
 Both run the same model under AdamW on the same random tokens, and name their phases
 (`doge_fast.tracing`).
 """
 
 import logging
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from doge_fast.flat_buffer import FlatBuffer
 from doge_fast.optimizer import DoGEOptimizer
 from doge_fast.pipeline import memory
 from doge_fast.pipeline.config import ModelConfig, ProfileConfig
@@ -39,28 +39,22 @@ class Traffic(NamedTuple):
         return float(2 * copied / limits.copy + (self.read - copied) / limits.read)
 
 
-class ProfiledPlainStep:
-    """A step of the wrapped optimizer alone; calling it runs one."""
+class ProfiledStep:
+    """A step of AdamW alone, or of `DoGEOptimizer` around it; calling it runs one."""
 
-    name = "plain"
-
-    def __init__(self, config: ProfileConfig) -> None:
+    def __init__(self, config: ProfileConfig, *, is_doge: bool) -> None:
         self.config = config
+        self.name = "doge" if is_doge else "plain"
         self.device = torch.device(config.device)
         self.is_stacked = config.mode == "stacked"
         # R: training domains and targets.
         self.num_rows = config.domains + config.targets
-        # Losses of a step, of which the mean is learned from.
-        self.num_losses = self.num_rows
         torch.manual_seed(0)
-        vocabulary = cast(Any, _Vocabulary(range(_vocab_size(config))))
-        # The plain side is built first.
-        check = partial(_check_memory, config) if self.name == "plain" else None
         model: Any = build_model(
             ModelConfig(model=config.model),
-            vocabulary,
+            cast(Any, _Vocabulary(range(_vocab_size(config)))),
             block_size=config.sequence_length,
-            on_size=check,
+            on_size=lambda size: _check_memory(config, size, is_told=not is_doge),
         )
         # Dropout would draw numbers, other ones for each side.
         self.model = model.train(False).to(self.device)
@@ -74,41 +68,12 @@ class ProfiledPlainStep:
         tokens = torch.randint(self.model.config.vocab_size, shape, generator=generator)
         self.tokens = tokens.to(self.device)
         self.batches = [self.tokens.flatten(0, 1)] if self.is_stacked else list(self.tokens)
+        self.optimizer = self._wrapped() if is_doge else None
 
-    def __call__(self) -> None:
-        """Run a step."""
-        for batch in self.batches:
-            self.learn(batch)
-        with phase("inner_step"):
-            self.inner.step()
-        self.inner.zero_grad()
-
-    def learn(self, tokens: Tensor) -> None:
-        """Forward and backward: the mean loss of a token, summed over a stacked batch's domains."""
-        is_mixed = self.config.dtype == "bfloat16"
-        with phase("forward"), torch.autocast(self.device.type, torch.bfloat16, is_mixed):
-            logits = self.model(input_ids=tokens, use_cache=False).logits[:, :-1]
-            # One mean per domain; all have as many sequences.
-            num_parts = self.num_rows if self.is_stacked else 1
-            losses = torch.nn.functional.cross_entropy(
-                logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none"
-            )
-            loss = losses.view(num_parts, -1).mean(1).sum() / self.num_losses
-        with phase("backward"):
-            loss.backward()  # type: ignore[no-untyped-call]
-
-
-class ProfiledDogeStep(ProfiledPlainStep):
-    """A step of `DoGEOptimizer` around the same optimizer."""
-
-    name = "doge"
-
-    def __init__(self, config: ProfileConfig) -> None:
-        super().__init__(config)
+    def _wrapped(self) -> DoGEOptimizer:
+        config = self.config
         dtype = config.buffer_dtype
-        # Each domain's own.
-        self.num_losses = 1
-        self.optimizer = DoGEOptimizer(
+        return DoGEOptimizer(
             self.inner,
             domains=[f"domain {i}" for i in range(config.domains)],
             target={f"target {i}": 1.0 for i in range(config.targets)} or "universal",
@@ -119,16 +84,45 @@ class ProfiledDogeStep(ProfiledPlainStep):
 
     def __call__(self) -> None:
         """Run a step."""
+        optimizer = self.optimizer
+        if optimizer is None:
+            for batch in self.batches:
+                # The mean over all rows is learned from.
+                self.learn(batch, self.num_rows)
+            with phase("inner_step"):
+                self.inner.step()
+            self.inner.zero_grad()
+            return
         if self.is_stacked:
-            sizes = dict.fromkeys(self.optimizer.rows, self.config.sequences)
-            with self.optimizer.stacked(self.model, sizes):
+            sizes = dict.fromkeys(optimizer.rows, self.config.sequences)
+            with optimizer.stacked(self.model, sizes):
                 self.learn(self.batches[0])
         else:
-            for name, batch in zip(self.optimizer.rows, self.batches, strict=True):
-                with self.optimizer.domain(name):
+            for name, batch in zip(optimizer.rows, self.batches, strict=True):
+                with optimizer.domain(name):
                     self.learn(batch)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def learn(self, tokens: Tensor, num_losses: int = 1) -> None:
+        """Forward and backward: the mean loss of a token, summed over a stacked batch's domains."""
+        is_mixed = self.config.dtype == "bfloat16"
+        with phase("forward"), torch.autocast(self.device.type, torch.bfloat16, is_mixed):
+            logits = self.model(input_ids=tokens, use_cache=False).logits[:, :-1]
+            # One mean per domain; all have as many sequences.
+            num_parts = self.num_rows if self.is_stacked else 1
+            losses = torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none"
+            )
+            loss = losses.view(num_parts, -1).mean(1).sum() / num_losses
+        with phase("backward"):
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    @property
+    def buffer(self) -> FlatBuffer:
+        """The rows of a DoGE step."""
+        assert self.optimizer is not None
+        return self.optimizer.buffer
 
     @property
     def extra_bytes(self) -> int:
@@ -137,9 +131,9 @@ class ProfiledDogeStep(ProfiledPlainStep):
         Where one backward pass fills all rows, plain training has no gradient yet at its peak, and
         the combined one, which lasts from step to step, counts too.
         """
-        rows = self.optimizer.buffer.num_bytes
+        rows = self.buffer.num_bytes
         is_one_pass = self.is_stacked or len(self.tokens) == 1
-        return rows + is_one_pass * rows // self.optimizer.buffer.num_rows
+        return rows + is_one_pass * rows // self.buffer.num_rows
 
     def least_traffic(self) -> dict[str, Traffic]:
         """What each phase cannot avoid to move, activations left aside.
@@ -151,7 +145,7 @@ class ProfiledDogeStep(ProfiledPlainStep):
         """
         R = self.num_rows
         once = sum(each.nbytes for each in self.parameters)
-        rows = sum(block.rows_BN.nbytes for block in self.optimizer.buffer.blocks)
+        rows = sum(block.rows_BN.nbytes for block in self.buffer.blocks)
         states = (value for of_param in self.inner.state.values() for value in of_param.values())
         state = sum(v.nbytes for v in states if isinstance(v, Tensor) and v.dim() > 0)
         if self.is_stacked:
@@ -182,8 +176,10 @@ class _Vocabulary(list[int]):
         return dict(zip(self, self, strict=True))
 
 
-def _check_memory(config: ProfileConfig, num_parameters: int) -> None:
+def _check_memory(config: ProfileConfig, num_parameters: int, *, is_told: bool) -> None:
     """Say what the two steps will keep at least, and refuse what cannot fit."""
+    if not is_told:
+        return
     # Both models are there at once.
     parts = {name: 2 * size for name, size in memory.needed(num_parameters).items()}
     num_rows = config.targets + config.domains

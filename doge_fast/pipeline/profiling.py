@@ -6,13 +6,15 @@ are the least that a phase can move; bandwidth is measured in the same process.
 """
 
 import json
+import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,25 +28,16 @@ from doge_fast.pipeline.config import ProfileConfig
 from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.profile_steps import (
     WARM_UP,
-    ProfiledDogeStep,
-    ProfiledPlainStep,
+    ProfiledStep,
     Traffic,
 )
 from doge_fast.pipeline.roofline import Bandwidth, bandwidth
+from doge_fast.pipeline.training import device_of
 from doge_fast.tracing import observed
 from doge_fast.weights.weights_file import plain
 
 SCHEMA_VERSION = 1
 PHASES = ("forward", "backward", "accumulate", "gram", "reweight", "weighted_sum", "inner_step")
-
-
-class TimedSpan(NamedTuple):
-    """One range of one step; seconds since the recording began."""
-
-    side: str
-    name: str
-    start: float
-    end: float
 
 
 @dataclass(frozen=True)
@@ -109,17 +102,12 @@ def profile(config: ProfileConfig) -> Profile:
     Raises:
         ValueError: a setting outside its range, an unknown model, a device that is not there.
     """
+    check_ranges(config)
     config = replace(config, device=str(_device(config)))
-    _check(config)
-    measured = _of_steps(config)
     if config.json is not None:
-        record = {"schema_version": SCHEMA_VERSION, **asdict(measured)}
-        atomic_file.write(config.json, json.dumps(record, indent=1) + "\n")
-    return measured
-
-
-def _of_steps(config: ProfileConfig) -> Profile:
-    plain_step, doge_step = ProfiledPlainStep(config), ProfiledDogeStep(config)
+        _check_writable(config.json)
+    # The plain side is built first, and refuses what cannot fit.
+    plain_step, doge_step = (ProfiledStep(config, is_doge=each) for each in (False, True))
     device = plain_step.device
     calls = {step.name: step for step in (plain_step, doge_step)}
     for _ in range(WARM_UP):
@@ -127,58 +115,87 @@ def _of_steps(config: ProfileConfig) -> Profile:
             call()
     times = alternated(calls, rounds=config.steps, device=device)
     ratio = ratio_of(times["doge"], times["plain"])
-    spans = _spans(list(calls.values()), config.steps)
+    rounds = _timed(plain_step, doge_step, config.steps)
     limits = bandwidth(device)
-    return Profile(
+    measured = Profile(
         settings=plain(config),
         device=device_name(device),
         threads=torch.get_num_threads(),
         versions=versions(),
         implementations={operator: chosen(device, operator) for operator in OPERATORS},
         num_parameters=sum(p.numel() for p in doge_step.parameters),
-        num_rows=doge_step.optimizer.buffer.num_rows,
-        row_bytes=doge_step.optimizer.buffer.num_bytes,
+        num_rows=doge_step.buffer.num_rows,
+        row_bytes=doge_step.buffer.num_bytes,
         tokens=doge_step.tokens.numel(),
         plain_ms=ratio.baseline_ms,
         doge_ms=ratio.variant_ms,
         overhead=ratio.ratio,
         overhead_low=ratio.low,
         overhead_high=ratio.high,
-        phases=_phases(spans, doge_step.least_traffic(), limits),
+        phases=_phases(rounds, doge_step.least_traffic(), limits),
         read_bandwidth=limits.read,
         copy_bandwidth=limits.copy,
         bandwidth_spread=limits.spread,
         extra_bytes=doge_step.extra_bytes,
     )
+    if config.json is not None:
+        record = {"schema_version": SCHEMA_VERSION, **asdict(measured)}
+        atomic_file.write(config.json, json.dumps(record, indent=1) + "\n")
+    return measured
 
 
-def _spans(steps: list[ProfiledPlainStep], num_rounds: int) -> list[TimedSpan]:
-    """The phases of a step of each in every round, each phase before the one that it is part of."""
-    device = steps[0].device
-    marks: list[tuple[str, str, Any, Any]] = []
-    side = ""
+def _timed(
+    plain_step: ProfiledStep, doge_step: ProfiledStep, num_rounds: int
+) -> list[dict[str, float]]:
+    """{phase: seconds of its own} of the DoGE step of each round; "step" is the whole one."""
+    device = doge_step.device
+    recorded: list[list[_Mark]] = []
+    open_marks: list[_Mark] = []
 
     @contextmanager
     def timed(name: str) -> Iterator[None]:
-        start = _now(device)
+        mark = _Mark(name, open_marks[-1] if open_marks else None, _now(device))
+        open_marks.append(mark)
         try:
             yield
         finally:
-            marks.append((side, name, start, _now(device)))
+            mark.end = _now(device)
+            recorded[-1].append(open_marks.pop())
 
-    zero = _now(device)
-    with observed(timed):
-        for _ in range(num_rounds):
-            for step in steps:
-                side = step.name
-                with timed("step"):
-                    step()
+    for _ in range(num_rounds):
+        plain_step()
+        recorded.append([])
+        with observed(timed), timed("step"):
+            doge_step()
     synchronize(device)
-    return [TimedSpan(of, name, _seconds(zero, a), _seconds(zero, b)) for of, name, a, b in marks]
+    rounds = []
+    for marks in recorded:
+        own: dict[str, float] = defaultdict(float)
+        for mark in marks:
+            own[mark.name] += mark.seconds()
+            if mark.outer is not None and mark.outer.name != "step":
+                own[mark.outer.name] -= mark.seconds()
+        rounds.append(own)
+    return rounds
+
+
+@dataclass
+class _Mark:
+    """A range of a step on the host's clock, or in the device's queue."""
+
+    name: str
+    outer: "_Mark | None"
+    start: Any
+    end: Any = None
+
+    def seconds(self) -> float:
+        """Of a range that the device has come to the end of."""
+        if isinstance(self.start, float):
+            return float(self.end - self.start)
+        return float(self.start.elapsed_time(self.end)) / 1e3
 
 
 def _now(device: torch.device) -> Any:
-    """A mark on the host's clock, or in the device's queue."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -186,68 +203,39 @@ def _now(device: torch.device) -> Any:
     return event
 
 
-def _seconds(zero: Any, mark: Any) -> float:
-    return float(mark - zero if isinstance(mark, float) else zero.elapsed_time(mark) / 1e3)
-
-
 def _phases(
-    spans: list[TimedSpan], least: dict[str, Traffic], limits: Bandwidth
+    rounds: Sequence[dict[str, float]], least: dict[str, Traffic], limits: Bandwidth
 ) -> tuple[TimedPhase, ...]:
     """The DoGE step taken apart; medians over its steps. "other" is what no phase covers."""
-    steps: list[dict[str, float]] = [defaultdict(float)]
-    for span, own in _own_seconds([span for span in spans if span.side == "doge"]):
-        steps[-1]["other" if span.name == "step" else span.name] += own
-        if span.name == "step":
-            steps[-1]["step"] = span.end - span.start
-            steps.append(defaultdict(float))
+    whole = statistics.median(own["step"] for own in rounds)
+    for own in rounds:
+        own["other"] = 2 * own["step"] - math.fsum(own.values())
     phases = []
     for name in (*PHASES, "other"):
-        seconds, whole = (statistics.median(step[n] for step in steps[:-1]) for n in (name, "step"))
+        seconds = statistics.median(own[name] for own in rounds)
         traffic = least.get(name, Traffic(0, 0))
         fraction = traffic.seconds(limits) / seconds if seconds > 0 else 0.0
         phases.append(TimedPhase(name, 1e3 * seconds, seconds / whole, sum(traffic), fraction))
     return tuple(phases)
 
 
-def _own_seconds(spans: list[TimedSpan]) -> Iterator[tuple[TimedSpan, float]]:
-    """Spans in the order in which they end, each with the time that none inside it takes."""
-    ended: list[TimedSpan] = []
-    for span in spans:
-        own = span.end - span.start
-        while ended and ended[-1].start >= span.start:
-            inner = ended.pop()
-            own -= inner.end - inner.start
-        ended.append(span)
-        yield span, own
-
-
-def _check(config: ProfileConfig) -> None:
-    check_ranges(config)
-    if config.json is not None:
-        # What cannot be written is refused before anything is measured.
-        with failures.writing(config.json):
-            was_there = config.json.exists()
-            config.json.open("a").close()
-            if not was_there:
-                # Not the link that leads there.
-                config.json.resolve().unlink()
+def _check_writable(file: Path) -> None:
+    """What cannot be written is refused before anything is measured."""
+    with failures.writing(file):
+        was_there = file.exists()
+        file.open("a").close()
+        if not was_there:
+            # Not the link that leads there.
+            file.resolve().unlink()
 
 
 def _device(config: ProfileConfig) -> torch.device:
-    best = "cuda" if torch.cuda.is_available() else "cpu"
-    name = best if config.device == "auto" else config.device
-    kind, _, index = name.partition(":")
-    if kind not in ("cpu", "cuda") or not (index.isdecimal() or name == kind):
-        raise ValueError(f"device must be auto, cpu, cuda or cuda:N; got {name!r}.")
-    if kind == "cpu":
-        return torch.device(name)
-    count = torch.cuda.device_count()
-    if int(index or 0) >= count:
-        raise ValueError(
-            f"device is {name!r}, and torch {torch.__version__} sees {count} GPUs. Pass "
-            "--device cpu."
-        )
-    return torch.device("cuda", int(index) if index else torch.cuda.current_device())
+    found = device_of(config.device)
+    if found.type in ("cpu", "cuda"):
+        return found
+    if config.device == "auto":
+        return torch.device("cpu")
+    raise ValueError(f"device must be auto, cpu or cuda; got {config.device!r}.")
 
 
 def table(measured: Profile) -> str:

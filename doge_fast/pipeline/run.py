@@ -60,4 +60,4 @@ class Run:
 
     def _repr_html_(self) -> str:
         drawn = "".join(f"<div>{drawing.svg}</div>" for drawing in self.figures())
-        return self.describe().as_html() + drawn
+        return self.describe()._repr_html_() + drawn

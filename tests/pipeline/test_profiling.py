@@ -107,12 +107,3 @@ def test_the_table_says_what_was_measured() -> None:
     # A step that was faster than memory is explained: the rows of a small model never leave them.
     warm = (*phases[:-1], dataclasses.replace(phases[-1], fraction=1.5))
     assert "in the caches" in table(dataclasses.replace(measured, phases=warm))
-
-
-def test_rows_that_are_only_measured_do_not_enter_the_sum() -> None:
-    def traffic(**changes: Any) -> dict[str, int]:
-        return {phase.name: phase.num_bytes for phase in profile(quick(**changes)).phases}
-
-    alone, measured = traffic(domains=2), traffic(domains=2, targets=2)
-    assert measured["weighted_sum"] == alone["weighted_sum"]
-    assert measured["gram"] > 1.9 * alone["gram"]

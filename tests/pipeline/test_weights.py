@@ -68,12 +68,7 @@ def test_what_a_file_does_not_say_is_none() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        ({"budget_tokens": 0}, "budget_tokens"),
-        ({"budget_tokens": math.nan}, "budget_tokens"),
-        ({"tokens": {"poetry": 1.0}}, "poetry"),
-        ({"tokens": {"code": 0.0}}, "code"),
-    ],
+    [({"budget_tokens": math.nan}, "budget_tokens"), ({"tokens": {"code": 0.0}}, "code")],
 )
 def test_describe_refuses(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -86,23 +81,6 @@ def test_a_notebook_shows_the_table_and_names_as_they_are() -> None:
     assert "&lt;b&gt;code&lt;/b&gt;  0.5000" in shown
     assert "prior" not in shown
     assert "2.80 of 3" in shown
-
-
-# Differences.
-
-
-def test_a_difference_is_by_name_and_sums_up() -> None:
-    after = record((0.1, 0.4, 0.5), ("verse", "code", "table"), None, seed=1, target={"ca": 1.0})
-    found = summary.compare(record(), after)
-    assert found.change == pytest.approx({"code": -0.1, "prose": -0.3, "verse": -0.1, "table": 0.5})
-    assert found.total_variation == pytest.approx(0.5)
-    assert found.mean_absolute == pytest.approx(0.25)
-    assert found.ratio("code") == pytest.approx(0.8)
-    assert found.ratio("table") is found.ratio("prose") is None
-    assert found.settings == {"target": ("universal", {"ca": 1.0}), "seed": (0, 1)}
-    again = summary.compare(record(), record())
-    assert again.total_variation == 0
-    assert again.settings == {}
 
 
 # Averages.
@@ -164,7 +142,6 @@ def test_bounds_hold_and_free_domains_keep_their_ratios() -> None:
         moved[name] * math.log(moved[name] / old) for name, old in by_name(record()).items()
     )
     assert found.kl == pytest.approx(expected)
-    assert found.total_variation == pytest.approx(0.1)
     about = found.record["constraints"]
     assert about["source"] == "w.json"
     assert (about["floor"], about["cap"], about["max_epochs"]) == ({"verse": 0.3}, {}, {})
@@ -182,7 +159,6 @@ def test_epochs_become_caps_by_the_tokens_there_are() -> None:
     assert by_name(one.record)["code"] == pytest.approx(0.3)
     more = bounds.constrain(record(), max_epochs=3, budget_tokens=2e7, tokens={"verse": 1e9})
     assert more.bound == {}
-    assert more.total_variation == 0
     both = bounds.constrain(record(), max_epochs=3, cap={"verse": 0.1}, budget_tokens=2e7)
     assert both.bound == {"verse": "cap"}
 
@@ -286,27 +262,6 @@ def test_weights_are_a_file_a_run_a_plain_object_or_typed(
     assert "domains.0.weight" in said(capsys, "show", plain, code=failures.WORLD)
 
 
-def test_no_line_is_wider_than_a_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    names = [f"{'a-very-long-name-of-a-subset/' * (j % 4)}domain-{j}" for j in range(40)]
-    files = []
-    for seed in range(3):
-        draw = np.random.default_rng(seed).dirichlet(np.full(40, 0.3))
-        tokens = {name: 10 ** (4 + j % 8) for j, name in enumerate(names)}
-        content = record(tuple(draw.tolist()), tuple(names), tokens, seed=seed)
-        files.append(write(tmp_path / f"{seed}.json", content))
-    # A path is not broken; here they are short.
-    table = ["show", *files, "--budget-tokens", 1e12]
-    assert cli.main(list(map(str, ["weights", *table]))) == 0
-    lines = capsys.readouterr().out.splitlines()
-    lines = [line for line in lines if str(tmp_path) not in line]
-    assert max(map(len, lines)) <= 100
-    assert cli.main(["weights", "constrain", files[0], "--floor", "0.001"]) == 0
-    assert cli.main(["weights", "average", *files]) == 0
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= 100
-
-
 def test_diff_names_what_came_and_went(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = write(tmp_path / "a.json")
     second = write(tmp_path / "b.json", record((0.1, 0.9), ("verse", "table"), None, steps=500))
@@ -315,7 +270,7 @@ def test_diff_names_what_came_and_went(tmp_path: Path, capsys: pytest.CaptureFix
     assert cells(text, "verse") == ["0.2000", "0.1000", "-0.1000", "0.500"]
     assert cells(text, "table") == ["0.9000", "+0.9000"]
     assert "Total variation 0.9000" in text
-    assert "steps 300 and 500" in text
+    assert "absolute difference 0.4500." in " ".join(text.split())
     assert "Total variation 0.0000" in said(capsys, "diff", first, first)
 
 

@@ -220,7 +220,7 @@ class ProfileConfig:
     buffer_dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
     """Dtype of the stored domain gradients; auto: the dtype of each gradient."""
     device: str = "auto"
-    """cpu, cuda, cuda:1, ...; auto: a GPU if there is one."""
+    """cpu or cuda, the first that CUDA_VISIBLE_DEVICES leaves; auto: a GPU if there is one."""
     steps: Count = 9
     """Timed pairs of steps; equally many further steps are timed phase by phase."""
     json: Path | None = None

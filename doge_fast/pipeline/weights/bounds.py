@@ -22,7 +22,6 @@ class Constrained:
     """{domain: "floor", "cap" or "max_epochs"} of those that a bound holds."""
     kl: float
     """KL(new || old) in nats; infinite where a floor lifts a weight of zero."""
-    total_variation: float
 
 
 def constrain(
@@ -92,7 +91,6 @@ def constrain(
         record=kept | {"domains": entries, "constraints": constraints},
         bound=bound,
         kl=kl(after, before),
-        total_variation=math.fsum(abs(a - b) for a, b in zip(after, before, strict=True)) / 2,
     )
 
 

@@ -74,8 +74,11 @@ class WeightsSummary:
     """Weights with what they mean; a notebook shows the table."""
 
     domains: tuple[Share, ...]
-    effective_domains: float
-    """exp(H): K at uniform weights, 1 where one domain takes all."""
+
+    @property
+    def effective_domains(self) -> float:
+        """exp(H): K at uniform weights, 1 where one domain takes all."""
+        return effective_domains(share.weight for share in self.domains)
 
     def table(self) -> Table:
         """A row for each domain; a column for each quantity that is known of some domain."""
@@ -91,11 +94,8 @@ class WeightsSummary:
         count = f"{self.effective_domains:.2f} of {len(self.domains)}"
         return f"Effective domains, exp of the entropy: {count}."
 
-    def as_html(self) -> str:
-        """The table, as a terminal has it."""
+    def _repr_html_(self) -> str:
         return f"<pre>{html.escape(text(self.table()))}\n{self.effective_text}</pre>"
-
-    _repr_html_ = as_html
 
 
 def read_all(paths: Sequence[Path]) -> dict[str, Json]:
@@ -155,7 +155,7 @@ def describe(
                 epochs=passes,
             )
         )
-    return WeightsSummary(tuple(shares), effective_domains(weights.values()))
+    return WeightsSummary(tuple(shares))
 
 
 def check_budget(budget_tokens: float | None) -> None:
@@ -180,31 +180,17 @@ def tokens_of(record: Mapping[str, Any], given: Mapping[str, float] | None) -> d
     return found | dict(given or {})
 
 
-SETTINGS = (
-    *("method", "score", "target", "model", "tokenizer_sha256", "block_size", "mu"),
-    *("steps", "seed", "variant"),
-)
-"""What a record says of how its weights came about."""
-
-
-def setting_text(value: Any) -> str:
-    """A setting in a sentence: a target by names, a long hash by its beginning."""
-    if value is None:
-        return "not said"
-    if isinstance(value, Mapping):
-        return " + ".join(name if tau == 1 else f"{tau:g} {name}" for name, tau in value.items())
-    words = str(value)
-    return words if len(words) <= 24 else f"{words[:12]}..."
-
-
 def story(record: Mapping[str, Any]) -> str:
     """doge, target universal, 300 steps, seed 0."""
     known = {key: value for key, value in record.items() if value is not None}
-    score, average = known.get("score", "paper"), known.get("average")
+    score, average, target = (known.get(key) for key in ("score", "average", "target"))
+    if isinstance(target, Mapping):
+        shares = (name if tau == 1 else f"{tau:g} {name}" for name, tau in target.items())
+        target = " + ".join(shares)
     parts = [
         str(known.get("method") or "method not known"),
-        "" if score == "paper" else f"score {score}",
-        f"target {setting_text(known['target'])}" if "target" in known else "",
+        "" if score in (None, "paper") else f"score {score}",
+        f"target {target}" if target else "",
         plural(known["steps"], "step") if "steps" in known else "",
         f"seed {known['seed']}" if "seed" in known else "",
         f"mean of {plural(average['count'], 'file')}" if average else "",
@@ -217,16 +203,19 @@ def story(record: Mapping[str, Any]) -> str:
 class WeightsDifference:
     """How far two mixtures are apart; a domain that one lacks counts as weight zero there."""
 
-    before: Mapping[str, float]
-    after: Mapping[str, float]
-    change: Mapping[str, float]
-    """after - before, of every domain of either."""
-    total_variation: float
-    """(1/2) sum |change|: the share of the training that goes elsewhere."""
-    mean_absolute: float
-    """Mean of |change| over the domains of either."""
-    settings: Mapping[str, tuple[Any, Any]]
-    """What else the two records say differently of how the weights came about."""
+    before: dict[str, float]
+    after: dict[str, float]
+
+    @property
+    def change(self) -> dict[str, float]:
+        """after - before, of every domain of either: in the order of the first, then new ones."""
+        names = self.before | self.after
+        return {name: self.after.get(name, 0.0) - self.before.get(name, 0.0) for name in names}
+
+    @property
+    def total_variation(self) -> float:
+        """(1/2) sum |change|: the share of the training that goes elsewhere."""
+        return math.fsum(map(abs, self.change.values())) / 2
 
     def ratio(self, name: str) -> float | None:
         """after / before; None where the domain was not in both, or had weight zero."""
@@ -235,19 +224,8 @@ class WeightsDifference:
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> WeightsDifference:
-    """The difference of two records, by name; domains in the order of the first, then new ones."""
-    old, new = records.weights_by_name(before), records.weights_by_name(after)
-    change = {name: new.get(name, 0.0) - old.get(name, 0.0) for name in old | new}
-    distance = math.fsum(map(abs, change.values()))
-    pairs = {key: (before.get(key), after.get(key)) for key in SETTINGS}
-    return WeightsDifference(
-        before=old,
-        after=new,
-        change=change,
-        total_variation=distance / 2,
-        mean_absolute=distance / len(change),
-        settings={key: pair for key, pair in pairs.items() if pair[0] != pair[1]},
-    )
+    """The difference of two records, by name."""
+    return WeightsDifference(records.weights_by_name(before), records.weights_by_name(after))
 
 
 def average(mixtures: Mapping[str, Mapping[str, Any]]) -> Json:

@@ -24,7 +24,6 @@ from doge_fast.pipeline.weights.summary import (
     WeightsSummary,
     by_domain,
     figure_text,
-    setting_text,
     story,
     tokens_text,
     weight_text,
@@ -56,19 +55,16 @@ def diff(config: WeightsDiffConfig) -> list[str]:
         "B - A": [weight_text(change, "+") for change in found.change.values()],
         "B / A": map(figure_text, map(found.ratio, found.change)),
     }
-    remarks = [
-        f"Total variation {found.total_variation:.4f}, the share of a training that goes to other "
-        f"domains; mean absolute difference {found.mean_absolute:.4f}."
-    ]
-    if found.settings:
-        pairs = found.settings.items()
-        told = (f"{key} {setting_text(a)} and {setting_text(b)}" for key, (a, b) in pairs)
-        remarks.append(f"Also different: {'; '.join(told)}.")
+    distance = found.total_variation
+    remark = (
+        f"Total variation {distance:.4f}, the share of a training that goes to other domains; mean "
+        f"absolute difference {2 * distance / len(found.change):.4f}."
+    )
     return [
         _wrapped(f"A  {config.before}: {story(before)}", indent="   "),
         _wrapped(f"B  {config.after}: {story(after)}", indent="   "),
         text(by_domain(found.change, columns)),
-        *map(_wrapped, remarks),
+        _wrapped(remark),
     ]
 
 
@@ -118,7 +114,7 @@ def constrain(config: WeightsConstrainConfig) -> list[str]:
     }
     kl = f"{found.kl:.4g} nats" if math.isfinite(found.kl) else "infinite (a zero was lifted)"
     remarks = [] if found.bound else ["No bound holds any domain; the weights are as they were."]
-    remarks.append(f"Moved: KL {kl}, total variation {found.total_variation:.4f}.")
+    remarks.append(f"Moved: KL {kl}, total variation {moved.total_variation:.4f}.")
     return [
         text(by_domain(moved.before, columns), left=[3] if found.bound else []),
         *map(_wrapped, [*remarks, _total(after)]),
