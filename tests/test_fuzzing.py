@@ -5,12 +5,10 @@ The inputs of tests/corpus/, one of each kind that was worth it, as they are and
 
 import contextlib
 import io
-import json
 import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,17 +17,13 @@ pytest.importorskip("hypothesis")
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from doge_fast import cancellation, cli
-from doge_fast.kernels.build import needed_architectures
-from doge_fast.mixture import DomainMixture
-from doge_fast.pipeline import named, proxy, records
+from doge_fast import cli
+from doge_fast.pipeline import records
 from doge_fast.pipeline.config import ProxyConfig
 from doge_fast.pipeline.config.fields import filled, read_file
 from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.records import metrics, runs
 from doge_fast.pipeline.records.shapes import EvaluationRecord, ExperimentRecord, FewShotRecord
-from doge_fast.weights import checkpoint
-from doge_fast.weights.objective import Objective
 
 CORPUS = Path(__file__).with_name("corpus")
 Parser = Callable[[bytes], object]
@@ -53,14 +47,6 @@ def _text(data: bytes) -> str:
 
 def _words(data: bytes) -> list[str]:
     return _text(data).split("\n")
-
-
-def _json(data: bytes) -> Any:
-    """What a program read before it asked us; None where it could not."""
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _weights(data: bytes) -> object:
@@ -118,53 +104,6 @@ def _measures(data: bytes) -> object:
     return None
 
 
-def _small_words(data: bytes) -> object:
-    """Flags whose words we take apart ourselves."""
-    words = _words(data)
-    for parse in (
-        lambda: proxy.parse_target(words),
-        lambda: named.numbers(words, "floor"),
-        lambda: cancellation.parse_strategy(_text(data)),
-        lambda: Objective.of(words),
-        lambda: needed_architectures(";".join(words), [(8, 0), (9, 0)]),
-    ):
-        with contextlib.suppress(ValueError):
-            parse()
-    return None
-
-
-@cache
-def _mixture() -> DomainMixture:
-    return DomainMixture({"a": range(5), "b": range(3)}, batch_size=4)
-
-
-def _mixture_state(data: bytes) -> object:
-    state = _json(data)
-    if isinstance(state, dict):
-        mixture = _mixture()
-        before = mixture.draws(3)
-        try:
-            mixture.load_state_dict(state)
-        except ValueError:
-            assert mixture.draws(3) == before
-        else:
-            mixture.draws(mixture.step)
-    return state
-
-
-def _optimizer_state(data: bytes) -> object:
-    """The numbers that parameter groups carry, and the entry by name, without tensors."""
-    state = _json(data)
-    objective = Objective.of(["a", "b"])
-    if isinstance(state, dict):
-        with contextlib.suppress(ValueError):
-            checkpoint.check(state, objective)
-    if isinstance(state, list) and state and all(type(each) in (int, float) for each in state):
-        with contextlib.suppress(ValueError):
-            checkpoint.unpacked(tuple(map(float, state)), objective)
-    return state
-
-
 PARSERS: dict[str, Parser] = {
     "weights": _weights,
     "metrics": _metrics,
@@ -172,9 +111,6 @@ PARSERS: dict[str, Parser] = {
     "command": _command,
     "run": _run,
     "measures": _measures,
-    "words": _small_words,
-    "mixture_state": _mixture_state,
-    "optimizer_state": _optimizer_state,
 }
 
 

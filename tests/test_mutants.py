@@ -8,27 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants import TABLE, mutants_of, path_of
+from tests.mutants import MODULES, mutants_of, path_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_the_table_names_the_core_and_tests_that_are_there() -> None:
-    assert TABLE["modules"]
-    for module, row in TABLE["modules"].items():
+    assert MODULES
+    for module, row in MODULES.items():
         assert path_of(module).is_file()
         assert row["tests"]
         for name in row["tests"]:
             assert (ROOT / "tests" / name).is_file(), name
-
-
-def test_equivalents_have_a_reason_and_stand_in_the_source() -> None:
-    for each in TABLE["equivalent"]:
-        assert each["module"] in TABLE["modules"]
-        assert len(each["reason"].split()) > 3
-        assert each["old"] != each["new"]
-        lines = " ".join(path_of(each["module"]).read_text("utf-8").split())
-        assert " ".join(each["old"].split()) in lines, each
 
 
 def test_mutants_are_the_same_each_time_and_differ_from_the_source() -> None:
@@ -43,11 +34,11 @@ def test_mutants_are_the_same_each_time_and_differ_from_the_source() -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("changed", "found"), [("1 / num_domains", "killed: "), ("Coefficient", "")], ids=str
+    ("changed", "number"), [("1 / num_domains", r"[1-9]\d*"), ("Coefficient", "0")]
 )
-def test_a_change_that_matters_is_killed(changed: str, found: str) -> None:
+def test_a_change_that_matters_is_killed(changed: str, number: str) -> None:
     """And where nothing is changed, nothing is."""
-    words = ["-m", "tests.mutants", "weights/simplex", "--only", changed, "--show", "--jobs", "1"]
+    words = ["-m", "tests.mutants", "weights/simplex", "--only", changed, "--jobs", "1"]
     ended = subprocess.run(
         [sys.executable, *words],
         cwd=ROOT,
@@ -56,7 +47,5 @@ def test_a_change_that_matters_is_killed(changed: str, found: str) -> None:
         text=True,
         check=False,
     )
-    assert ("killed: " in ended.stdout) == bool(found), ended.stdout + ended.stderr
-    # The same lines have a device, whose absence means the CPU that the tests run on.
-    assert found or "survived: " not in ended.stdout
-    assert re.search(r"^weights/simplex +\d+", ended.stdout, re.MULTILINE)
+    pattern = rf"^weights/simplex +{number} of \d+ killed"
+    assert re.search(pattern, ended.stdout, re.MULTILINE), ended.stdout + ended.stderr
