@@ -2,17 +2,13 @@
 
 import functools
 import itertools
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
-from doge_fast.pipeline import domains
 from doge_fast.pipeline.domains import (
     Batches,
     BlockSampler,
@@ -24,22 +20,6 @@ from doge_fast.pipeline.domains import (
     proxy_batch,
 )
 from tests.pipeline.corpora import check_refused, rename, texts, write_jsonl
-
-
-def test_describe_is_what_config_json_holds(mixed):
-    description = mixed.describe()
-    assert json.loads(json.dumps(description)) == description
-    assert set(description["domains"]) == {"code", "prose"}
-    assert set(description["targets"]) == {"verse"}
-    assert description["domains"]["code"] == {
-        "train_tokens": len(mixed.train["code"]) * 16,
-        "train_blocks": len(mixed.train["code"]),
-        "validation_blocks": len(mixed.validation["code"]),
-        "documents": 60,
-        "digest": mixed.digests["code"],
-    }
-    assert description["tokenizer_sha256"] == mixed.tokenizer_sha256
-    assert len(mixed.tokenizer_sha256) == 64
 
 
 def test_targets_are_held_out_unless_trained_on(config):
@@ -61,17 +41,6 @@ def test_mix_is_never_trained_on(corpus, mixed):
         both = np.concatenate([kept, held])
         assert sorted(map(bytes, both)) == sorted(map(bytes, whole))
     assert len(mixed.train["verse"]) == len(corpus.train["verse"])
-
-
-def test_mix_blocks_are_spread_over_a_domain(monkeypatch):
-    blocks = datasets.Dataset.from_dict({"input_ids": [[i] for i in range(1000)]})
-    kept, held = domains._reserve(blocks, "a")
-    rows = np.array(held["input_ids"]).reshape(-1)
-    assert len(rows) == 50
-    assert len(kept) == 950
-    # Seven runs of seven or eight, one at the end of each seventh.
-    assert (np.bincount(rows * 7 // 1000) >= 7).all()
-    assert (np.diff(rows) == 1).sum() == 43
 
 
 @pytest.mark.parametrize(
@@ -202,8 +171,3 @@ def test_a_resumed_run_sees_what_the_uninterrupted_one_would(mixed, make, start_
     rest = first(make(mixed, start_step=start_step), 12 - start_step)
     assert_same_batches(rest, whole[start_step:])
     assert_same_batches([make(mixed).batch(7)], [whole[7]])
-
-
-def test_a_loader_hands_on_whole_batches(mixed):
-    loader = DataLoader(base_batches(mixed, start_step=2), batch_size=None)
-    assert_same_batches(first(loader), first(base_batches(mixed, start_step=2)))

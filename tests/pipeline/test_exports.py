@@ -15,7 +15,6 @@ import yaml
 
 from doge_fast import cli
 from doge_fast.pipeline import records
-from doge_fast.pipeline.config import BaseConfig
 from doge_fast.pipeline.exports import export, largest_remainder, listing, targets
 from doge_fast.pipeline.exports.command import _paths
 
@@ -144,9 +143,7 @@ def test_a_target_of_documents_asks_for_their_length(to: str) -> None:
 
 def test_the_stages_of_a_run_are_left_out_aloud() -> None:
     stages = [{"first_step": 0, "weights": WEIGHTS}, {"first_step": 9, "weights": WEIGHTS}]
-    result = export(record(stages=stages), to="json")
-    assert "2 stages" in result.warnings[0]
-    assert json.loads(result.text) == {"book": 0.267801, "code": 0.3, "web": 0.432199}
+    assert "2 stages" in export(record(stages=stages), to="json").warnings[0]
 
 
 # What is written.
@@ -297,37 +294,15 @@ def counts_of_levanter(data: Mapping[str, Any]) -> dict[str, int]:
 def test_levanter_gets_a_block_that_holds_every_domain(
     share: float, block: int, count: int
 ) -> None:
+    with pytest.raises(ValueError, match="code"):
+        export({"web": 0.99999, "code": 0.00001}, to="levanter")
     text = export({"web": 1 - share, "code": share}, to="levanter", decimals=15).text
     data = yaml.safe_load(text)["data"]
     assert data["mixture_block_size"] == block
     assert counts_of_levanter(data)["code"] == count
 
 
-def test_levanter_loses_no_domain_and_little_of_many() -> None:
-    with pytest.raises(ValueError, match="code"):
-        export({"web": 0.99999, "code": 0.00001}, to="levanter")
-    # Each loses half a sequence.
-    many = {f"d{i}": 1 / 299 for i in range(299)}
-    data = yaml.safe_load(export(many, to="levanter").text)["data"]
-    assert max(counts_of_levanter(data).values()) / data["mixture_block_size"] < 0.02
-    assert "mixture_block_size:" not in made("levanter")
-
-
 # What comes from outside.
-
-
-@pytest.mark.parametrize(
-    ("weights", "words"),
-    [
-        ({}, "domain"),
-        ({"a": -1.0, "b": 2.0}, "-1.0"),
-        ({"domains": [{"name": "a", "weight": 0.5}] * 2}, "one weight"),
-        ({"domains": [{"name": "a", "weight": 1, "tokens": -3}]}, "tokens"),
-    ],
-)
-def test_bad_weights_are_refused(weights: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        export(weights, to="json")
 
 
 @pytest.mark.parametrize(
@@ -398,10 +373,6 @@ def test_paths_come_from_a_file_too(file: Path, capsys: pytest.CaptureFixture[st
         ("p.json", '{"web": "/a", "web": "/b", "code": "/c", "book": "/d"}', "twice"),
         ("p.yaml", "web: /a\nweb: /b\ncode: /c\nbook: /d\n", "twice"),
         ("p.yaml", "no: /a\nweb: /b\n", "False is no text"),
-        ("p.yaml", "2: /a\nweb: /b\n", "2 is no text"),
-        ("p.yaml", "wbe: /a\nweb: /b\ncode: /c\nbook: /d\n", "wbe"),
-        ("p.json", '{"web": {"/a": true, "/b": 1}, "code": "/c", "book": "/d"}', "above 0"),
-        ("p.json", '{"web": [["/a"]], "code": "/c", "book": "/d"}', "needs a path"),
         ("p.json", '["/a"]', "must map"),
     ],
 )
@@ -464,30 +435,3 @@ def test_a_file_that_looks_like_an_address_is_refused(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="address"):
         export({"a": 1.0}, to="datasets", paths={"a": "s3://b.jsonl"}, rows="blocks")
-
-
-def test_a_domain_with_an_equals_sign_has_paths() -> None:
-    words = ["e=f=/data/ef", "e=/data/e", "g=/data/a=b"]
-    paths = {"e=f": ["/data/ef"], "e": ["/data/e"], "g": ["/data/a=b"]}
-    assert _paths(words, "paths", ["e", "e=f", "g"]) == paths
-
-
-def test_a_run_directory_knows_the_length_of_its_documents(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    held = {"train_tokens": 8000, "train_blocks": 10, "validation_blocks": 1, "documents": 10}
-    corpus = {"targets": {}, "tokenizer_sha256": "0" * 64, "block_size": 128, "vocab_size": 512}
-    corpus["domains"] = {"web": held, "code": held | {"documents": 40}}
-    run = tmp_path / "run"
-    records.open_run(run, stage="base", config=BaseConfig(run), corpus=corpus)
-    # As every stage writes them.
-    counts = {"web": {"mean_doc_tokens": 800.0}, "code": {"tokens": 8000, "documents": 40}}
-    domains = [{"name": name, "weight": 0.5, **each} for name, each in counts.items()]
-    records.write_weights(run, {"domains": domains})
-    words = ["export", str(run), "--to", "lingua", "--paths", "web=/data/web", "code=/data/code"]
-    for lengths, shares in (
-        ([], {"web": 0.2, "code": 0.8}),
-        (["--mean-doc-tokens", "web=100", "code=100"], {"web": 0.5, "code": 0.5}),
-    ):
-        assert cli.main([*words, *lengths]) == 0
-        assert yaml.safe_load(capsys.readouterr().out)["data"]["sources"] == shares

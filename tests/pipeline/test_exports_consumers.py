@@ -12,7 +12,6 @@ import shlex
 import types
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -92,24 +91,6 @@ def test_datasets_draws_the_learned_shares(kind: Any, rows: dict[str, str]) -> N
     if kind == "documents":
         # What was learned is the share of tokens; one of its draws is a whole document.
         assert_shares(tokens_of(documents), POSITIVE, slack=5 * math.sqrt(max(LENGTHS.values())))
-
-
-@pytest.mark.parametrize("count", [3, 7, 64])
-def test_datasets_takes_the_sum_of_any_shares(count: int) -> None:
-    datasets = installed("datasets")
-    draw = np.random.default_rng(count)
-    weights = {f"d{i}": float(weight) for i, weight in enumerate(draw.dirichlet(np.ones(count)))}
-    probabilities = json.loads(export(weights, to="json", decimals=4).text)
-    rounded = [round(weights[name], 4) for name in probabilities]
-    children = [datasets.Dataset.from_dict({"name": [name] * 3}) for name in probabilities]
-    mixed = datasets.interleave_datasets(
-        children, probabilities=list(probabilities.values()), seed=0
-    )
-    assert set(mixed["name"]) <= set(probabilities)
-    # What each weight rounded by itself gives: the reason for the largest remainder.
-    if sum(map(Decimal, map(str, rounded))) != 1:
-        with pytest.raises(ValueError, match="do not sum to 1"):
-            datasets.interleave_datasets(children, probabilities=rounded, seed=0)
 
 
 # torchdata.
@@ -245,11 +226,6 @@ def words_of(target: str) -> list[str]:
     """The list that Megatron makes of an export, by the rules of its argument parser."""
     text = export(WEIGHTS, to=target, paths=PREFIXES).text
     return text.split() if target == "megatron-file" else shlex.split(text)[1:]
-
-
-@pytest.mark.parametrize("target", ["megatron", "megatron-file"])
-def test_megatron_reads_the_blend(target: str, megatron: Any) -> None:
-    assert megatron.blend(words_of(target)) == BLEND
 
 
 def test_megatron_draws_the_learned_shares(megatron: Any) -> None:

@@ -2,7 +2,6 @@
 
 import math
 import shutil
-import signal
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from doge_fast import cli
 from doge_fast.integrations.transformers import DoGETrainer
-from doge_fast.pipeline import failures, records
+from doge_fast.pipeline import records
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import (
     BaseConfig,
@@ -24,7 +23,7 @@ from doge_fast.pipeline.config import (
     ReportConfig,
     SelectConfig,
 )
-from doge_fast.pipeline.doremi import DoReMiTrainer, learn_by_excess_loss
+from doge_fast.pipeline.doremi import learn_by_excess_loss
 from doge_fast.pipeline.evaluation import evaluate
 from doge_fast.pipeline.health import Diverged, LostSteps
 from doge_fast.pipeline.proxy import ProxyTrainer, learn_weights
@@ -32,8 +31,6 @@ from doge_fast.pipeline.report import write_report
 from doge_fast.pipeline.reporting.proxies import remarks_on
 from doge_fast.pipeline.selection import measure_cancellation
 from doge_fast.pipeline.trainer import RecordedTrainer
-from doge_fast.weights import group_dro
-from tests.pipeline.stages import NAMES, words_of
 from tests.pipeline.written_runs import write_proxy
 
 Make = Callable[..., ProxyConfig]
@@ -109,20 +106,6 @@ def test_a_learning_rate_that_no_model_survives_leaves_records_and_no_result(
     assert not records.is_finished(config.out)
 
 
-def test_the_command_line_says_so_and_does_not_exit_with_zero(
-    proxy: Make, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = proxy(steps=30, **HUGE)
-    words = ["proxy", *words_of(config), "--sequences-per-domain", "2"]
-    assert cli.main(words) not in (0, None)
-    printed, said = capsys.readouterr()
-    assert printed == ""
-    assert "up to step 22, 20 steps in a row were lost" in said
-    assert "gradient of code, prose, table and verse is not finite" in said
-    assert "smaller mu" not in said
-    assert not (config.out / "weights.json").exists()
-
-
 def test_the_domain_is_named_and_a_second_try_ends_alike(
     proxy: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,34 +124,6 @@ def test_the_domain_is_named_and_a_second_try_ends_alike(
     # Patience is no other run.
     with pytest.raises(Diverged, match="up to step 13, 8 steps in a row"):
         learn_weights(proxy(mode="sequential", steps=40, save_every=2, max_skipped_steps=8))
-
-
-@pytest.mark.parametrize(
-    ("first_lost", "told"),
-    [
-        (6, "A checkpoint holds step 4; the same"),
-        (1, "No checkpoint has been written; the same command begins anew"),
-    ],
-)
-def test_a_run_that_is_ended_in_a_lost_step_names_the_checkpoint_that_there_is(
-    proxy: Make, monkeypatch: pytest.MonkeyPatch, first_lost: int, told: str
-) -> None:
-    """That of the lost step is not written."""
-    poison(monkeypatch, "table", range(first_lost, 100))
-    step = ProxyTrainer.training_step
-
-    def ended(self: ProxyTrainer, *args: Any, **kwargs: Any) -> Any:
-        if self.state.global_step == 6:
-            signal.raise_signal(signal.SIGTERM)
-        return step(self, *args, **kwargs)
-
-    monkeypatch.setattr(ProxyTrainer, "training_step", ended)
-    before = signal.signal(signal.SIGTERM, failures.raise_terminated)
-    try:
-        with pytest.raises(failures.Terminated, match=told):
-            learn_weights(proxy(mode="sequential", steps=40, save_every=2))
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_held_out_loss_that_is_lost_on_the_way_ends_the_run_and_a_second_try_alike(
@@ -193,32 +148,6 @@ def test_a_held_out_loss_that_is_lost_on_the_way_ends_the_run_and_a_second_try_a
         lines = [(line["kind"], line["step"]) for line in records.read_metrics(config.out)]
         assert lines == [("train", 0), ("eval", 3), ("train", 4), ("eval", 6)]
         assert not (config.out / "weights.json").exists()
-
-
-def test_a_run_by_excess_loss_names_the_domain(
-    configured: Callable[..., Callable[..., Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """That of the first step that was lost, whose gradient leaves no number in the model."""
-    compute, measure = DoReMiTrainer.compute_loss, group_dro.token_losses
-    poisoned = []
-
-    def told(self: DoReMiTrainer, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        is_verse = inputs["domain_ids"] == NAMES.index("verse")
-        poisoned[:] = [is_verse & (self.state.global_step + 1 >= 6)]
-        return compute(self, model, inputs, *args, **kwargs)
-
-    def infinite(*args: Any) -> torch.Tensor:
-        return measure(*args) * torch.where(poisoned[0], math.inf, 1.0).unsqueeze(1)
-
-    reference = train_base(configured(BaseConfig, batch_size=8)("reference")).path
-    monkeypatch.setattr(DoReMiTrainer, "compute_loss", told)
-    monkeypatch.setattr(group_dro, "token_losses", infinite)
-    config = configured(
-        DoReMiConfig, batch_size=8, reference=reference, steps=40, max_skipped_steps=5
-    )()
-    expected = "up to step 10, 5 steps in a row were lost, .* the gradient of verse is not finite. "
-    with pytest.raises(Diverged, match=expected):
-        learn_by_excess_loss(config)
 
 
 @pytest.mark.parametrize(

@@ -30,15 +30,6 @@ def test_this_environment_has_domains_to_mix(installed):
         assert sum(map(len, installed[name].train)) > 1_000_000, name
 
 
-def test_domains_are_capped_and_split_by_documents(installed):
-    for domain in installed.values():
-        chars = sum(map(len, (*domain.train, *domain.validation)))
-        assert chars <= 3_000_000
-        held = sum(map(len, domain.validation))
-        # The last document held out may be as long as documents get.
-        assert 0.05 * chars <= held <= 0.05 * chars + 100_000
-
-
 def write(root: Path, path: str, text: str) -> None:
     (root / path).parent.mkdir(parents=True, exist_ok=True)
     (root / path).write_text(text, encoding="utf-8")
@@ -158,17 +149,6 @@ def test_an_environment_without_sources_is_refused(tmp_path, monkeypatch):
         match=r"A mixture needs two domains; this Python environment has text for 0 .* Pass a",
     ):
         local_corpus.load(stdlib=tmp_path, site=tmp_path)
-
-
-def test_save_writes_a_directory_of_domains(tmp_path, monkeypatch, installed):
-    monkeypatch.setattr(local_corpus, "load", lambda: installed)
-    local_corpus.save(tmp_path / "out")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(installed)
-    for name, domain in installed.items():
-        text = (tmp_path / "out" / name / "validation.jsonl").read_text(encoding="utf-8")
-        # Not splitlines: documents hold form feeds and other ends of line.
-        rows = [json.loads(line)["text"] for line in text.split("\n")[:-1]]
-        assert tuple(rows) == domain.validation
 
 
 def test_the_fingerprint_follows_the_installed_packages(monkeypatch):

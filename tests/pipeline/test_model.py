@@ -47,21 +47,6 @@ def test_a_size_of_the_paper_has_the_parameters_of_its_name(
     assert millions == pytest.approx(float(name.removesuffix("M")), rel=0.01)
 
 
-@pytest.mark.parametrize("name", ["tiny", "small"])
-def test_a_small_size_learns_in_one_step(name: str) -> None:
-    set_seed(0)
-    model = build_model(ModelConfig(model=name), tokenizer_of(100), block_size=16)
-    assert model.config.vocab_size == 128
-    tokens_BL = torch.arange(64).view(4, 16)
-    first = model(input_ids=tokens_BL, labels=tokens_BL).loss
-    first.backward()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            parameter -= 0.1 * parameter.grad
-    assert model(input_ids=tokens_BL, labels=tokens_BL).loss < first
-
-
 def test_there_is_no_dropout_and_one_embedding() -> None:
     model = build_model(ModelConfig(), tokenizer_of(100), block_size=16).train()
     tokens_BL = torch.arange(32).view(2, 16)
@@ -183,14 +168,6 @@ def test_a_number_that_is_none_is_refused(tmp_path: Path) -> None:
     name = folder_of(tmp_path, attention_dropout=float("nan"))
     with pytest.raises(ValueError, match="attention_dropout of its config"):
         check_model(ModelConfig(model=name), block_size=16)
-
-
-def test_gaps_in_the_vocabulary_are_rows_of_the_embedding() -> None:
-    words = Tokenizer(models.WordLevel({"w0": 0, "<|endoftext|>": 1, "w9": 200}, unk_token="w0"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|endoftext|>")
-    assert len(tokenizer) == 3
-    model = build_model(ModelConfig(), tokenizer, block_size=16)
-    assert model.config.vocab_size == 256
 
 
 @pytest.mark.parametrize("num_layers", [3, 65, 20_000])

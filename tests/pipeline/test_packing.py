@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -24,7 +22,6 @@ from tests.pipeline.corpora import (
     texts,
     tokens,
     write_jsonl,
-    write_parquet,
 )
 
 SHARED = Path(__file__).resolve().parents[2] / "../shared/data"
@@ -43,15 +40,6 @@ def test_blocks_are_the_documents_and_nothing_else(corpus):
         # Only the tokens that do not fill a block are lost.
         ids = corpus.tokenizer("\n".join(originals))["input_ids"]
         assert len(tokens(getattr(corpus, split)["code"])) > len(ids) - 2 * corpus.block_size
-
-
-def test_blocks_are_what_a_model_takes(corpus):
-    rows = corpus.train["prose"][[3, 0, 3]]["input_ids"]
-    assert isinstance(rows, np.ndarray)
-    assert rows.shape == (3, 16)
-    assert rows.dtype == np.int64
-    assert corpus.train["prose"].column_names == ["input_ids"]
-    assert corpus.train_tokens["prose"] == len(corpus.train["prose"]) * 16
 
 
 def test_held_out_documents_are_a_tenth_and_on_one_side(corpus):
@@ -101,17 +89,6 @@ def test_a_large_share_held_out_is_warned_of(tmp_path, config, caplog):
     assert warned == [warning]
 
 
-def test_a_domain_with_a_validation_split_is_not_warned_of(tmp_path, config):
-    write_jsonl(tmp_path / "a" / "train.jsonl", texts("a", 40))
-    write_jsonl(tmp_path / "a" / "validation.jsonl", texts("held-out a", 30))
-    assert load_corpus(rename(config, data=str(tmp_path))).warnings == ()
-
-
-@pytest.mark.parametrize("asked", [0.02, 0.5, 0.999])
-def test_documents_of_one_kind_are_not_warned_of(config, asked):
-    assert load_corpus(rename(config, validation_fraction=asked)).warnings == ()
-
-
 def test_equal_documents_fall_on_one_side(tmp_path, config):
     copies = [text_of("a", index % 12) for index in range(96)]
     write_jsonl(tmp_path / "data" / "a.jsonl", copies)
@@ -121,11 +98,6 @@ def test_equal_documents_fall_on_one_side(tmp_path, config):
     held_out = {text.split(":")[0] for text in documents(loaded, "a", "validation")}
     assert len(held_out) == 4
     assert not train & held_out
-
-
-def test_holding_out_everything_keeps_a_document(config):
-    loaded = load_corpus(rename(config, validation_fraction=0.999))
-    assert loaded.documents["prose"] == 1
 
 
 def test_max_tokens_stops_there(config):
@@ -335,32 +307,6 @@ def test_a_document_cannot_forge_its_end(tmp_path, config):
     write_jsonl(tmp_path / "data" / "b.jsonl", texts("b"))
     loaded = load_corpus(rename(config, data=str(tmp_path / "data")))
     assert tokens(loaded.train["a"]).count(loaded.tokenizer.eos_token_id) <= loaded.documents["a"]
-
-
-@needs_shared
-def test_real_text_in_other_languages_survives(config):
-    wiki = rename(
-        config,
-        data=str(SHARED / "mini_wiki40b"),
-        domains=("en", "ru"),
-        tokenizer=str(SHARED / "tokenizers" / "wiki40b-ca"),
-        max_tokens_per_domain=4000,
-    )
-    loaded = load_corpus(wiki, targets=["ca"])
-    assert (loaded.names, loaded.targets) == (("en", "ru"), ("ca",))
-    first = pq.read_table(SHARED / "mini_wiki40b/ru/train.parquet")["text"][0].as_py()
-    assert documents(loaded, "ru", "train")[0] == first
-    held = pq.read_table(SHARED / "mini_wiki40b/ca/validation.parquet")["text"][0].as_py()
-    assert documents(loaded, "ca", "validation")[0] == held
-    assert loaded.warnings == ()
-
-
-def test_a_domain_that_no_row_has(tmp_path, config):
-    rows, meta = rows_of_two()
-    path = write_parquet(tmp_path / "all.parquet", text=rows, meta=meta)
-    column = "meta.redpajama_set_name"
-    with pytest.raises(ValueError, match="train split of Arxiv has 0 tokens"):
-        load_corpus(rename(config, data=str(path), domain_column=column, domains=("C4", "Arxiv")))
 
 
 def test_one_document_cannot_be_split(tmp_path, config):

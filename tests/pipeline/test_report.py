@@ -6,7 +6,7 @@ Records are written here by hand, so that every number on the page has a known c
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from doge_fast.pipeline.records.movement import Movement, movement_of
 from doge_fast.pipeline.reporting.proxies import remarks_on
 from doge_fast.pipeline.reporting.sections import sections_of
 from doge_fast.pipeline.reporting.study import open_study
-from doge_fast.pipeline.reporting.wording import Stat, perplexity_stat, weight_text
 from tests.pipeline.written_runs import (
     DOMAINS,
     STEPS,
@@ -262,17 +261,6 @@ def test_perplexities_and_their_counts(page: Page) -> None:
     assert "One seed has no interval" in page.text
 
 
-def test_targets_have_a_table_of_their_own(tmp_path: Path) -> None:
-    rest: dict[str, Any] = {"domains": without("tests"), "targets": ("tests",)}
-    proxy = write_proxy(tmp_path / "proxy", domains=rest["domains"], target=("tests",))
-    write_base(tmp_path / "uniform", **rest)
-    write_base(tmp_path / "learned", weights=str(proxy), change=-0.1, **rest)
-    page = page_of(tmp_path)
-    own = cells(page.source, "Against uniform, seed by seed: Base models on tests")
-    assert own["tests"][0].startswith("−9.5")
-    assert "lower than uniform" in page.text
-
-
 def test_pairs_of_arms_are_set_against_each_other_too(tmp_path: Path) -> None:
     write_experiment(tmp_path, (-0.02, -0.021, -0.019))
     record = records.read_experiment(tmp_path)
@@ -432,20 +420,6 @@ def test_skipped_steps_and_remarks_on_the_corpus_are_told_once(tmp_path: Path) -
     assert words.count(told) == 1
     assert "proxy-seed0: 2 logged steps skipped" in words
     assert "nan" not in words.lower().split()
-
-
-@pytest.mark.parametrize(
-    ("told", "stat", "text"),
-    [
-        (weight_text, Stat(0.27604, 0.00021), "0.2760 ± 0.0002"),
-        (perplexity_stat, Stat(8.1054, 0.00042), "8.105 ± 0.001"),
-        (perplexity_stat, Stat(math.inf, math.nan), "not finite"),
-    ],
-)
-def test_a_mean_and_its_error_end_at_the_same_place(
-    told: Callable[[Stat], str], stat: Stat, text: str
-) -> None:
-    assert told(stat) == text
 
 
 # Awkward names and numbers, and what is no run.

@@ -47,10 +47,3 @@ def test_a_copy_arrives() -> None:
         bandwidth("cpu", 4096)
     assert len(copied) == roofline.REPEATS + 1
     assert torch.equal(copied[-1], torch.ones(1024))
-
-
-def test_measured_once_for_each_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = bandwidth("cpu", NUM_BYTES)
-    assert bandwidth(torch.device("cpu"), NUM_BYTES) is first
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1000)
-    assert bandwidth("cpu", NUM_BYTES) is not first

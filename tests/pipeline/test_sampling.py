@@ -57,11 +57,6 @@ def test_a_curriculum_changes_weights_and_keeps_positions():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: counts_of(0, 0, [0.5, 0.4], 8), "sum to 1; they are .*, with the sum 0.9"),
-        (lambda: counts_of(0, 0, [1.5, -0.5], 8), "must be >= 0"),
-        (lambda: counts_of(0, 0, [float("nan"), 1.0], 8), "must be >= 0"),
-        (lambda: counts_of(0, 0, [], 8), "must be >= 0"),
-        (lambda: counts_of(0, 0, [1.0], 0), "batch_size >= 1"),
         (lambda: BlockSampler(0, {"a": 1.0}, 1, {"a": 1}).blocks(-1), "step >= 0"),
         (lambda: domain_blocks(0, 0, domain="a", num_blocks=0, size=1), "a has no blocks"),
         (

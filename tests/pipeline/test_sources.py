@@ -123,15 +123,6 @@ def test_a_hub_ids_configurations_are_domains(tmp_path, config, monkeypatch):
     assert documents(loaded, "ca", "validation")[0] == text_of("held-out ca", 0)
 
 
-def test_a_split_of_the_hub_that_is_more_than_half_is_refused(tmp_path, config, monkeypatch):
-    write_jsonl(tmp_path / "wiki" / "en" / "train.jsonl", texts("en", 10))
-    write_jsonl(tmp_path / "wiki" / "en" / "test.jsonl", texts("held-out en", 20))
-    name_configurations(tmp_path / "wiki", ["en"])
-    answer_as_hub(monkeypatch, "owner/wiki", tmp_path / "wiki")
-    with pytest.raises(ValueError, match=r"en: .* because of splits: test"):
-        load_corpus(rename(config, data="owner/wiki"))
-
-
 def test_a_hub_that_does_not_answer(config, monkeypatch):
     def unreachable(*_: Any, **__: Any) -> None:
         raise ConnectionError("Couldn't reach the Hub\nwith a long trace")
@@ -163,13 +154,6 @@ def test_text_files_are_cut_at_blank_lines(tmp_path, config):
     assert loaded.documents["book"] == len(pieces) - round(0.1 * len(pieces))
 
 
-def test_text_without_blank_lines_is_cut_too(tmp_path):
-    (tmp_path / "a.txt").write_text("0123456789\n" * 100_000)
-    found = cut(tmp_path / "a.txt")
-    assert "".join(found) == "0123456789\n" * 100_000
-    assert max(map(len, found)) < 16 * 16_384 + 11
-
-
 def test_a_text_of_one_long_line_is_cut(tmp_path, config):
     """As text8 is: words between spaces, without an end of line."""
     line = " ".join(texts("a", 2000)).replace("\n", " ")
@@ -197,14 +181,6 @@ def test_a_small_text_file_has_documents_to_hold_out(tmp_path, config, num_parag
     assert loaded.documents["book"] >= 10
     assert 0 < num_held / (num_train + num_held) < 0.15
     assert loaded.warnings == ()
-
-
-def test_text_with_a_validation_file_is_cut_as_ever(tmp_path, config):
-    (tmp_path / "a").mkdir()
-    for split, count in (("train", 60), ("validation", 9)):
-        text = "\n\n".join(texts(f"a {split}", count))
-        (tmp_path / "a" / f"{split}.txt").write_text(text)
-    assert load_corpus(rename(config, data=str(tmp_path))).documents == {"a": 2}
 
 
 @pytest.mark.parametrize(

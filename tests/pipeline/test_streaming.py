@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 
 from doge_fast.pipeline import packing, sources
@@ -124,17 +123,6 @@ def test_several_files_are_read_in_turn(mingled, columned, monkeypatch):
     assert orders[0] != orders[1]
 
 
-def test_the_seed_gives_the_documents(mingled, columned, monkeypatch, tmp_path):
-    answer_as_hub(monkeypatch, "owner/large", mingled)
-    loaded, again = (
-        load_corpus(columned(cache_dir=tmp_path / name, stream_seed=3)) for name in "ab"
-    )
-    other = load_corpus(columned(stream_seed=4))
-    for split in ("train", "validation"):
-        assert documents(loaded, "web", split) == documents(again, "web", split)
-        assert documents(loaded, "web", split) != documents(other, "web", split)
-
-
 def test_every_row_is_read_once(mingled, columned):
     config = columned(data=str(mingled), domains=("book", "code", "web"))
     (part, _), *others = packing.by_part(sources.find_parts(config, [])).items()
@@ -196,16 +184,6 @@ def test_a_domain_that_ends_before_the_limit_is_counted(mingled, columned, monke
     assert warning.startswith("web: read as a stream")
 
 
-def test_a_rare_domain_is_waited_for_and_named(mingled, columned, monkeypatch, caplog):
-    answer_as_hub(monkeypatch, "owner/large", mingled)
-    with caplog.at_level("INFO", logger="doge_fast"):
-        load_corpus(columned())
-    messages = [record.getMessage() for record in caplog.records]
-    (line,) = [message for message in messages if message.startswith("Enough of")]
-    assert line.startswith("Enough of web after ")
-    assert line.endswith("; reading on for book.")
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -221,18 +199,3 @@ def test_a_stream_without_an_end_is_refused(columned, change, message):
 def test_a_directory_of_domains_is_no_stream(config):
     there = rename(config, streaming=True, max_tokens_per_domain=160)
     check_refused(there, r"streaming \(--streaming\) reads a Hub data set, or files with a domain")
-
-
-def test_datasets_shows_no_bars_and_its_switch_is_left_as_it_was(mingled, columned, monkeypatch):
-    answer_as_hub(monkeypatch, "owner/large", mingled)
-    are_off = []
-    load = datasets.load_dataset_builder
-
-    def watch(*args: Any, **options: Any) -> Any:
-        are_off.append(datasets.are_progress_bars_disabled())
-        return load(*args, **options)
-
-    monkeypatch.setattr(datasets, "load_dataset_builder", watch)
-    load_corpus(columned())
-    assert are_off == [True]
-    assert not datasets.are_progress_bars_disabled()
