@@ -1,26 +1,24 @@
 """What a target is, and what it is given: checked shares and paths in its own unit.
 
-Learned weights are shares of tokens. A framework that draws documents needs them divided by the
-mean length of a document, or it would train on another mixture than the one that was learned.
-
-Rounding each weight by itself leaves sums like 0.9999, which some loaders refuse and others
-renormalise in silence. Here the arithmetic is rational and the rounding by largest remainder, so
-the printed numbers sum to one as decimals, whatever the number of domains.
+Learned weights are shares of tokens; a framework that draws documents needs them divided by the
+mean length of a document. Each weight rounded by itself gives sums like 0.9999, which some loaders
+refuse and others renormalise in silence, so the arithmetic is rational and the rounding by largest
+remainder: the printed decimals sum to one.
 """
 
 import glob
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from doge_fast.pipeline import named
 from doge_fast.pipeline.config.ranges import Count
 from doge_fast.pipeline.config.ranges import check as check_ranges
-from doge_fast.pipeline.named import visible
 
 Key = TypeVar("Key")
 Rows = Literal["blocks", "documents"]
@@ -209,23 +207,9 @@ class Blend:
         return max(1, int(budget / mean)) if budget and mean else None
 
 
-def check_known(given: Iterable[str], names: Iterable[str], what: str) -> None:
-    """Raise ValueError where `given`, which is for domains, has one that is not in `names`."""
-    unknown = sorted(set(given) - set(names))
-    if unknown:
-        raise ValueError(
-            f"{what} {', '.join(unknown)}, which the weights do not have; their domains are "
-            f"{', '.join(sorted(names))}."
-        )
-
-
-def path_parts(split: Split, given: Paths, names: Iterable[str]) -> PathParts:
-    """{domain: {path: its part of the domain, or None where unknown}}.
-
-    Raises:
-        ValueError: what is given is no path, or of none of the names, or given twice.
-    """
-    check_known(given, names, "paths name")
+def path_parts(split: Split, given: Paths, names: Collection[str]) -> PathParts:
+    """{domain: {path: its part of the domain, or None where unknown}}, of what is given."""
+    named.check("paths", given, names, "the weights")
     parts = {name: _parts_of(name, paths) for name, paths in given.items()}
     owners: dict[str, str] = {}
     for name, listed in parts.items():
@@ -245,7 +229,7 @@ def _parts_of(name: str, given: Any) -> dict[str, Fraction | None]:
     if not is_listed or not all(isinstance(path, str) and path for path in paths):
         raise ValueError(f"A domain needs a path, or a list of them; {name} has {given!r}.")
     for path in paths:
-        if visible(path) != path:
+        if named.visible(path) != path:
             raise ValueError(
                 f"A path must be of characters that are written; {name} has {path!a}. Rename it."
             )
@@ -290,11 +274,8 @@ _MAGIC = re.compile(r"[*?\[]")
 def name_of_file(path: str, reader: str, *, is_pattern: bool, can_escape: bool = False) -> str:
     """A path as a reader takes it that has patterns (* ? [ ]) and addresses (:: ://).
 
-    Args:
-        path: of a file or folder.
-        reader: for messages.
-        is_pattern: whether the target's paths may be patterns; then one that is a file is refused.
-        can_escape: whether the reader takes escaped names.
+    `is_pattern`: the target's paths may be patterns; then one that is a file is refused.
+    `can_escape`: the reader takes escaped names.
 
     Raises:
         ValueError: it would read another file than the one that is named.
@@ -322,8 +303,11 @@ class Target:
     """As in `--to`."""
     title: str
     """What is printed, in a few words."""
-    write: Callable[[Blend], str]
-    """The text, without comments. Raises ValueError for what the framework would not take."""
+    write: Callable[[Blend], str | Mapping[str, object]]
+    """The text, without comments, or what stands for the words of its template. Raises ValueError
+    for what the framework would not take."""
+    template: str = ""
+    """Text with $words."""
     takes: str = ""
     """What a path is; empty where paths are of no use."""
     checked: str = ""

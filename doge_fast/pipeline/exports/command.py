@@ -20,17 +20,7 @@ _FILES = (".json", ".yaml", ".yml")
 
 
 def run(config: ExportConfig) -> list[str]:
-    """Write weights for a framework.
-
-    Args:
-        config: the file, the target, the paths.
-
-    Returns:
-        The text, or where it was written.
-
-    Raises:
-        ValueError: what was asked cannot be done; nothing has been written.
-    """
+    """Write weights for a framework; the text, or where it was written."""
     if config.list:
         return [listing()]
     if config.file is None or not config.to:

@@ -1,4 +1,4 @@
-"""Frameworks that take their mixture in Python: text to paste, which runs as it is."""
+"""Frameworks that take their mixture in Python: what their templates in targets.yaml lack."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePosixPath
@@ -49,36 +49,15 @@ def _streams(blend: Blend) -> str:
     )
 
 
-def _datasets(blend: Blend) -> str:
-    return f"""from datasets import interleave_datasets, load_dataset
-
-domains = {_streams(blend)}
-probabilities = {mapping(blend.shares())}
-dataset = interleave_datasets(
-    list(domains.values()),
-    probabilities=[probabilities[name] for name in domains],
-    seed={blend.settings.seed},
-    stopping_strategy="all_exhausted",
-)
-"""
+def _interleaved(blend: Blend) -> dict[str, object]:
+    return {
+        "streams": _streams(blend),
+        "shares": mapping(blend.shares()),
+        "seed": blend.settings.seed,
+    }
 
 
-def _torchdata(blend: Blend) -> str:
-    return f"""from datasets import load_dataset
-from torchdata.nodes import IterableWrapper, MultiNodeWeightedSampler, StopCriteria
-
-domains = {_streams(blend)}
-weights = {mapping(blend.shares())}
-node = MultiNodeWeightedSampler(
-    {{name: IterableWrapper(rows) for name, rows in domains.items()}},
-    weights,
-    stop_criteria=StopCriteria.CYCLE_FOREVER,
-    seed={blend.settings.seed},
-)
-"""
-
-
-def _litdata(blend: Blend) -> str:
+def _litdata(blend: Blend) -> dict[str, object]:
     loader, imported = "", ""
     if blend.rows == "blocks":
         blend.require("seq_length", why="a TokensLoader cuts blocks of it; else --rows documents")
@@ -86,23 +65,16 @@ def _litdata(blend: Blend) -> str:
         loader = f", item_loader=TokensLoader(block_size={(blend.settings.seq_length or 0) + 1})"
         imported = ", TokensLoader"
     shares, folders = zip(*blend.weighted_paths(), strict=True)
-    return f"""from litdata import CombinedStreamingDataset, StreamingDataset{imported}
-
-folders = {sequence(map(string, folders))}
-datasets = [
-    StreamingDataset(folder, shuffle=True{loader})
-    for folder in folders
-]
-dataset = CombinedStreamingDataset(
-    datasets,
-    seed={blend.settings.seed},
-    weights={sequence(shares, "    ", "()")},
-    iterate_over_all=False,
-)
-"""
+    return {
+        "imported": imported,
+        "folders": sequence(map(string, folders)),
+        "loader": loader,
+        "seed": blend.settings.seed,
+        "shares": sequence(shares, "    ", "()"),
+    }
 
 
-def _torchtitan(blend: Blend) -> str:
+def _torchtitan(blend: Blend) -> dict[str, object]:
     # It looks names up in lower case.
     sources = [
         f"source({string(name.lower())}, {plain(share)}, {_opened(blend.paths_of(name))})"
@@ -114,32 +86,10 @@ def _torchtitan(blend: Blend) -> str:
             "torchtitan knows data sets by their names in lower case, and two of these are then "
             f"the same: {', '.join(blend.shares())}. Rename one (doge-fast export --to json)."
         )
-    return f"""from datasets import load_dataset
-from torchtitan.hf_datasets import DatasetConfig
-from torchtitan.hf_datasets.text_datasets import (
-    DATASETS,
-    HFDataSource,
-    InterleavedHuggingFaceTextDataLoader,
-)
+    return {"sources": sequence(sources, "    "), "seed": blend.settings.seed}
 
 
-def source(name, weight, reader, **files):
-    DATASETS[name] = DatasetConfig(
-        path=reader,
-        loader=lambda path: load_dataset(path, **files, split="train", streaming=True),
-        sample_processor=lambda row: row["text"],
-    )
-    return HFDataSource(dataset=name, weight=weight)
-
-
-dataloader = InterleavedHuggingFaceTextDataLoader.Config(
-    sources={sequence(sources, "    ")},
-    seed={blend.settings.seed},
-)
-"""
-
-
-def _mosaic(blend: Blend) -> str:
+def _mosaic(blend: Blend) -> dict[str, object]:
     settings, rows = blend.settings, blend.rows_in_budget()
     blend.require("batch_size", why="StreamingDataset does not start without one (--batch-size)")
     streams = []
@@ -147,23 +97,18 @@ def _mosaic(blend: Blend) -> str:
         path = blend.one_path(name)
         place = "remote" if REMOTE in path else "local"
         streams.append(f"Stream({place}={string(path)}, proportion={plain(share)})")
-    epoch = f"    epoch_size={rows},\n" if rows else ""
-    return f"""from streaming import Stream, StreamingDataset
-
-dataset = StreamingDataset(
-    streams={sequence(streams, "    ")},
-    shuffle=True,
-    shuffle_seed={settings.seed},
-    batching_method="random",
-{epoch}    batch_size={settings.batch_size},  # of one device: divide by their number
-)
-"""
+    return {
+        "streams": sequence(streams, "    "),
+        "seed": settings.seed,
+        "epoch": f"    epoch_size={rows},\n" if rows else "",
+        "batch_size": settings.batch_size,
+    }
 
 
-WRITERS: Mapping[str, Callable[[Blend], str]] = {
+WRITERS: Mapping[str, Callable[[Blend], Mapping[str, object]]] = {
     "mosaic-streaming": _mosaic,
-    "datasets": _datasets,
-    "torchdata": _torchdata,
+    "datasets": _interleaved,
+    "torchdata": _interleaved,
     "litdata": _litdata,
     "torchtitan": _torchtitan,
 }

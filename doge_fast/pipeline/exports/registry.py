@@ -5,6 +5,7 @@ export(weights, to=name, paths=...)  ->  what the framework takes, as text
 
 import difflib
 import functools
+import string
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from doge_fast.pipeline import named
 from doge_fast.pipeline.exports import configs, loaders, megatron
 from doge_fast.pipeline.exports.blend import (
     Blend,
@@ -23,7 +25,6 @@ from doge_fast.pipeline.exports.blend import (
     Split,
     Target,
     by_document,
-    check_known,
     name_of_file,
     normalised,
     path_parts,
@@ -57,7 +58,7 @@ class Exported:
 def targets() -> Mapping[str, Target]:
     """{name: target}, those of targets.yaml, each with what writes its text."""
     about = yaml.safe_load(Path(__file__).with_name("targets.yaml").read_text(encoding="utf-8"))
-    writers = {**megatron.WRITERS, **configs.WRITERS, **loaders.WRITERS}
+    writers: dict[str, Any] = {**megatron.WRITERS, **configs.WRITERS, **loaders.WRITERS}
     return {name: Target(name, write=writers[name], **fields) for name, fields in about.items()}
 
 
@@ -136,8 +137,10 @@ def export(
             "throughout."
         )
     notes = (_unit(target, blend), *target.traps)
+    made = target.write(blend)
+    text = made if isinstance(made, str) else string.Template(target.template).substitute(made)
     return Exported(
-        text=_commented(target, [*warnings, *notes]) + target.write(blend),
+        text=_commented(target, [*warnings, *notes]) + text,
         warnings=tuple(warnings),
         notes=notes,
         has_comments=target.comment is not None,
@@ -191,7 +194,7 @@ def _lengths(
     parts: Parts, entries: Mapping[str, Mapping[str, Any]], settings: ExportSettings
 ) -> dict[str, float]:
     """{domain with a share: mean tokens of a document}: as given, else as the record says."""
-    check_known(settings.mean_doc_tokens, entries, "mean_doc_tokens names")
+    named.check("mean_doc_tokens", settings.mean_doc_tokens, entries, "the weights")
     found: dict[str, float] = {}
     for name in sorted(name for name, part in parts.items() if part):
         entry = entries[name]
