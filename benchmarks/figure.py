@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from doge_fast.pipeline.reporting.plotting import MUTED, PALETTE, canvas, drawing_of, style
+from doge_fast.pipeline.reporting.figures import MUTED, PALETTE, canvas, drawing_of, style
 
 RESULTS = Path(__file__).parent / "results"
 LABELS = {

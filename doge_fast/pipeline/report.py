@@ -16,7 +16,7 @@ from markupsafe import Markup
 from doge_fast import atomic_file
 from doge_fast.pipeline.config import ReportConfig
 from doge_fast.pipeline.named import visible
-from doge_fast.pipeline.reporting.plotting import VARIABLES, Drawing
+from doge_fast.pipeline.reporting.figures import VARIABLES, Drawing
 from doge_fast.pipeline.reporting.sections import Section, drawn, sections_of
 from doge_fast.pipeline.reporting.study import open_study
 from doge_fast.pipeline.reporting.wording import as_ascii, wrapped
@@ -24,17 +24,11 @@ from doge_fast.pipeline.tables import Row, Table, text
 
 
 def write_report(config: ReportConfig) -> Path:
-    """Write the page for a set of runs, or for an experiment.
+    """Write the page for a set of runs, or for an experiment; the path of the page.
 
     Reads records only, so it can be made of what there is while runs are still missing. Runs that
     differ in nothing but their seed are one arm, compared with others seed by seed. Base models of
     an experiment are compared as its plan says; other ones share all but weights and seed.
-
-    Args:
-        config: which runs, and where to.
-
-    Returns:
-        The page.
 
     Raises:
         ValueError: as `open_study`; nothing has been written.
@@ -60,14 +54,7 @@ def write_report(config: ReportConfig) -> Path:
 
 
 def terminal_table(runs: Sequence[Path]) -> str:
-    """The same page as aligned plain text, for a terminal.
-
-    Args:
-        runs: run directories, or one directory that holds them or is an experiment's.
-
-    Returns:
-        The title, what the sections come to, and their commands, tables (* where the interval says
-        better) and remarks. ASCII but for the names.
+    """The same page as aligned plain text: ASCII but for the names, with * where the page is bold.
 
     Raises:
         ValueError: as `write_report`.

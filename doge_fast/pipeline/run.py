@@ -6,7 +6,7 @@ from typing import Literal
 
 from doge_fast.pipeline import records
 from doge_fast.pipeline.records import Json
-from doge_fast.pipeline.reporting.plotting import Drawing
+from doge_fast.pipeline.reporting.figures import Drawing
 from doge_fast.pipeline.reporting.sections import drawings_of
 from doge_fast.pipeline.weights.summary import WeightsSummary, describe, story
 

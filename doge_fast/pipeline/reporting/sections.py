@@ -27,8 +27,8 @@ from doge_fast.pipeline.records.shapes import (
     WeightsGroup,
 )
 from doge_fast.pipeline.reporting import figures
+from doge_fast.pipeline.reporting.figures import Drawing, drawing_of, style
 from doge_fast.pipeline.reporting.mixtures import effective_domains
-from doge_fast.pipeline.reporting.plotting import Drawing, drawing_of, style
 from doge_fast.pipeline.reporting.runs import RecordedRun
 from doge_fast.pipeline.reporting.statistics import (
     Arm,
