@@ -47,9 +47,6 @@ def made_together(
     """{name: path} of the things with these {name: key}; `make` writes all that are absent.
 
     A thing that is no longer what was written is taken for absent.
-
-    Raises:
-        FileFailure: the cache cannot be written.
     """
     folder = (Path(config.cache_dir).expanduser() if config.cache_dir else cache_dir()) / kind
     paths = {name: folder / key for name, key in keys.items()}

@@ -99,14 +99,12 @@ def shortened(names: Sequence[str]) -> str:
 def list_files(data: Path, chosen: Collection[str] | None) -> Listing:
     """The files below a folder, a domain each or a folder of them for each domain.
 
-    Args:
-        data: the folder.
-        chosen: domains that are asked for, so that other entries may be anything; empty: all.
-            None: a column says the domain, so all files are of one kind of row.
+    `chosen` are the domains that are asked for, so that other entries may be anything; empty: all;
+    None: a column says the domain, so all files are of one kind of row.
 
     Raises:
-        ValueError: a link leads nowhere or to a folder around it; a folder has the name of a file,
-            or of a split; a domain has two entries or no file; a file is there twice.
+        ValueError: something in the folder is neither text of one domain nor plainly something
+            else.
     """
     left_out: dict[str, list[str]] = {}
     doubtful: list[str] = []
@@ -142,11 +140,7 @@ def one_file(path: Path) -> Listing:
 
 
 def kind_of(path: Path) -> Kind:
-    """How a file is read.
-
-    Raises:
-        ValueError: its name ends in nothing that is read.
-    """
+    """How a file is read; ValueError where its name ends in nothing that is."""
     kind = _kind(path.name)
     if kind is None:
         raise ValueError(f"A file of documents ends in {KINDS_TOLD}; this is {path}.")

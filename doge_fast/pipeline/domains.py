@@ -133,24 +133,14 @@ def load_corpus(
 ) -> Corpus:
     """Read, tokenise and pack the corpus, or find it packed in the cache.
 
-    `config.data` is one of
-
-    - a directory with a folder per domain, `DIR/<domain>/train*.parquet` and
-      `validation*.parquet`, or a file per domain, `DIR/<domain>.jsonl`; parquet, jsonl
-      (also .gz, .zst) and txt. Files that name no split are training files;
-    - a file, a directory or a Hub id, with `config.domain_column`;
-    - a Hub id without it: the data set's configurations are the domains;
-    - "installed": text found in this Python environment.
+    `config.data` is a directory with a folder or file per domain; a file, a directory or a Hub id
+    with a `config.domain_column`; a Hub id whose configurations are the domains; or "installed",
+    text found in this Python environment.
 
     A domain without a validation split holds out `config.validation_fraction` of its documents
     by a hash of the text: stable, and equal documents fall on one side. Where that is much more
-    of the text than asked for, the corpus has a warning, which is logged too; more than a half is
-    refused.
-
-    With `config.streaming` a Hub data set is read no further than until every domain has
-    `config.max_tokens_per_domain` training tokens and `config.validation_fraction` of that held
-    out. Its files are read ten in turn, in an order that `config.stream_seed` draws. What a
-    domain has beyond that is not known, which is a warning of the corpus too.
+    of the text than asked for, the corpus has a warning; more than a half is refused. With
+    `config.streaming` no more is read than fills every domain; what there is beyond is not known.
 
     Args:
         config: where the text is and how it becomes blocks.
@@ -159,10 +149,8 @@ def load_corpus(
         is_measured: nothing is trained on, so any share may be held out.
 
     Raises:
-        ValueError: a path does not exist; the text column is missing; a domain is unknown,
-            named twice, empty, smaller than one block or mostly held out; a target is not in the
-            data; the tokenizer does not open; a number in `config` is out of range; a stream would
-            have no end. Nothing is written but finished cache entries.
+        ValueError: the text, a domain, a target, the tokenizer or a number in `config` cannot be
+            had as asked. Nothing is written but finished cache entries.
     """
     _check_config(config)
     held_out = [name for name in dict.fromkeys(targets) if name not in (UNIVERSAL, MIX)]
@@ -353,24 +341,11 @@ def _choose_names(
 
 
 def domain_blocks(seed: int, step: int, *, domain: str, num_blocks: int, size: int) -> Ints:
-    """Which of a domain's blocks proxy batch `step` holds.
+    """[size] int64: which of a domain's blocks proxy batch `step` holds.
 
-    Positions step * size, ..., step * size + size - 1 of an endless stream that shows every
-    block once an epoch, in an order drawn anew each epoch. The order depends on the seed and
-    the domain's name alone, so other domains come and go without changing it.
-
-    Args:
-        seed: of the run.
-        step: >= 0; batches before this one.
-        domain: its name.
-        num_blocks: > 0; blocks of the domain.
-        size: >= 0; blocks in the batch.
-
-    Returns:
-        [size] int64 in [0, num_blocks); distinct within an epoch.
-
-    Raises:
-        ValueError: `num_blocks` < 1.
+    Positions step * size and on of an endless stream that shows every block once an epoch, in an
+    order drawn anew each epoch. It depends on the seed and the domain's name alone, so other
+    domains come and go without changing it.
     """
     first = step * size
     return shuffled(seed, ("train", domain), np.arange(first, first + size), num_blocks)
@@ -388,10 +363,6 @@ class BlockSampler(MixtureCounts):
         batch_size: > 0; blocks in a batch, over all domains.
         num_blocks: {domain: blocks it has}, in the order of the batch.
         stream: runs of one seed draw the same order from streams of the same name.
-
-    Raises:
-        ValueError: the domains differ, weights are not on the simplex, or phases are not in
-            order.
     """
 
     def __init__(
@@ -418,13 +389,7 @@ class BlockSampler(MixtureCounts):
 
 
 class Batches(IterableDataset[Any]):
-    """The batches of a run, each whole: use `DataLoader(..., batch_size=None)`.
-
-    Args:
-        batch: the batch of a step, whatever was asked for before.
-        start_step: batches that an earlier run has used; the first one yielded is that many steps
-            in, bit for bit what an uninterrupted run would see.
-    """
+    """The batches of a run from `start_step` on, each whole; `batch` makes that of any step."""
 
     def __init__(self, batch: Callable[[int], Any], start_step: int = 0) -> None:
         self.batch, self.start_step = batch, start_step
@@ -465,14 +430,8 @@ def mixed_batch(
 ) -> Batch:
     """Blocks that a `BlockSampler` has drawn, in the order of the corpus's names.
 
-    Args:
-        corpus: the blocks.
-        drawn: {domain: indices}.
-        place: (rank, number of ranks) that share a batch; each gets its own rows alone.
-
-    Returns:
-        {"input_ids": [B, L] int64, "labels": the same, "domain_ids": [B] int64}, the last of them
-        positions in the names.
+    {"input_ids": [B, L] int64, "labels": the same, "domain_ids": [B] int64}, of those rows that are
+    this rank's; `place` is (rank, number of ranks).
     """
     mine = pieces({name: len(rows) for name, rows in drawn.items()}, *place)
     rows = {name: drawn[name][slice(*mine.get(name, (0, 0)))] for name in drawn}

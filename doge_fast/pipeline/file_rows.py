@@ -53,15 +53,9 @@ class Absent:
 
 
 def rows_of(file: CorpusFile, text_column: str, domain_column: str | None) -> Iterator[DocumentRow]:
-    """The rows of a parquet, arrow or json file.
+    """The rows of a parquet, arrow or json file, each with its text and, if asked for, its domain.
 
-    Args:
-        file: which, and how it is read.
-        text_column: holds the documents.
-        domain_column: says the domain; dots reach into structs. None: `domain` is None.
-
-    Raises:
-        FileFailure: the file is damaged.
+    Dots in the name of a column reach into structs. FileFailure where the file is damaged.
     """
     columns = [text_column] if domain_column is None else [text_column, domain_column]
     with reading(file.path, MEND):
@@ -236,11 +230,7 @@ def text_document_chars(files: Iterable[CorpusFile]) -> int:
 
 
 def text_documents(file: CorpusFile, chars: int) -> Iterator[DocumentRow]:
-    """A text file cut into documents: at blank lines past `chars`, anywhere past 16 times that.
-
-    Raises:
-        FileFailure: it is not UTF-8.
-    """
+    """A text file cut into documents: at blank lines past `chars`, anywhere past 16 times that."""
     with reading(file.path, MEND), io.TextIOWrapper(opened(file.path), "utf-8-sig") as handle:
         try:
             # A disk that was full may leave zeros.

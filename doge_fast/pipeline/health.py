@@ -35,9 +35,7 @@ def diverged(run: Path, what: str) -> Diverged:
 class LostSteps:
     """Counts the steps that moved nothing, or whose loss was not finite; on the device.
 
-    Args:
-        most: of them in a row that a run survives, less one.
-        device: where the numbers are.
+    A run survives up to `most` - 1 of them in a row.
     """
 
     def __init__(self, most: int, device: torch.device) -> None:

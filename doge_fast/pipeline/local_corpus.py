@@ -85,17 +85,11 @@ def fingerprint() -> str:
 
 
 def load(*, stdlib: Path | None = None, site: Path | None = None) -> dict[str, LocalDomain]:
-    """The domains that this environment has text for, in the order of their names.
+    """{domain: its documents}, by name, of all that this environment has text for.
 
-    Deterministic: the same environment gives the same text in the same order. Takes seconds.
-
-    Args:
-        stdlib: the standard library's folder; None: that of this Python.
-        site: the folder of installed packages; None: that of this Python.
-
-    Returns:
-        {domain: its documents}. No text is in two domains; each has at most 3 MB, and domains
-        with less than 50 kB are left out.
+    Deterministic: the same environment gives the same text in the same order. Takes seconds. No
+    text is in two domains; each has at most 3 MB, and domains with less than 50 kB are left out.
+    `stdlib` and `site` are folders, by default those of this Python.
 
     Raises:
         RuntimeError: fewer than two domains are found, as in an environment without sources.
@@ -118,11 +112,7 @@ def load(*, stdlib: Path | None = None, site: Path | None = None) -> dict[str, L
 
 
 def save(directory: Path) -> None:
-    """Write the domains as `directory`/<domain>/{train,validation}.jsonl, column "text".
-
-    Raises:
-        RuntimeError: as `load`; nothing is written.
-    """
+    """Write the domains as `directory`/<domain>/{train,validation}.jsonl, column "text"."""
     _log.info("Collecting text of this Python environment.")
     for name, domain in load().items():
         (directory / name).mkdir(parents=True)

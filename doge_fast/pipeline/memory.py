@@ -20,11 +20,9 @@ def size_text(num_bytes: float) -> str:
 
 
 def needed(num_parameters: int, num_rows: int = 0) -> dict[str, int]:
-    """{what: bytes} of what has the model's size; with several processes, for each of them.
+    """{what: bytes} of what has the model's size, for each process.
 
-    Args:
-        num_parameters: those that train.
-        num_rows: domains and targets of which a step keeps a gradient each.
+    `num_parameters` train; of `num_rows` domains and targets a step keeps a gradient each.
     """
     size = FLOAT32 * num_parameters
     # AdamW has two moments.
@@ -60,15 +58,9 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def refuse_what_cannot_fit(parts: Mapping[str, int], device: torch.device, *, advice: str) -> None:
-    """Refuse a run whose least need is more than what is free.
+    """ValueError where {what: bytes} that a run keeps at once, without activations, cannot fit.
 
-    Args:
-        parts: {what: bytes} that the run keeps at once; activations come on top.
-        device: that it trains on; processes of one machine share its memory, and have a GPU each.
-        advice: a sentence that says how to need less.
-
-    Raises:
-        ValueError: it cannot fit.
+    Processes of one machine share its memory, and have a GPU each. `advice` says how to need less.
     """
     free = free_bytes(device)
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE") or 1) if device.type == "cpu" else 1

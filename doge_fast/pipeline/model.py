@@ -107,9 +107,6 @@ def check_model(config: ModelConfig, *, block_size: int) -> Any:
 
     Of a foreign one that starts afresh the text part is taken, in float32, with the layers that
     are asked for; it says nothing of what the model returns or how it is stored.
-
-    Raises:
-        ValueError: as `build_model`, for all that the tokenizer has no part in.
     """
     _check_pretrained(config)
     if config.model in SIZES:

@@ -40,18 +40,12 @@ def bandwidth(device: torch.device | str, num_bytes: int | None = None) -> Bandw
 
     A read is the fastest of `torch.sum`, `torch.dot` and our Gram matrix of one row; a copy the
     fastest of `Tensor.copy_` and our weighted sum of one row, which on a CPU writes past the
-    caches. Measured on the first call for a device, a size and a number of threads, and kept.
+    caches. Measured once for a device, a size and a number of threads.
 
     Args:
         device: a CPU or a GPU.
         num_bytes: of the buffer; >= 64. None: 256 MiB on a CPU, 1 GiB elsewhere. Smaller than
             the caches it says what these can do. Twice that is allocated.
-
-    Returns:
-        Bytes per second, and how sure they are.
-
-    Raises:
-        ValueError: `num_bytes` is smaller.
     """
     device = torch.device(device)
     if num_bytes is None:

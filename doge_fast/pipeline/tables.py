@@ -53,12 +53,8 @@ def table_of(
 ) -> Table:
     """A table of texts or cells.
 
-    Args:
-        header: labels of the columns, or (label, what it is); the first is that of the rows'.
-        rows: as many texts each as the header has, the row's label first.
-        title: of the table.
-        note: below it.
-        totals: further rows, which are set apart.
+    Each item of `header` is a label or (label, what it is), each row its label and its cells;
+    `totals` are rows that are set apart.
     """
     corner, *heads = header
     columns = [(head, "") if isinstance(head, str) else head for head in heads]
@@ -83,14 +79,10 @@ def terminal_width() -> int:
 def text(table: Table, *, width: int | None = None, left: Sequence[int] = ()) -> str:
     """Aligned text: the first column to the left, the others to the right.
 
-    A cell to be seen ends in `*`. Columns that do not fit follow below, under their rows' labels
-    again; a row's label that takes more than half the width is cut. Title and note are not in it.
-
-    Args:
-        table: what to print.
-        width: of the longest line; None: the terminal's.
-        left: places of columns of words, counted from 0, the first after the rows' labels: they
-            stand to the left and are broken into lines where the width ends.
+    A cell to be seen ends in `*`. Columns that do not fit `width` (None: the terminal's) follow
+    below, under their rows' labels again; a label that takes more than half of it is cut. Columns
+    at the places `left`, counted without the labels', are words: they stand to the left and are
+    broken into lines. Title and note are not in it.
     """
     width = terminal_width() if width is None else width
     labels = [table.corner, *(row.label for row in table.rows)]

@@ -22,12 +22,8 @@ def write_target(config: TargetConfig) -> list[str]:
     The text is what lm-eval gives a model to score without shots: the prompt, and the right choice
     after it. A document whose text is also in the split that is scored is left out.
 
-    Args:
-        config: which tasks, and where to.
-
     Returns:
-        Lines to print: a table of the documents that were written, and left out, of each task; and
-        where they are.
+        Lines to print: a table of the documents of each task, and where they are.
 
     Raises:
         ValueError: a task is unknown, chooses among no answers, or has no training split that is

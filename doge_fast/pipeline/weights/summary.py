@@ -167,11 +167,7 @@ def check_budget(budget_tokens: float | None) -> None:
 
 
 def tokens_of(record: Mapping[str, Any], given: Mapping[str, float] | None) -> dict[str, Any]:
-    """{domain: tokens there are}: those given, or those that the record knows, or None.
-
-    Raises:
-        ValueError: a domain that the record does not have, or fewer tokens than one.
-    """
+    """{domain: tokens there are}: those given, or those that the record knows, or None."""
     found = {entry["name"]: entry.get("tokens") for entry in record["domains"]}
     named.check("tokens", given or {}, found, "the weights")
     for name, value in (given or {}).items():
