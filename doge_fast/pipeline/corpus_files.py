@@ -134,11 +134,6 @@ def list_files(data: Path, chosen: Collection[str] | None) -> Listing:
     return Listing(files, left_out, doubtful)
 
 
-def one_file(path: Path) -> Listing:
-    """A single file of rows, whose domains a column says."""
-    return Listing({"": [CorpusFile(path, "", "train", kind_of(path))]}, {})
-
-
 def kind_of(path: Path) -> Kind:
     """How a file is read; ValueError where its name ends in nothing that is."""
     kind = _kind(path.name)

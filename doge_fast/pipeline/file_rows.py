@@ -59,10 +59,31 @@ def rows_of(file: CorpusFile, text_column: str, domain_column: str | None) -> It
     """
     columns = [text_column] if domain_column is None else [text_column, domain_column]
     with reading(file.path, MEND):
-        read = _json_rows if file.kind == "json" else _arrow_rows
-        for number, row in read(file, columns):
-            domain = None if domain_column is None else reach(row, domain_column)
-            yield DocumentRow(number, domain, reach(row, text_column))
+        if file.kind == "json":
+            yield from picked(_json_rows(file, columns), text_column, domain_column)
+            return
+        schema, batches = _arrow_batches(file, columns)
+        # Where a column is not there, a refusal names those that are.
+        others = dict.fromkeys(schema.names)
+        found = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+        rows = enumerate((others | row for row in found), start=1)
+        label = class_label(schema, domain_column) if domain_column else None
+        yield from picked(rows, text_column, domain_column, label)
+
+
+def picked(
+    rows: Iterable[tuple[int, Mapping[str, Any]]],
+    text_column: str,
+    domain_column: str | None,
+    label: Sequence[str] | None = None,
+) -> Iterator[DocumentRow]:
+    """Of numbered rows what is read; `label` are the names of domains that rows have numbers of."""
+    for number, row in rows:
+        domain = None if domain_column is None else reach(row, domain_column)
+        if label is not None and isinstance(domain, int):
+            # -1 is a row without a label.
+            domain = label[domain] if domain >= 0 else None
+        yield DocumentRow(number, domain, reach(row, text_column))
 
 
 def reach(row: Mapping[str, Any], column: str, inside: str = "") -> Any:
@@ -86,52 +107,34 @@ def _kind_told(value: Any) -> str:
     return {str: "text", list: "a list", bool: "true or false"}.get(type(value), "a number")
 
 
-def _arrow_rows(file: CorpusFile, columns: list[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    schema, batches = _arrow_batches(file, columns)
-    # Where a column is not there, a refusal names those that are.
-    is_whole = all(_root(schema, column) in schema.names for column in columns)
-    others = {} if is_whole else dict.fromkeys(schema.names)
-    labels = {column: names for column in columns if (names := class_labels(schema, column))}
-    rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
-    for number, row in enumerate(rows, start=1):
-        for column, names in labels.items():
-            value = reach(row, column)
-            # -1 is a row without a label.
-            row[column] = names[value] if isinstance(value, int) and value >= 0 else None
-        yield number, others | row
-
-
 def _arrow_batches(
     file: CorpusFile, columns: list[str]
 ) -> tuple[pa.Schema, Iterable[pa.RecordBatch]]:
     """The schema, and batches of the columns that are needed."""
     if file.kind == "arrow":
         reader = pa.ipc.open_stream(pa.memory_map(str(file.path)))
-        needed = _needed(reader.schema, columns)
-        parts = (batch.select(needed) for batch in reader)
+        kept = needed(reader.schema.names, columns)
+        parts = (batch.select(kept) for batch in reader)
         return reader.schema, itertools.chain.from_iterable(map(_in_parts, parts))
     opened = pq.ParquetFile(file.path)
-    needed = _needed(opened.schema_arrow, columns)
-    return opened.schema_arrow, opened.iter_batches(batch_size=_ROWS_PER_READ, columns=needed)
+    kept = needed(opened.schema_arrow.names, columns)
+    return opened.schema_arrow, opened.iter_batches(batch_size=_ROWS_PER_READ, columns=kept)
 
 
-def _needed(schema: pa.Schema, columns: list[str]) -> list[str]:
+def needed(names: Sequence[str], columns: Iterable[str]) -> list[str]:
     """The columns themselves, or the structs that they are in."""
-    roots = dict.fromkeys(_root(schema, column) for column in columns)
-    if twice := [name for name in roots if schema.names.count(name) > 1]:
+    roots = (column if column in names else column.partition(".")[0] for column in columns)
+    found = [name for name in dict.fromkeys(roots) if name in names]
+    if twice := [name for name in found if names.count(name) > 1]:
         raise ValueError(f"the column {twice[0]!r} is there twice")
-    return [name for name in roots if name in schema.names]
-
-
-def _root(schema: pa.Schema, column: str) -> str:
-    return column if column in schema.names else column.partition(".")[0]
+    return found
 
 
 def _in_parts(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     return (batch.slice(i, _ROWS_PER_READ) for i in range(0, batch.num_rows, _ROWS_PER_READ))
 
 
-def class_labels(schema: pa.Schema, column: str) -> list[str] | None:
+def class_label(schema: pa.Schema, column: str) -> list[str] | None:
     """The names of a ClassLabel, whose rows hold numbers; None for another column."""
     text = (schema.metadata or {}).get(b"huggingface")
     features = json.loads(text).get("info", {}).get("features", {}) if text else {}

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import datasets
 import numpy as np
@@ -23,9 +23,9 @@ import numpy as np
 from doge_fast.mixture.permutation import shuffled
 from doge_fast.pipeline import cache, corpus_files, file_rows, local_corpus, named, progress
 from doge_fast.pipeline.config import CorpusConfig
-from doge_fast.pipeline.corpus_files import CorpusFile, Listing
+from doge_fast.pipeline.corpus_files import CorpusFile
 from doge_fast.pipeline.failures import FileFailure, one_line, reading
-from doge_fast.pipeline.file_rows import MEND, Absent, DocumentRow, reach
+from doge_fast.pipeline.file_rows import MEND, Absent, DocumentRow, needed, picked, reach
 
 _log = logging.getLogger("doge_fast")
 
@@ -40,11 +40,9 @@ _ROWS_PER_READ = 128
 _FILES_IN_TURN = 10
 
 
-class Documents(Protocol):
-    """Reads (domain, text) of one document after the other; called again to read again."""
-
-    def __call__(self, counts: Counts | None = None) -> Iterator[tuple[str, str]]:
-        """`counts` is added to while rows are read."""
+# Reads (domain, text) of one document after the other; called again to read again. The counts that
+# it may be given are added to while rows are read.
+Documents = Callable[..., Iterator[tuple[str, str]]]
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ def find_parts(config: CorpusConfig, targets: Sequence[str]) -> dict[str, Part]:
     if not path.exists():
         parts = _hub_parts(config, targets)
     elif config.domain_column is not None and config.data != "installed":
-        parts = _column_parts(config, _files_part(config, None, _rows_listing(path)), targets)
+        parts = _column_parts(config, _files_part(config, None, _files_of_rows(path)), targets)
     elif path.is_file():
         raise ValueError(
             f"{path} is one file: name the column that holds a row's domain with domain_column "
@@ -92,10 +90,7 @@ def find_parts(config: CorpusConfig, targets: Sequence[str]) -> dict[str, Part]:
         chosen = {*config.domains, *targets} if config.domains else set()
         listing = corpus_files.list_files(path, chosen)
         listing.tell(path)
-        parts = {
-            name: _files_part(config, name, Listing({name: files}, {}))
-            for name, files in listing.files.items()
-        }
+        parts = {name: _files_part(config, name, files) for name, files in listing.files.items()}
     by_column = f"the column {config.domain_column} of " if config.domain_column else ""
     named.check_visible(parts, f"{by_column}{config.data}")
     return parts
@@ -122,24 +117,24 @@ def _check_streaming(config: CorpusConfig) -> None:
         )
 
 
-def _rows_listing(path: Path) -> Listing:
+def _files_of_rows(path: Path) -> Sequence[CorpusFile]:
     """The files of a path whose rows say their domain."""
     if path.is_dir():
         listing = corpus_files.list_files(path, None)
         listing.tell(path)
         if not listing.files:
             raise ValueError(f"{path} holds no file of rows, of {corpus_files.KINDS_TOLD}.")
-        return listing
-    if corpus_files.kind_of(path) == "text":
+        return listing.files[""]
+    kind = corpus_files.kind_of(path)
+    if kind == "text":
         raise ValueError(
             f"A text file has no columns, so no domain_column (--domain-column); this is {path}."
         )
-    return corpus_files.one_file(path)
+    return [CorpusFile(path, "", "train", kind)]
 
 
-def _files_part(config: CorpusConfig, domain: str | None, listing: Listing) -> Part:
+def _files_part(config: CorpusConfig, domain: str | None, files: Sequence[CorpusFile]) -> Part:
     """The files of one domain or, without `domain`, of those that the domain column names."""
-    (files,) = listing.files.values()
     splits: dict[str, list[CorpusFile]] = {}
     for file in files:
         splits.setdefault(file.split, []).append(file)
@@ -387,18 +382,17 @@ def _hub_rows(
     domain_column: str | None,
 ) -> Iterator[DocumentRow]:
     with reading(where, MEND):
-        others = dict.fromkeys(columns())
-        asked = [column for column in (config.text_column, domain_column) if column]
-        roots = (each if each in others else each.partition(".")[0] for each in asked)
-        needed = [root for root in dict.fromkeys(roots) if root in others]
+        names = list(columns())
+        others = dict.fromkeys(names)
+        kept = needed(names, filter(None, (config.text_column, domain_column)))
+        found = rows.select_columns(kept) if kept else rows
         label = reach(rows.features or {}, domain_column or "")
-        for number, found in enumerate(rows.select_columns(needed) if needed else rows, start=1):
-            row = others | found
-            domain = None if domain_column is None else reach(row, domain_column)
-            if isinstance(label, datasets.ClassLabel) and isinstance(domain, int):
-                # -1 is a row without a label.
-                domain = label.int2str(domain) if domain >= 0 else None
-            yield DocumentRow(number, domain, reach(row, config.text_column))
+        yield from picked(
+            enumerate((others | row for row in found), start=1),
+            config.text_column,
+            domain_column,
+            label.names if isinstance(label, datasets.ClassLabel) else None,
+        )
 
 
 @contextlib.contextmanager
