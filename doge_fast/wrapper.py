@@ -86,7 +86,7 @@ class OptimizerWrapper(Optimizer):
             """A public name that only the wrapped optimizer has, such as `train` and `eval`."""
             inner = self.__dict__.get("_inner")
             if inner is not None and not name.startswith("_"):
-                for owner in (inner, *_each_of(inner)):
+                for owner in (inner, *each_of(inner)):
                     if hasattr(owner, name):
                         return getattr(owner, name)
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -98,7 +98,7 @@ class OptimizerWrapper(Optimizer):
             # optimizers lose such names.
             inner = self.__dict__.get("_inner")
             is_ours = name.startswith("_") or hasattr(type(self), name)
-            others = () if is_ours or inner is None else _each_of(inner)
+            others = () if is_ours or inner is None else each_of(inner)
             owners = [owner for owner in others if hasattr(owner, name)]
             if not owners or name in self.__dict__:
                 super().__setattr__(name, value)
@@ -180,7 +180,7 @@ def _needing_the_host(inner: Optimizer) -> list[str]:
     """Class names of the wrapped optimizers that are not fused: the host skips their steps."""
     return [
         type(each).__name__
-        for each in _each_of(inner)
+        for each in each_of(inner)
         if not (
             getattr(each, "_step_supports_amp_scaling", False)
             and all(group.get("fused") for group in each.param_groups)
@@ -188,7 +188,8 @@ def _needing_the_host(inner: Optimizer) -> list[str]:
     ]
 
 
-def _each_of(inner: Optimizer) -> Sequence[Optimizer]:
+def each_of(inner: Optimizer) -> Sequence[Optimizer]:
+    """The optimizers that are joined, or the one."""
     return inner.optimizers if isinstance(inner, JoinedOptimizer) else (inner,)
 
 
@@ -202,7 +203,7 @@ def step_unless(
     """
     needing = _needing_the_host(inner)
     if not needing and skipped.device.type != "cpu":
-        fused: Sequence[Any] = _each_of(inner)
+        fused: Sequence[Any] = each_of(inner)
         for each in fused:
             each.grad_scale, each.found_inf = None, found_inf
         try:

@@ -1,8 +1,9 @@
-"""Two mistakes with several optimizers that would otherwise pass in silence.
+"""Mistakes with several optimizers that would otherwise pass in silence.
 
 Two DoGEOptimizers inside one `with` each learn a mixture from a part of the gradient: refused. If
 only one of two optimizers is wrapped, the other steps with the unweighted sum over domains: warned
-of once, since it may train another model on purpose.
+of once, since it may train another model on purpose. A loop that steps the wrapper and the wrapped
+optimizer moves the parameters twice: refused.
 """
 
 import gc
@@ -10,10 +11,13 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from doge_fast.tracing import outside_graphs
 
@@ -104,6 +108,60 @@ def _warn_of(unowned: dict[str, Tensor]) -> None:
         "pass outside the domain.",
         stacklevel=_level_of_the_caller(),
     )
+
+
+class OneStep:
+    """Refuses a second step of a wrapped optimizer with one combined gradient.
+
+    Args:
+        optimizers: the wrapped ones.
+        is_combined: whether a parameter's `p.grad` is the combined gradient.
+    """
+
+    def __init__(
+        self, optimizers: Iterable[Optimizer], is_combined: Callable[[Tensor], bool]
+    ) -> None:
+        self._is_combined = is_combined
+        self.begin()
+        ref = weakref.ref(self)
+
+        def before(optimizer: Optimizer, *_: Any) -> None:
+            if (watch := ref()) is not None:
+                watch._enter(optimizer)
+
+        def after(optimizer: Optimizer, *_: Any) -> None:
+            if (watch := ref()) is not None:
+                watch._leave(optimizer)
+
+        for optimizer in optimizers:
+            # Not there if a class leaves out torch's __init__.
+            if hasattr(optimizer, "_optimizer_step_pre_hooks"):
+                optimizer.register_step_pre_hook(before)
+                optimizer.register_step_post_hook(after)
+
+    def begin(self) -> None:
+        """A new gradient is in `p.grad`."""
+        self._stepped: set[int] = set()
+        # A step may call that of the class above it, whose hooks run too.
+        self._depth = 0
+
+    @outside_graphs
+    def _enter(self, optimizer: Optimizer) -> None:
+        if not self._depth and id(optimizer) in self._stepped:
+            params = (param for group in optimizer.param_groups for param in group["params"])
+            if any(map(self._is_combined, params)):
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} has stepped with this combined gradient already, "
+                    "and would move the parameters twice. Call step() of the DoGEOptimizer alone, "
+                    "which steps the optimizer that it wraps, and then zero_grad()."
+                )
+        self._depth += 1
+
+    @outside_graphs
+    def _leave(self, optimizer: Optimizer) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._stepped.add(id(optimizer))
 
 
 def _level_of_the_caller() -> int:

@@ -46,7 +46,7 @@ from doge_fast.tracing import outside_graphs, phase
 from doge_fast.weights import checkpoint, simplex
 from doge_fast.weights.state import DomainWeights
 from doge_fast.weights.subset import Subset
-from doge_fast.wrapper import SkipFlag, loss_scale, step_unless
+from doge_fast.wrapper import SkipFlag, each_of, loss_scale, step_unless
 
 Absent = Literal["error", "keep"]
 
@@ -150,6 +150,7 @@ class Step:
         self._has_entered = False
         # Whether a state that appears in the wrapped optimizer was loaded in its place.
         self._may_be_loaded = not self._inner.state
+        self._one_step = ownership.OneStep(each_of(self._inner), self.buffer.is_combined)
         self.parameters.receive = _receiver(weakref.ref(self))
         self.parameters.scan()
 
@@ -394,6 +395,7 @@ class Step:
 
         self._weights.last = last
         self.state = StepState.COMBINED
+        self._one_step.begin()
         # The user may have loaded a state_dict of ours into the wrapped optimizer.
         checkpoint.mark(self.parameters.groups)
 

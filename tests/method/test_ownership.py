@@ -49,6 +49,43 @@ def test_two_domains_at_once_are_refused() -> None:
     assert both.num_steps == 2
 
 
+class StepsOfItsParents(torch.optim.SGD):
+    """Whose step is made of two of the class above it."""
+
+    def step(self, closure: None = None) -> None:
+        for _ in range(2):
+            super().step()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, StepsOfItsParents])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_loop_that_steps_the_wrapped_optimizer_too_is_refused(kind: type, is_first: bool) -> None:
+    model = small_model()
+    inner = [kind(model[0].parameters(), lr=0.1), kind(model[2].parameters(), lr=0.1)]
+    optimizer = DoGEOptimizer(inner, domains=DOMAINS)
+    steps = [optimizer.step, inner[1].step][:: 1 if is_first else -1]
+    for is_alone in (True, True, False):
+        for name in DOMAINS:
+            with optimizer.domain(name):
+                model(torch.randn(3, 4)).square().mean().backward()
+        if is_alone:
+            # One of the two, whichever it is, and as often as there are gradients.
+            for step_of in (inner[0].step, inner[1].step) if is_first else (optimizer.step,):
+                step_of()
+            optimizer.zero_grad()
+            inner[0].step()
+            continue
+        steps[0]()
+        with pytest.raises(RuntimeError, match="move the parameters twice"):
+            steps[1]()
+    # Without domains it is a plain optimizer.
+    optimizer.zero_grad()
+    optimizer.release()
+    for _ in range(2):
+        model(torch.randn(3, 4)).square().mean().backward()
+        inner[0].step()
+
+
 def test_threads_have_domains_of_their_own() -> None:
     model, other = small_model(), small_model()
     optimizer, others = wrapped(*model.parameters()), wrapped(*other.parameters())
