@@ -1,10 +1,13 @@
 """Tokenizers, configurations and models by name: a folder here, the Hub's cache, then the Hub."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from huggingface_hub import HfApi
+import datasets
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import HfHubHTTPError
 
 Opened = TypeVar("Opened")
 
@@ -32,3 +35,28 @@ def from_pretrained(opener: Callable[..., Opened], name: str, **options: Any) ->
     except (OSError, ValueError):
         HfApi().model_info(name, timeout=_SECONDS)
         return opener(name, **options)
+
+
+@contextmanager
+def asked_once(data: str) -> Iterator[None]:
+    """Within, a Hub that does not answer for a data set is off, which datasets would try for long.
+
+    What is in the cache opens all the same.
+    """
+    try:
+        HfApi().dataset_info(data, timeout=_SECONDS)
+        is_off = False
+    except HfHubHTTPError:
+        # It has answered; whoever opens the data set says what.
+        is_off = False
+    except Exception:
+        is_off = True
+    switches = (datasets.config, constants)
+    before = [switch.HF_HUB_OFFLINE for switch in switches]
+    for switch in switches:
+        switch.HF_HUB_OFFLINE = switch.HF_HUB_OFFLINE or is_off
+    try:
+        yield
+    finally:
+        for switch, value in zip(switches, before, strict=True):
+            switch.HF_HUB_OFFLINE = value

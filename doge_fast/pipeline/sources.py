@@ -21,7 +21,7 @@ import datasets
 import numpy as np
 
 from doge_fast.mixture.permutation import shuffled
-from doge_fast.pipeline import cache, corpus_files, file_rows, local_corpus, named, progress
+from doge_fast.pipeline import cache, corpus_files, file_rows, hub, local_corpus, named, progress
 from doge_fast.pipeline.config import CorpusConfig
 from doge_fast.pipeline.corpus_files import CorpusFile
 from doge_fast.pipeline.failures import FileFailure, one_line, reading
@@ -195,7 +195,10 @@ def _documents(
 ) -> Iterator[tuple[str, str]]:
     """(domain, text) of every row with text; without `domain`, the domain column names it."""
     counts = Counter() if counts is None else counts
-    for name, text in _in_turn(config, [_pairs(config, domain, shard) for shard in shards]):
+    # {kind of the values in the domain column: the first of it, and its row}.
+    kinds: dict[type, tuple[Any, str]] = {}
+    pairs = [_pairs(config, domain, shard, kinds) for shard in shards]
+    for name, text in _in_turn(config, pairs):
         counts[ROWS] += 1
         if text is None:
             counts[WITHOUT_TEXT] += 1
@@ -225,11 +228,13 @@ def _in_turn(config: CorpusConfig, shards: Sequence[Iterator[_Pair]]) -> Iterato
         in_turn.extend(itertools.islice(unopened, 1) if is_over else [shard])
 
 
-def _pairs(config: CorpusConfig, domain: str | None, shard: Shard) -> Iterator[_Pair]:
+def _pairs(
+    config: CorpusConfig, domain: str | None, shard: Shard, kinds: dict[type, tuple[Any, str]]
+) -> Iterator[_Pair]:
     """(domain, text) of every row, None where it has none.
 
     Raises:
-        ValueError: no row has a column, or one holds something else.
+        ValueError: no row has a column, one holds something else, or names are of two kinds.
     """
     # {option: what is there instead of the column, of which no row has had a value so far}.
     unseen: dict[str, Absent | None] = {"text_column": None}
@@ -243,13 +248,27 @@ def _pairs(config: CorpusConfig, domain: str | None, shard: Shard) -> Iterator[_
             else:
                 del unseen[option]
         where = f"{shard.where}, row {row.number}"
-        yield domain or _name_of(row.domain, where, config), _text_of(row.text, where, config)
+        name = domain or _name_of(row.domain, where, config)
+        if domain is None and name is not None and type(row.domain) not in kinds:
+            kinds[type(row.domain)] = row.domain, where
+            _refuse_two_kinds(kinds, config)
+        yield name, _text_of(row.text, where, config)
     for option, absent in unseen.items():
         if absent is not None:
             raise ValueError(
                 f'{shard.where} has no column "{getattr(config, option)}"; {absent.found}. '
                 f"Name the right one with {option} (--{option.replace('_', '-')})."
             )
+
+
+def _refuse_two_kinds(kinds: Mapping[type, tuple[Any, str]], config: CorpusConfig) -> None:
+    """1, 1.0 and true would be three domains, and "1" the first of them."""
+    if len(kinds) > 1:
+        told = " and ".join(f"{value!r} in {where}" for value, where in kinds.values())
+        raise ValueError(
+            f'The column "{config.domain_column}" must hold names of one kind; it has {told}. '
+            "Write all as text, or name another column with domain_column (--domain-column)."
+        )
 
 
 def _name_of(value: Any, where: str, config: CorpusConfig) -> str | None:
@@ -402,7 +421,8 @@ def _from_hub(data: str) -> Iterator[None]:
     # What takes a while is announced, or has a bar of ours.
     datasets.disable_progress_bars()
     try:
-        yield
+        with hub.asked_once(data):
+            yield
     except Exception as error:
         raise ValueError(
             f"{data} is neither a path here nor a data set that could be opened: {one_line(error)}."

@@ -10,6 +10,8 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import HfHubHTTPError
 
 from doge_fast.pipeline import corpus_files, file_rows, sources
 from doge_fast.pipeline.corpus_files import CorpusFile
@@ -134,6 +136,34 @@ def test_a_hub_that_does_not_answer(config, monkeypatch):
         r"Couldn't reach the Hub\.$",
     ):
         load_corpus(rename(config, data="owner/nothing"))
+
+
+@pytest.mark.parametrize(
+    ("error", "is_off"),
+    [
+        (ConnectionError("no route"), True),
+        (HfHubHTTPError.__new__(HfHubHTTPError, "404"), False),
+    ],
+)
+def test_a_hub_that_does_not_answer_is_asked_once(config, monkeypatch, error, is_off):
+    """datasets would ask five times more, for half a minute and with thirty lines."""
+    seen = []
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise error
+
+    def look(_: str) -> list[str]:
+        seen.append(constants.is_offline_mode() and datasets.config.HF_HUB_OFFLINE)
+        raise ConnectionError("no route")
+
+    for switch in (constants, datasets.config):
+        monkeypatch.setattr(switch, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(HfApi, "dataset_info", refused)
+    monkeypatch.setattr(datasets, "get_dataset_config_names", look)
+    with pytest.raises(ValueError, match="owner/nothing is neither"):
+        load_corpus(rename(config, data="owner/nothing"))
+    assert seen == [is_off]
+    assert not constants.is_offline_mode()
 
 
 def test_text_files_are_cut_at_blank_lines(tmp_path, config):
@@ -440,6 +470,20 @@ def test_a_domain_column_that_leads_nowhere_is_named(tmp_path, config, meta, col
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
     one = rename(config, data=str(tmp_path / "a.jsonl"), domain_column=column)
     check_refused(one, rf'"{column}".*{word}')
+
+
+@pytest.mark.parametrize(("other", "told"), [(1.0, "1.0"), (True, "True"), ("1", "'1'")])
+def test_names_of_two_kinds_are_refused(tmp_path, config, other, told):
+    """1, 1.0 and true would be three domains, "1" and 1 the same one."""
+    rows = [{"text": text, "set": 1} for text in texts("a")]
+    rows[3]["set"] = None
+    write = (tmp_path / "a.jsonl").write_text
+    one = rename(config, data=str(tmp_path / "a.jsonl"), domain_column="set")
+    write("\n".join(map(json.dumps, rows)))
+    assert list(sources.find_parts(one, [])) == ["1"]
+    rows[7]["set"] = other
+    write("\n".join(map(json.dumps, rows)))
+    check_refused(one, rf"of one kind; it has 1 in .*, row 1 and {told} in .*, row 8")
 
 
 def test_a_column_may_have_a_dot_in_its_name(tmp_path, config):
