@@ -4,9 +4,10 @@ A size of the family is a GPT-2 of transformers, so that what a stage saves open
 `AutoModelForCausalLM` and everything built on it.
 """
 
-import copy
+import itertools
 import logging
 import math
+import shlex
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,8 +34,9 @@ from doge_fast.pipeline.tokenizer import end_of_text_id, vocabulary_size
 VOCAB_MULTIPLE = 64
 # Enough to tell whether a model looks ahead.
 _CHECKED_TOKENS = 8
-# Layers of a larger model that are built to count its parameters; twice as many the second time.
-_COUNTED_LAYERS = 32
+# More take minutes to build, and as long for a step.
+_MOST_LAYERS = 1000
+_MEND = "Mend its config.json, or name another model."
 # {our field: the attribute of a configuration of transformers}.
 _SHAPE = {
     "num_layers": "num_hidden_layers",
@@ -80,24 +82,22 @@ def build_model(
             raise ValueError(
                 f"{config.model} knows {known} tokens and the corpus's tokenizer has {vocab_size}. "
                 "Continue pretraining with the model's own tokenizer: "
-                f"tokenizer={config.model!r} (--tokenizer {config.model})."
+                f"tokenizer={config.model!r} (--tokenizer {shlex.quote(config.model)})."
             )
     else:
         architecture.vocab_size = padded_vocab_size(tokenizer)
         architecture.bos_token_id = architecture.eos_token_id = end_of_text_id(tokenizer)
-        # Blocks hold no padding, and the embedding of a padding token never learns.
-        architecture.pad_token_id = None
-    if on_size is not None and (size := _num_parameters(architecture)) is not None:
-        on_size(size)
+    if on_size is not None and (bare := _without_memory(architecture, config.model)) is not None:
+        on_size(int(bare.num_parameters(only_trainable=True)))
     if config.pretrained:
         model = open_model(config.model)
     else:
-        with reading(config.model, "Mend its config.json, or name another model."):
+        with reading(config.model, _MEND):
             made = AutoModelForCausalLM.from_config(architecture)  # type: ignore[no-untyped-call]
         model = _with_loss(made)
     if config.model not in SIZES:
-        with reading(config.model, "Mend its config.json, or name another model."):
-            _check_saved(model)
+        with reading(config.model, _MEND):
+            _check_saved(model.config, model.generation_config if model.can_generate() else None)
         _check_causal(config.model, model, block_size)
     return model
 
@@ -106,7 +106,8 @@ def check_model(config: ModelConfig, *, block_size: int) -> Any:
     """The configuration of transformers that is asked for, whatever the tokenizer.
 
     Of a foreign one that starts afresh the text part is taken, in float32, with the layers that
-    are asked for; it says nothing of what the model returns or how it is stored.
+    are asked for; it says nothing of what the model returns or how it is stored. A foreign one can
+    be built and saved.
     """
     _check_pretrained(config)
     if config.model in SIZES:
@@ -118,6 +119,8 @@ def check_model(config: ModelConfig, *, block_size: int) -> Any:
         architecture = architecture.get_text_config()
         architecture.dtype = torch.float32
         architecture.return_dict = True
+        # Blocks hold no padding, and the embedding of a padding token never learns.
+        architecture.pad_token_id = None
         architecture.output_attentions = architecture.output_hidden_states = False
         if hasattr(architecture, "quantization_config"):
             del architecture.quantization_config
@@ -129,6 +132,16 @@ def check_model(config: ModelConfig, *, block_size: int) -> Any:
             f"{config.model} has {positions} positions, fewer than the {block_size} tokens of a "
             f"block. Pass block_size={positions} (--block-size {positions}) or less."
         )
+    layers = getattr(text, "num_hidden_layers", None) or 0
+    if layers > _MOST_LAYERS:
+        raise ValueError(
+            f"A model has at most {_MOST_LAYERS} layers, for more take minutes to build; "
+            f"{config.model} has {layers}. Change num_layers (--num-layers)."
+        )
+    if config.model not in SIZES:
+        with reading(config.model, _MEND):
+            _check_saved(architecture)
+        _without_memory(architecture, config.model)
     return architecture
 
 
@@ -189,45 +202,42 @@ def _set_layers(architecture: Any, num_layers: int) -> None:
     """Another number of layers, and of entries in every list that has one for each layer."""
     before = architecture.num_hidden_layers
     for name, value in architecture.to_dict().items():
-        if "layer" in name and isinstance(value, list) and len(value) == before:
-            setattr(architecture, name, [value[i % before] for i in range(num_layers)])
+        is_of_layers = isinstance(value, list) and len(value) == before and "token" not in name
+        if not is_of_layers or name == "architectures":
+            continue
+        # Some number the layers, others say something of each.
+        is_numbers = value == list(range(before))
+        entries = range(num_layers) if is_numbers else itertools.cycle(value)
+        setattr(architecture, name, list(itertools.islice(entries, num_layers)))
+    if hasattr(architecture, "attention_types"):
+        # GPT-Neo keeps the list in this form.
+        architecture.attention_types = [[architecture.attention_layers, 1]]
     architecture.num_hidden_layers = num_layers
 
 
-def _check_saved(model: PreTrainedModel) -> None:
-    """Its configuration can be saved and opened again: else the first checkpoint would fail."""
+def _check_saved(architecture: Any, generation: Any = None) -> None:
+    """Both can be saved, and the first opened again: else the first checkpoint would fail."""
     with tempfile.TemporaryDirectory() as folder:
-        model.config.save_pretrained(folder)
-        if model.can_generate() and model.generation_config is not None:
-            model.generation_config.save_pretrained(folder)
+        architecture.save_pretrained(folder)
+        if generation is not None:
+            generation.save_pretrained(folder)
         AutoConfig.from_pretrained(folder)
 
 
-def _num_parameters(architecture: Any) -> int | None:
-    """Those that train, without memory for any; None where the model cannot be built so."""
-    layers = getattr(architecture, "num_hidden_layers", None)
-    if layers is None or layers <= 2 * _COUNTED_LAYERS:
-        return _counted(architecture)
-    # Thousands of layers take minutes and memory even without numbers.
-    counts = []
-    for few in (_COUNTED_LAYERS, 2 * _COUNTED_LAYERS):
-        small = copy.deepcopy(architecture)
-        _set_layers(small, few)
-        counts.append(_counted(small))
-    one, two = counts
-    if one is None or two is None:
-        return None
-    return int(two + (two - one) * (layers - 2 * _COUNTED_LAYERS) // _COUNTED_LAYERS)
+def _without_memory(architecture: Any, name: str) -> Any | None:
+    """The model without numbers; None where it cannot be built so.
 
-
-def _counted(architecture: Any) -> int | None:
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+    Raises:
+        FileFailure: it cannot be built with numbers either.
+    """
+    with reading(name, _MEND), torch.random.fork_rng(devices=[]), torch.device("meta"):
         try:
-            model: Any = AutoModelForCausalLM.from_config(architecture)  # type: ignore[no-untyped-call]
-        except Exception:
-            # Whoever builds it with memory says what is wrong with it.
+            return AutoModelForCausalLM.from_config(architecture)  # type: ignore[no-untyped-call]
+        except (NotImplementedError, RuntimeError) as error:
+            if "meta" not in str(error):
+                raise
+            # It looks at numbers while it is built.
             return None
-    return int(model.num_parameters(only_trainable=True))
 
 
 def open_model(name: str | Path) -> PreTrainedModel:
@@ -340,7 +350,13 @@ def _check_pretrained(config: ModelConfig) -> None:
             "pretrained=True (--pretrained) needs a folder or Hub id to load weights from; got the "
             f"size {config.model!r}, which has none. Leave it out to train from scratch."
         )
-    if Path(config.model).is_file():
+    path = Path(config.model).expanduser()
+    if path.is_dir() and not (any(path.glob("*.safetensors")) or any(path.glob("*.bin"))):
+        raise ValueError(
+            "pretrained=True (--pretrained) needs a folder with weights (model.safetensors); "
+            f"{config.model} holds none. Name another, or leave it out to train from scratch."
+        )
+    if path.is_file():
         raise ValueError(
             "pretrained=True (--pretrained) needs the folder that holds the weights too; got the "
             f"file {config.model!r}. Name the folder, or leave it out."
