@@ -72,7 +72,7 @@ def evaluate(config: EvaluateConfig) -> Json:
             "written. Train another with a lower learning_rate (--learning-rate)."
         )
     if config.data is not None:
-        result["data"] = config.data
+        result["data"] = _place(config.data)
     file = _file(config)
     if ranks.is_first():
         records.write_json(file, result)
@@ -96,13 +96,14 @@ def _check(config: EvaluateConfig, record: Json) -> None:
     if config.data is None:
         known = [*record["corpus"]["domains"], *record["corpus"]["targets"]]
         _check_names(config, f"{config.run} knows", known)
-    elif Path(config.data).expanduser().resolve() == Path(own).expanduser().resolve():
+    elif _place(config.data) == _place(own):
         raise ValueError(
             f"{config.run} was trained on {own}. Leave out data (--data) to measure what was held "
             "out of it."
         )
     file = _file(config)
-    if config.out is None and file.exists() and records.read_json(file).get("data") != config.data:
+    is_there = config.data is not None and config.out is None and file.exists()
+    if is_there and _place(records.read_json(file).get("data")) != _place(config.data):
         raise ValueError(
             f"{file} holds the perplexities of other text; name a file with out (--out)."
         )
@@ -110,6 +111,12 @@ def _check(config: EvaluateConfig, record: Json) -> None:
         if config.out.is_dir():
             raise ValueError(f"out must be a file; {config.out} is a directory. Name one in it.")
         records.check_out(config.out, [])
+
+
+def _place(data: str | None) -> str | None:
+    """The same for the same text, from whichever directory it is named."""
+    path = None if data is None else Path(data).expanduser()
+    return str(path.resolve()) if path is not None and path.exists() else data
 
 
 def _check_names(config: EvaluateConfig, what: str, known: Sequence[str]) -> None:

@@ -68,7 +68,7 @@ def numbers(words: Sequence[str], what: str) -> dict[str, float]:
     """
     found: dict[str, float] = {}
     for word in words:
-        name, _, text = word.rpartition("=")
+        name, _, text = (part.strip() for part in word.rpartition("="))
         if not name or name in found:
             raise ValueError(f"{what} must be NAME=NUMBER, each name once; got {' '.join(words)}.")
         found[name] = number(text, word, what)
@@ -76,9 +76,9 @@ def numbers(words: Sequence[str], what: str) -> dict[str, float]:
 
 
 def number(text: str, word: str, what: str) -> float:
-    """The number that the text of a word is; ValueError where it is none, or NaN."""
+    """The number that the text of a word is, 30% too; ValueError where it is none, or NaN."""
     try:
-        value = float(text)
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
         value = math.nan
     if math.isnan(value):

@@ -290,6 +290,20 @@ def test_a_line_that_finds_no_room_is_an_error(tmp_path):
     assert records.read_metrics(tmp_path) == [train_line(0)]
 
 
+def test_a_line_that_something_else_has_cut_makes_way_for_the_next(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for left in (0, 1, 10, None):
+        for step in range(3):
+            records.append_metrics(tmp_path, train_line(step))
+        content = path.read_bytes()
+        cut = content.splitlines(keepends=True)[1]
+        path.write_bytes(content[: len(content) // 3 + (len(cut) if left is None else left)])
+        kept = records.read_metrics(tmp_path)
+        records.append_metrics(tmp_path, train_line(9))
+        assert records.read_metrics(tmp_path) == [*kept, train_line(9)]
+        path.unlink()
+
+
 def test_weights_go_around_by_name(tmp_path):
     records.write_weights(tmp_path, weights())
     assert records.weights_by_name(records.read_weights(tmp_path)) == {"a": 0.25, "b": 0.75}

@@ -250,16 +250,18 @@ def test_weights_are_a_file_a_run_a_plain_object_or_typed(
     plain = tmp_path / "plain.json"
     plain.write_text('{"code": 0.5, "prose": 0.3, "verse": 0.2}')
     typed = "code=0.5,prose=0.3,verse=0.2"
-    sources = [tmp_path / "run", tmp_path / "run" / "weights.json", plain, typed]
+    loose = " prose = 30%, code=50 % ,verse=2e-1, "
+    sources = [tmp_path / "run", tmp_path / "run" / "weights.json", plain, typed, loose]
     tables = [cells(said(capsys, "show", source), "code")[0] for source in sources]
-    assert tables == ["0.5000"] * 4
+    assert tables == ["0.5000"] * 5
     text = said(capsys, "diff", plain, typed)
     assert "Total variation 0.0000" in text
     assert "sum to 1" in said(capsys, "show", "code=0.5,prose=0.3", code=failures.WORLD)
     for wrong in ("code=0.5,code=0.5", "code=half,prose=0.5"):
         assert "weights" in said(capsys, "show", wrong, code=cli.EXIT_REFUSED)
-    plain.write_text('{"code": "much"}')
-    assert "domains.0.weight" in said(capsys, "show", plain, code=failures.WORLD)
+    for wrong in ('"much"', "-1", "true", '{"prose": 1}', "1e999"):
+        plain.write_text(f'{{"code": {wrong}}}')
+        assert "the weight of 'code'" in said(capsys, "show", plain, code=failures.WORLD)
 
 
 def test_diff_names_what_came_and_went(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -16,12 +17,18 @@ from doge_fast.weights.weights_file import plain
 def append_metrics(run: Path, line: Mapping[str, Any]) -> None:
     """Append {"step", "kind": "train" | "eval", ...}, in one write where there is room for it.
 
+    Where something else has cut the file within a line, what is left of that line goes.
+
     Raises:
         OSError: the line is not written, or not all of it.
     """
     text = json.dumps(plain(line), ensure_ascii=False, allow_nan=False) + "\n"
     # Buffered: what the system leaves of a line is written again, which says what is wrong.
-    with (run / METRICS).open("ab") as file:
+    with (run / METRICS).open("a+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(end - 1, 0))
+        if file.read() not in (b"", b"\n"):
+            file.truncate((run / METRICS).read_bytes().rfind(b"\n") + 1)
         file.write(text.encode())
 
 

@@ -79,11 +79,12 @@ def read_weights(source: str | Path, *, domains: Sequence[str] | None = None) ->
     path = Path(source)
     file = str(path / WEIGHTS if path.is_dir() else path)
     if is_typed(source):
-        record = _of_numbers(named.numbers(str(source).split(","), "weights"))
+        words = [word for word in str(source).split(",") if word.strip()]
+        record = _of_numbers(named.numbers(words, "weights"), file)
     else:
         record = read_json(Path(file))
         if not record.keys() & {"domains", "schema_version"}:
-            record = _of_numbers(record)
+            record = _of_numbers(record, file)
     _check_weights(record, file)
     if record.pop("sha256", None) not in (None, weights_file.digest_of(record)):
         raise FileFailure(
@@ -110,7 +111,14 @@ def is_typed(source: str | Path) -> bool:
     return "=" in str(source) and not Path(source).exists()
 
 
-def _of_numbers(weights: Mapping[str, Any]) -> Json:
+def _of_numbers(weights: Mapping[str, Any], where: str) -> Json:
+    for name, weight in weights.items():
+        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not is_number or not 0 <= weight < math.inf:
+            raise FileFailure(
+                f"{where}: the weight of {name!r} must be a number, at least 0; it is {weight!r}."
+                f"{_WAY_TO_WEIGHTS}"
+            )
     domains = [{"name": name, "weight": weight} for name, weight in weights.items()]
     return {"schema_version": SCHEMA_VERSION, "domains": domains}
 
