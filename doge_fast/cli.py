@@ -8,7 +8,6 @@ pipeline's dependencies can say which are missing.
 import difflib
 import json
 import logging
-import math
 import os
 import shlex
 import signal
@@ -32,7 +31,6 @@ EXIT_REFUSED, EXIT_INTERRUPTED = failures.USAGE, failures.INTERRUPTED
 
 # {package: the extra that installs it}; for all others it is `pipeline`.
 _EXTRAS = {"lm_eval": "fewshot"}
-_RESUMES = "A training resumes from its last checkpoint with the same command."
 _DESCRIPTION = "Learn how much of each domain a language model should be pretrained on."
 
 
@@ -79,9 +77,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             is_plan = getattr(config, "plan", False)
             lines = _plan(config, words) if is_plan else VERBS[name].run(config)
     except KeyboardInterrupt as end:
-        return _refuse(EXIT_INTERRUPTED, f"Interrupted. {str(end) or _RESUMES}")
+        return _refuse(EXIT_INTERRUPTED, f"Interrupted. {str(end) or _left_by(config)}".rstrip())
     except failures.Terminated as end:
-        return _refuse(failures.TERMINATED, f"Ended by SIGTERM. {str(end) or _RESUMES}")
+        told = f"Ended by SIGTERM. {str(end) or _left_by(config)}".rstrip()
+        return _refuse(failures.TERMINATED, told)
     except SystemExit:
         raise
     except BaseException as error:
@@ -133,7 +132,16 @@ def _log_visibly() -> None:
     logging.getLogger("doge_fast").setLevel(level)
 
 
+def _bars() -> list[Any]:
+    """Progress bars on the terminal, into which a line of text would be written."""
+    tqdm = sys.modules.get("tqdm")
+    return [] if tqdm is None else list(tqdm.tqdm._instances)
+
+
 def _make_visible(record: logging.LogRecord) -> bool:
+    for bar in _bars():
+        # It is drawn again below the line.
+        bar.clear()
     record.msg, record.args = named.visible(record.getMessage()), None
     return True
 
@@ -179,6 +187,16 @@ def _directory_of(config: Any) -> Path | None:
     out = getattr(config, "run", getattr(config, "out", None))
     # Not Path.is_dir, which raises if a name is too long.
     return out if out is not None and os.path.isdir(out) else None
+
+
+def _left_by(config: Any) -> str:
+    """What the same command does after an interruption."""
+    if isinstance(config, configs.StageConfig):
+        if next(config.out.glob("checkpoints/checkpoint-*"), None) is not None:
+            return "The same command goes on from the last checkpoint."
+        return failures.NO_CHECKPOINT
+    is_several = hasattr(config, "only") or isinstance(config, configs.DemoConfig)
+    return "The same command keeps the runs that are complete." if is_several else ""
 
 
 def _verb_of(words: Sequence[str]) -> tuple[str, list[str]]:
@@ -259,17 +277,15 @@ def _temperature(config: configs.TemperatureConfig) -> list[str]:
 
 
 def _base(config: configs.BaseConfig) -> list[str]:
-    from doge_fast.pipeline.base import train_base
+    from doge_fast.pipeline.base import held_out_perplexity, train_base
 
     if config.dry_run:
         return _rehearsed(config)
-    run = train_base(config)
-    losses = run.metrics("eval")[-1]["loss"].values()
-    perplexity = math.exp(sum(losses) / len(losses))
+    out = train_base(config).path
     return [
-        f"held-out perplexity: {perplexity:.2f}, the exponential of the domains' mean loss",
-        f"model: {run.path / 'model'}",
-        f"for each domain: doge-fast evaluate {shlex.quote(str(run.path))}",
+        *held_out_perplexity(out),
+        f"model: {out / 'model'}",
+        f"for each domain: {shlex.join(['doge-fast', 'evaluate', str(out)])}",
     ]
 
 
@@ -289,7 +305,12 @@ def _doremi(config: configs.DoReMiConfig) -> list[str]:
 def _learned(run: Path) -> list[str]:
     from doge_fast.pipeline.reporting.proxies import remarks_on
 
-    return [*remarks_on(run), f"weights: {run / 'weights.json'}"]
+    try:
+        remarks = remarks_on(run)
+    except ValueError as error:
+        # The result is there, whatever became of the lines about the way to it.
+        remarks = [f"Warning: {error}"]
+    return [*remarks, f"weights: {run / 'weights.json'}"]
 
 
 def _select(config: configs.SelectConfig) -> list[str]:
@@ -375,6 +396,8 @@ VERBS: dict[str, Verb] = {
 
 
 def _refuse(code: int, sentence: str) -> int:
+    for bar in _bars():
+        bar.close()
     where = "" if ranks.is_first() else f", rank {ranks.place()[0]}"
     # The terminal may be closed.
     with suppress(OSError):

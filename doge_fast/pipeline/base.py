@@ -4,11 +4,13 @@ Domains are sampled with the weights; the loss is the ordinary one. The weights 
 run, a file, or a baseline, and are written beside the model before the first step.
 """
 
+import functools
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -16,7 +18,7 @@ from transformers import PreTrainedModel
 from doge_fast.mixture.counts import Phase
 from doge_fast.pipeline import records, stage
 from doge_fast.pipeline.baselines import BASELINES
-from doge_fast.pipeline.config import BaseConfig
+from doge_fast.pipeline.config import BaseConfig, ModelConfig
 from doge_fast.pipeline.domains import Corpus
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.run import Run
@@ -59,7 +61,25 @@ def train_base(config: BaseConfig) -> Run:
 
 def existing_run(config: BaseConfig) -> ExistingRun:
     """What the directory holds; ValueError where a setting is wrong."""
-    return stage.existing_run(config, needs_float64=False, further="doge-fast base --weights")
+    return stage.existing_run(
+        config, needs_float64=False, further=functools.partial(_further, config)
+    )
+
+
+def _further(config: BaseConfig, steps: int) -> BaseConfig:
+    """A run that trains the model of this one for more steps, in a directory of its own."""
+    model, told = str(config.out / records.MODEL), config.training
+    warmup = told.warmup_steps if (told.warmup_steps or 0) < steps else None
+    return replace(
+        config,
+        out=Path("NEW"),
+        corpus=replace(config.corpus, tokenizer=model),
+        model=ModelConfig(model, pretrained=True),
+        # Another seed: other blocks, in another order.
+        training=replace(told, steps=steps, warmup_steps=warmup, seed=told.seed + 1),
+        weights=str(config.out),
+        stages=1,
+    )
 
 
 def prepare(config: BaseConfig, existing: ExistingRun) -> "BaseTrainer":
@@ -68,6 +88,9 @@ def prepare(config: BaseConfig, existing: ExistingRun) -> "BaseTrainer":
     Raises:
         ValueError: what of them does not fit the settings, or the run began with other weights.
     """
+    if config.weights not in BASELINES:
+        # Before a corpus is packed, which may take hours.
+        records.read_weights(Path(config.weights))
     corpus = stage.read_corpus(config, existing)
     phases = resolve_phases(config, corpus)
     initial = None
@@ -76,6 +99,16 @@ def prepare(config: BaseConfig, existing: ExistingRun) -> "BaseTrainer":
         _warn_of_other_tokens(Path(config.weights), corpus)
     model = stage.make_model(config, corpus, needs_float64=False)
     return BaseTrainer(config, corpus, model, phases, initial)
+
+
+def held_out_perplexity(run: Path) -> list[str]:
+    """What the last held-out losses of a run come to, as a line; none where they are lost."""
+    try:
+        losses = records.read_metrics(run, kind="eval")[-1]["loss"].values()
+    except (ValueError, IndexError):
+        return []
+    perplexity = math.exp(sum(losses) / len(losses))
+    return [f"held-out perplexity: {perplexity:.2f}, the exponential of the domains' mean loss"]
 
 
 class BaseTrainer(MixtureTrainer):

@@ -24,6 +24,7 @@ WORLD, USAGE, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 """Exit codes: what is wrong lies in the world (a full disk, a damaged file, another process); in
 what was typed or given; Ctrl-C; SIGTERM."""
 
+NO_CHECKPOINT = "No checkpoint has been written; the same command begins anew."
 _SPACE = "Make room there, or name another place"
 _AGAIN = "Then repeat the command; a training goes on from its last checkpoint"
 # (what the system said is, what to do)

@@ -7,6 +7,7 @@ is resumed by the same call, and a complete one is left as it is.
 
 import logging
 import os
+import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -20,7 +21,7 @@ from transformers import PreTrainedModel, set_seed
 
 from doge_fast import atomic_file
 from doge_fast.pipeline import baselines, domains, memory, ranks, records, training
-from doge_fast.pipeline.config import StageConfig, checks
+from doge_fast.pipeline.config import StageConfig, checks, flags
 from doge_fast.pipeline.domains import Corpus
 from doge_fast.pipeline.failures import FileFailure
 from doge_fast.pipeline.model import build_model, check_model, without_bars
@@ -62,7 +63,7 @@ def existing_run(
     *,
     needs_float64: bool = True,
     is_finished: Callable[[Path], bool] = is_finished,
-    further: str = "",
+    further: Callable[[int], StageConfig] | None = None,
 ) -> ExistingRun:
     """Check the settings, and look at the directory; reads no corpus and writes nothing.
 
@@ -70,7 +71,7 @@ def existing_run(
         config: of the stage.
         needs_float64: whether float64 is computed on the device.
         is_finished: whether the run in a directory came to its end.
-        further: the command that starts from a complete run, up to its directory; empty: none.
+        further: a run of so many steps that starts from the model of this one.
 
     Raises:
         ValueError: a setting is out of its range, or the directory holds another run.
@@ -99,7 +100,7 @@ def existing_run(
     return ExistingRun(record or {}, is_complete)
 
 
-def _refuse_more_steps(config: StageConfig, further: str) -> None:
+def _refuse_more_steps(config: StageConfig, further: Callable[[int], StageConfig] | None) -> None:
     """Say why a complete run cannot have more steps, where that is what is asked for."""
     out = config.out
     done, asked = records.read_config(out)["config"]["training"]["steps"], config.training.steps
@@ -111,17 +112,17 @@ def _refuse_more_steps(config: StageConfig, further: str) -> None:
         return
     if asked < done:
         return
-    model = out / records.MODEL
-    data = f" --data {config.corpus.data}" if config.corpus.data != "installed" else ""
-    way_out = (
-        " Or train its model further, with a learning rate that starts anew and the other settings "
-        f"as they were: {further} {out}{data} --model {model} --pretrained --tokenizer {model} "
-        f"--steps {asked - done} --seed {config.training.seed + 1} --out NEW"
-    )
+    way_out = ""
+    if further is not None:
+        words = ["doge-fast", config.stage, *flags.words_of(further(asked - done))]
+        way_out = (
+            " Or train its model further, with a learning rate that starts anew and the other "
+            f"settings as they were: {shlex.join(words)}"
+        )
     raise ValueError(
         f"{out} is complete after {done} steps, and {asked} are asked for. Its learning rate has "
         f"come to its end and its optimizer's state is gone, so it cannot become a run of {asked} "
-        f"steps. Name another directory to make one.{way_out if further else ''}"
+        f"steps. Name another directory to make one.{way_out}"
     )
 
 
@@ -276,10 +277,6 @@ def write_learned(
 ) -> None:
     """weights.json of what was learned: the average over the run, and the last weights."""
     config, corpus = trainer.config, trainer.corpus
-    lines = records.read_metrics(config.out, kind="train")
-    steps_T = np.array([line["step"] for line in lines], dtype=np.float64)
-    means_TK = np.array([list(line["alpha_mean"].values()) for line in lines], np.float64)
-    moved = movement_of(steps_T, means_TK[None])
     columns = {
         "weight": average,
         "weight_last": dict(zip(corpus.names, last_K.tolist(), strict=True)),
@@ -294,6 +291,18 @@ def write_learned(
         model=config.model.model,
         steps=config.training.steps,
         seed=config.training.seed,
-        drift=float(moved.drift[-1]),
+        drift=_drift(config.out),
         **fields,
     )
+
+
+def _drift(run: Path) -> float | None:
+    """How far the average still moved in the end; None where the lines that say it are lost."""
+    try:
+        lines = records.read_metrics(run, kind="train")
+    except ValueError as error:
+        _log.warning("%s The weights are written without their drift.", error)
+        return None
+    steps_T = np.array([line["step"] for line in lines], dtype=np.float64)
+    means_TK = np.array([list(line["alpha_mean"].values()) for line in lines], np.float64)
+    return float(movement_of(steps_T, means_TK[None]).drift[-1]) if lines else None

@@ -333,7 +333,7 @@ class StopOnSignal(TrainerCallback):
             # That of a lost step is not written.
             left = records.newest_checkpoint(self._run)
             raise self._ending(
-                "No checkpoint has been written; the same command begins anew."
+                failures.NO_CHECKPOINT
                 if left is None
                 else f"A checkpoint holds step {records.step_of(left)}; the same command goes on "
                 "from there."

@@ -31,16 +31,6 @@ def assert_same_run(
         assert (run / file).read_bytes() == (other / file).read_bytes(), file
 
 
-def words_of(config: Any) -> list[str]:
-    """A stage's directory, corpus, model and training as one would type them."""
-    words = ["--out", str(config.out)]
-    for part in (config.corpus, config.model, config.training):
-        for key, value in vars(part).items():
-            if value not in (None, ()) and not isinstance(value, bool):
-                words += [f"--{key.replace('_', '-')}", str(value)]
-    return words
-
-
 def write_weights(path: Path, weights: Mapping[str, float]) -> Path:
     """A weights.json of somebody's own."""
     entries = [{"name": name, "weight": weight} for name, weight in weights.items()]

@@ -2,9 +2,11 @@
 
 import math
 import os
+import shlex
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from transformers import AutoModelForCausalLM, GPT2Config
 from transformers import trainer as trainer_module
 
+from doge_fast import cli
 from doge_fast.pipeline import base as stage_two
 from doge_fast.pipeline import failures, records
 from doge_fast.pipeline.base import train_base
@@ -254,24 +257,45 @@ def test_dropout_goes_on_where_it_stood(
 
 
 def test_more_steps_for_a_complete_run_are_refused_with_the_way_out(
-    base: Make, proxy: Callable[..., ProxyConfig], trained_base: Path, trained_proxy: Path
+    base: Make,
+    proxy: Callable[..., ProxyConfig],
+    trained_base: Path,
+    trained_proxy: Path,
+    small_corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = shutil.copytree(small_corpus, tmp_path / 'it\'s [my] "corpus" $1')
+    first = base("my run", data=data.name, targets=("verse",), warmup_steps=3)
+    first = replace(first, out=Path("my run"))
+    train_base(first)
+    with pytest.raises(ValueError, match="complete after 8 steps, and 11 are asked") as refusal:
+        train_base(replace(first, training=replace(first.training, steps=11)))
+    # What is to be done can be typed, and all but what it names is as it was.
+    _, _, command = str(refusal.value).partition("settings as they were: doge-fast ")
+    assert cli.main(shlex.split(command)) == 0, capsys.readouterr().err
+    held = {each: records.read_config(Path(each))["config"] for each in ("my run", "NEW")}
+    before, after = held.values()
+    assert after["training"].pop("steps") == 3
+    for part, *names in (
+        ("training", "steps", "seed", "warmup_steps"),
+        ("corpus", "tokenizer"),
+        ("model", *vars(first.model)),
+    ):
+        for name in names:
+            for each in held.values():
+                each[part].pop(name, None)
+    for each in held.values():
+        each.pop("out"), each.pop("weights")
+    assert before == after
+    last, first_loss = (
+        records.read_metrics(Path(run), kind="eval")[-1]["loss"] for run in ("NEW", "my run")
+    )
+    assert sum(last.values()) < sum(first_loss.values())
     config = base()
     shutil.copytree(trained_base, config.out)
-    with pytest.raises(ValueError, match="complete after 8 steps, and 11 are asked for") as refusal:
-        train_base(base(steps=11))
-    data = f"--data {config.corpus.data} --model {config.out / 'model'} --p"
-    assert f"base --weights {config.out} {data}" in str(refusal.value)
-    assert "--steps 3 --seed 1 --out NEW" in str(refusal.value)
-    # What is to be done can be done.
-    model = {"model": str(config.out / "model"), "pretrained": True}
-    shape = {"num_layers": None, "embed_dim": None, "num_heads": None}
-    told = {"weights": str(config.out), "tokenizer": str(config.out / "model"), "seed": 1}
-    further = train_base(base("further", steps=3, **model, **shape, **told)).path
-    last, first = (
-        records.read_metrics(run, kind="eval")[-1]["loss"] for run in (further, trained_base)
-    )
-    assert sum(last.values()) < sum(first.values())
     for changes in ({"steps": 7}, {"steps": 11, "batch_size": 4}):
         with pytest.raises(ValueError, match="holds another run: the configuration's"):
             train_base(base(**changes))

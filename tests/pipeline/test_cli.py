@@ -2,7 +2,9 @@
 
 import dataclasses
 import io
+import logging
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,15 +12,23 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 import doge_fast
 from doge_fast import cli
 from doge_fast.pipeline import records
-from doge_fast.pipeline.config import BaseConfig, EvaluateConfig, ProxyConfig, ReportConfig
+from doge_fast.pipeline.config import (
+    BaseConfig,
+    CorpusConfig,
+    EvaluateConfig,
+    ModelConfig,
+    ProxyConfig,
+    ReportConfig,
+    TrainingConfig,
+)
 from doge_fast.pipeline.config.fields import filled, read_file
-from doge_fast.pipeline.config.flags import PREFIXED
+from doge_fast.pipeline.config.flags import PREFIXED, words_of
 from doge_fast.pipeline.experiments.presets import preset_of
-from tests.pipeline.stages import words_of
 
 
 def fields_of(config: type, prefix: str = "") -> list[str]:
@@ -76,6 +86,21 @@ def test_flags_are_the_fields(tmp_path: Path) -> None:
     assert cli.parse(["base", "--out", "x", "--pretrained"]).model.pretrained
 
 
+@pytest.mark.parametrize("data", ["my corpus", "a[1]*", 'it\'s "here"', "$HOME/~"])
+def test_a_configuration_is_the_words_that_make_it(data: str) -> None:
+    corpus = CorpusConfig(data, ("a b", "c=d"), block_size=64, streaming=True, cache_dir=Path("c"))
+    training = TrainingConfig(7, learning_rate=1e-5, report_to=("wandb",), compile=True)
+    proxy = ProxyConfig(
+        Path("x"), corpus, training=training, target=("a=2", "mix"), domain_max_grad_norm=None
+    )
+    base = BaseConfig(Path("y"), corpus, ModelConfig("m", True), weights="a b=1", stages=3)
+    for config in (proxy, base, EvaluateConfig(Path("x y"), perplexity=False)):
+        verb = type(config).__name__.removesuffix("Config").lower()
+        words = shlex.split(shlex.join([verb, *words_of(config)]))
+        # What must be given stands without an option.
+        assert cli.parse([word for word in words if word != "--run"]) == config
+
+
 @pytest.mark.parametrize("verb", list(cli.VERBS))
 def test_every_option_is_explained(
     verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -124,6 +149,7 @@ def test_numbers_may_be_said_in_thousands_and_billions() -> None:
     assert (
         cli.parse(["weights", "show", "w.json", "--budget-tokens", "1.5B"]).budget_tokens == 1.5e9
     )
+    assert cli.parse(["proxy", "--out", "x", "--steps", "1.5e3"]).training.steps == 1500
     assert cli.parse(["proxy", "--out", "x", "--mu", "2", "--mu", "None"]).mu is None
     assert not cli.parse(["evaluate", "x", "--no-perplexity"]).perplexity
 
@@ -229,7 +255,27 @@ def test_an_interruption_says_how_to_go_on(
 
     monkeypatch.setitem(cli.VERBS, "proxy", cli.VERBS["proxy"]._replace(run=interrupted))
     assert cli.main(["proxy", "--out", str(tmp_path)]) == cli.EXIT_INTERRUPTED
-    assert "resumes from its last checkpoint" in capsys.readouterr().err
+    assert "No checkpoint has been written" in capsys.readouterr().err
+    (tmp_path / "checkpoints" / "checkpoint-3").mkdir(parents=True)
+    assert cli.main(["proxy", "--out", str(tmp_path)]) == cli.EXIT_INTERRUPTED
+    assert "goes on from the last checkpoint" in capsys.readouterr().err
+    monkeypatch.setitem(cli.VERBS, "info", cli.VERBS["info"]._replace(run=interrupted))
+    assert cli.main(["info"]) == cli.EXIT_INTERRUPTED
+    assert capsys.readouterr().err.endswith("Interrupted.\n")
+
+
+def test_what_is_said_has_a_line_of_its_own_below_a_bar(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    screen = io.StringIO()
+    bar = tqdm(total=3, file=screen)
+    record = logging.LogRecord("x", logging.WARNING, "x", 1, "told", (), None)
+    cli._make_visible(record)
+    # Nothing is left on its line.
+    assert screen.getvalue().endswith("\r")
+    bar.refresh()
+    assert cli.main(["zzz"]) == cli.EXIT_REFUSED
+    assert screen.getvalue().endswith("\n")
 
 
 def test_a_missing_extra_is_named(

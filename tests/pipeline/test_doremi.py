@@ -18,6 +18,7 @@ from doge_fast import cli
 from doge_fast.pipeline import domains, records, report
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import BaseConfig, DoReMiConfig, ReportConfig
+from doge_fast.pipeline.config.flags import words_of
 from doge_fast.pipeline.domains import BlockSampler, mixed_batch
 from doge_fast.pipeline.doremi import DoReMiTrainer, learn_by_excess_loss
 from doge_fast.pipeline.model import open_model
@@ -29,7 +30,7 @@ from doge_fast.weights.group_dro import (
     token_losses,
 )
 from tests.method.test_group_dro import ULPS, VARIANTS, loss_by_loop, moved_by_loop
-from tests.pipeline.stages import NAMES, assert_resumes, killed_at, words_of, write_weights
+from tests.pipeline.stages import NAMES, assert_resumes, killed_at, write_weights
 
 Make = Callable[..., DoReMiConfig]
 

@@ -10,8 +10,10 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
+from doge_fast import cli
 from doge_fast.pipeline import records
 from doge_fast.pipeline.config import ProxyConfig
+from doge_fast.pipeline.config.flags import words_of
 from doge_fast.pipeline.model import open_model
 from doge_fast.pipeline.proxy import (
     ProxyTrainer,
@@ -212,6 +214,41 @@ def test_a_killed_run_resumes_to_the_bits_of_the_uninterrupted_one(
     learn_weights(whole)
     killed = killed_at(monkeypatch, ProxyTrainer, method, count)
     assert_resumes(learn_weights, cut, whole.out, killed)
+
+
+@pytest.mark.parametrize("step", [4, 8])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        Path.unlink,
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(path.read_bytes()[:-30]),
+        lambda path: path.write_bytes(b"[\n" + path.read_bytes()),
+    ],
+    ids=["removed", "emptied", "cut", "damaged"],
+)
+def test_a_training_is_not_lost_with_the_lines_about_it(
+    proxy: Make,
+    trained_proxy: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    damage: Callable[[Path], object],
+    step: int,
+) -> None:
+    config = proxy()
+    line = ProxyTrainer.line
+
+    def damaged(self: ProxyTrainer, number: int) -> Any:
+        if number == step:
+            damage(config.out / "metrics.jsonl")
+        return line(self, number)
+
+    monkeypatch.setattr(ProxyTrainer, "line", damaged)
+    assert cli.main(["proxy", *words_of(config)]) == 0
+    found, expected = (
+        records.weights_by_name(records.read_weights(run)) for run in (config.out, trained_proxy)
+    )
+    assert found == expected
+    assert records.is_finished(config.out)
 
 
 def test_a_complete_run_is_left_as_it_is(

@@ -13,6 +13,7 @@ from doge_fast import cli
 from doge_fast.cancellation import READINGS
 from doge_fast.pipeline import records
 from doge_fast.pipeline.config import SelectConfig
+from doge_fast.pipeline.config.flags import words_of
 from doge_fast.pipeline.selection import (
     SelectionTrainer,
     is_selected,
@@ -21,7 +22,7 @@ from doge_fast.pipeline.selection import (
 )
 from doge_fast.pipeline.stage import ExistingRun
 from doge_fast.pipeline.trainer import RecordedTrainer
-from tests.pipeline.stages import NAMES, assert_same_run, killed_at, words_of
+from tests.pipeline.stages import NAMES, assert_same_run, killed_at
 
 Make = Callable[..., SelectConfig]
 # One layer of 12 tensors, two embeddings, the last norm's two.

@@ -28,23 +28,30 @@ PREFIXED = (
 # May be left out and stands without an option all the same.
 _POSITIONAL_FIELDS = {(configs.ExportConfig, "file")}
 _HELP = ("-h", "--help", "--help-all")
+_BATCH = ("bs", "batch-size", "per-device-train-batch-size", "micro-batch-size")
 # What other programs call it.
 _ELSEWHERE = {
-    "lr": "--learning-rate",
-    "wd": "--weight-decay",
-    "bs": "--batch-size",
-    "batch-size": "--sequences-per-domain",
-    "per-device-train-batch-size": "--sequences-per-domain",
-    "seq-len": "--block-size",
-    "seq-length": "--block-size",
-    "max-steps": "--steps",
-    "iterations": "--steps",
-    "epochs": "--steps",
-    "warmup": "--warmup-steps",
-    "dataset": "--data",
-    "output-dir": "--out",
-    "output": "--out",
-    "model-name-or-path": "--model",
+    "--learning-rate": ("lr", "max-lr"),
+    "--min-learning-rate": ("min-lr",),
+    "--weight-decay": ("wd",),
+    "--max-grad-norm": ("grad-clip", "clip", "clip-grad", "gradient-clip-val"),
+    "--batch-size": _BATCH,
+    "--sequences-per-domain": _BATCH,
+    "--block-size": ("seq-len", "seq-length", "sequence-length", "max-length", "context-length"),
+    "--steps": ("max-steps", "max-iters", "train-iters", "iterations", "epochs"),
+    "--warmup-steps": ("warmup", "warmup-iters", "warmup-ratio"),
+    "--embed-dim": ("hidden-size", "n-embd", "d-model", "width"),
+    "--num-layers": ("n-layer", "n-layers", "depth"),
+    "--num-heads": ("n-head", "n-heads"),
+    "--data": ("dataset", "dataset-name", "corpus"),
+    "--text-column": ("text-field", "text-key"),
+    "--out": ("output", "output-dir", "save-dir"),
+    "--model": ("model-name-or-path",),
+    "--dtype": ("precision", "bf16", "fp16"),
+    "--report-to": ("wandb", "tensorboard"),
+    "--save-every": ("save-steps", "save-interval", "ckpt-interval"),
+    "--log-every": ("logging-steps", "log-interval"),
+    "--eval-every": ("eval-steps", "eval-interval"),
 }
 _FACTORS = {"k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 _UNSAID: Any = object()
@@ -62,6 +69,8 @@ class Option(NamedTuple):
     text: str
     default: Any
     is_positional: bool
+    is_optional: bool
+    """Whether it may be None."""
     group: type
     """The dataclass that has the field."""
 
@@ -76,9 +85,9 @@ class Option(NamedTuple):
         return get_args(self.hint)[0] if self.is_several else self.hint
 
 
-def _read(kind: Any, word: str) -> Any:
+def _read(kind: Any, is_optional: bool, word: str) -> Any:
     """The value that a word is; `argparse.ArgumentTypeError` where it is none."""
-    if word == "None":
+    if word == "None" and is_optional:
         return None
     if get_origin(kind) is Literal:
         choices = get_args(kind)
@@ -94,7 +103,11 @@ def _read(kind: Any, word: str) -> Any:
     if word[-1:] in _FACTORS:
         number, factor = word[:-1], _FACTORS[word[-1]]
     try:
-        value = int(word) if kind is int and factor == 1 else float(number) * factor
+        try:
+            # Exact beyond 2^53, where a float is not.
+            return kind(int(word))
+        except ValueError:
+            value = float(number) * factor
         if kind is int and value != int(value):
             raise ValueError(word)
         return kind(value)
@@ -140,6 +153,22 @@ def parse(words: Sequence[str], config: type, *, verb: str, is_positional: bool)
     return result
 
 
+def words_of(config: Any) -> list[str]:
+    """The words after a verb that make this dataclass: of each field that is not its default."""
+    unsaid = type(config)(**dict.fromkeys(required(type(config)), _UNSAID))
+    words: list[str] = []
+    for option in options_of(unsaid, False):
+        value = _value(config, option.path)
+        if value == option.default:
+            continue
+        if isinstance(value, bool):
+            words.append(option.flag if value else option.flag.replace("--", "--no-", 1))
+        else:
+            several = value if option.is_several else (value,)
+            words += [option.flag, *map(str, several)]
+    return words
+
+
 def options_of(
     config: Any, is_positional: bool, prefix: str = "", path: tuple[str, ...] = ()
 ) -> list[Option]:
@@ -161,11 +190,13 @@ def options_of(
             inside += options_of(default, False, inner, (*path, name))
             continue
         hint = hints[name]
-        if get_origin(hint) in (Union, UnionType):
+        is_optional = get_origin(hint) in (Union, UnionType)
+        if is_optional:
             hint = next(each for each in get_args(hint) if each is not type(None))
         is_bare = (default is _UNSAID and is_positional) or (kind, name) in _POSITIONAL_FIELDS
         flag = name if is_bare else "--" + prefix + name.rstrip("_").replace("_", "-")
-        own.append(Option((*path, name), flag, hint, texts.get(name, ""), default, is_bare, kind))
+        text = texts.get(name, "")
+        own.append(Option((*path, name), flag, hint, text, default, is_bare, is_optional, kind))
     # What must be given comes first.
     return sorted(own, key=lambda option: option.default is not _UNSAID) + inside
 
@@ -177,7 +208,8 @@ class _Parser(argparse.ArgumentParser):
         """Raise ValueError."""
         # "argument --steps: must be ...", or "... : expected one argument".
         said = message.removeprefix("argument ").replace(": must be", " must be", 1).rstrip(".")
-        raise ValueError(f"{self.prog.removeprefix('doge-fast ')}: {said}.")
+        end = "" if said.endswith("?") else "."
+        raise ValueError(f"{self.prog.removeprefix('doge-fast ')}: {said}{end}")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse, with the nearest option for one that there is not."""
@@ -192,10 +224,9 @@ class _Parser(argparse.ArgumentParser):
 
     def _nearest(self, flag: str, verb: str) -> str:
         known = list(self._option_string_actions)
-        elsewhere = _ELSEWHERE.get(flag.lstrip("-").replace("_", "-"), "")
-        near = difflib.get_close_matches(flag.replace("_", "-"), known, n=1, cutoff=0.7)
-        if elsewhere in known:
-            near = [elsewhere]
+        word = flag.lstrip("-").replace("_", "-")
+        near = [each for each in known if word in _ELSEWHERE.get(each, ())]
+        near = near or difflib.get_close_matches(f"--{word}", known, n=1, cutoff=0.7)
         return f"Did you mean {near[0]}?" if near else f"doge-fast {verb} --help-all lists all."
 
 
@@ -257,7 +288,7 @@ def _add(parser: Any, option: Option) -> None:
     several = "*" if option.is_several else "?" if option.is_positional else None
     # Not argparse.SUPPRESS, which it would read as if it were typed.
     rest = {"default": _UNSAID} if option.is_positional else {"dest": option.flag}
-    read = functools.partial(_read, option.kind)
+    read = functools.partial(_read, option.kind, option.is_optional)
     parser.add_argument(
         *names, **rest, type=read, nargs=several, metavar=_value_name(option), help=text
     )
