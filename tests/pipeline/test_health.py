@@ -28,7 +28,7 @@ from doge_fast.pipeline.evaluation import evaluate
 from doge_fast.pipeline.health import Diverged, LostSteps
 from doge_fast.pipeline.proxy import ProxyTrainer, learn_weights
 from doge_fast.pipeline.report import write_report
-from doge_fast.pipeline.reporting.proxies import remarks_on
+from doge_fast.pipeline.reporting.study import remarks_on
 from doge_fast.pipeline.selection import measure_cancellation
 from doge_fast.pipeline.trainer import RecordedTrainer
 from tests.pipeline.written_runs import write_proxy

@@ -17,9 +17,8 @@ import pytest
 from doge_fast.pipeline import records, report
 from doge_fast.pipeline.config import ReportConfig
 from doge_fast.pipeline.records.movement import Movement, movement_of
-from doge_fast.pipeline.reporting.proxies import remarks_on
 from doge_fast.pipeline.reporting.sections import sections_of
-from doge_fast.pipeline.reporting.study import open_study
+from doge_fast.pipeline.reporting.study import open_study, remarks_on
 from tests.pipeline.written_runs import (
     DOMAINS,
     STEPS,

@@ -15,7 +15,6 @@ from typing import Any
 import yaml
 
 from doge_fast.pipeline import named
-from doge_fast.pipeline.exports import configs, loaders, megatron
 from doge_fast.pipeline.exports.blend import (
     Blend,
     ExportSettings,
@@ -29,6 +28,7 @@ from doge_fast.pipeline.exports.blend import (
     normalised,
     path_parts,
 )
+from doge_fast.pipeline.exports.writers import WRITERS
 from doge_fast.pipeline.records.weights import check_fields
 
 # Domains named in a sentence; more are counted.
@@ -58,8 +58,7 @@ class Exported:
 def targets() -> Mapping[str, Target]:
     """{name: target}, those of targets.yaml, each with what writes its text."""
     about = yaml.safe_load(Path(__file__).with_name("targets.yaml").read_text(encoding="utf-8"))
-    writers: dict[str, Any] = {**megatron.WRITERS, **configs.WRITERS, **loaders.WRITERS}
-    return {name: Target(name, write=writers[name], **fields) for name, fields in about.items()}
+    return {name: Target(name, write=WRITERS[name], **fields) for name, fields in about.items()}
 
 
 def _find(name: str) -> Target:

@@ -20,8 +20,8 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from doge_fast.pipeline.records.movement import Floats
 from doge_fast.pipeline.reporting.mixtures import effective_domains
-from doge_fast.pipeline.reporting.proxies import Proxy
 from doge_fast.pipeline.reporting.statistics import PairedDifference, change_of
+from doge_fast.pipeline.reporting.study import Proxy
 from doge_fast.pipeline.reporting.wording import Stat
 from doge_fast.pipeline.tables import shortened
 

@@ -1,4 +1,4 @@
-"""What a report is made of: runs, and the tables that they are for.
+"""What a report is made of: runs, those that learned weights, and the tables that they are for.
 
 An experiment has planned its tables. Other runs are put into tables of the same classes: their base
 models are one comparison, and differ in nothing but weights and seed.
@@ -8,9 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
-from doge_fast.pipeline import records
+import numpy as np
+
+from doge_fast.pipeline import health, records
+from doge_fast.pipeline.records.movement import Floats, Movement, movement_of
 from doge_fast.pipeline.records.shapes import (
     ArmRecord,
     CostGroup,
@@ -21,14 +24,200 @@ from doge_fast.pipeline.records.shapes import (
     TargetsGroup,
     WeightsGroup,
 )
-from doge_fast.pipeline.reporting.proxies import Proxy, known_weights, mean_weights
+from doge_fast.pipeline.reporting.mixtures import effective_domains
 from doge_fast.pipeline.reporting.runs import LEARNING, RecordedRun, open_runs
-from doge_fast.pipeline.reporting.statistics import Arm, Line, lines_of
-from doge_fast.pipeline.reporting.wording import Stat, count_text, listed, plural
+from doge_fast.pipeline.reporting.statistics import Arm, Line, lines_of, stat_of
+from doge_fast.pipeline.reporting.wording import (
+    Stat,
+    as_ascii,
+    count_text,
+    listed,
+    plural,
+    to_floats,
+    weight_text,
+    wrapped,
+)
 
 Kind = TypeVar("Kind")
 RUNS = "runs"
 _BASELINES = {"uniform": "baseline", "natural": "by tokens"}
+UNIVERSAL, MIX = "universal", "mix"
+
+# Nearly everything on one domain; the paper's most extreme weight is 0.72.
+_COLLAPSED = 0.8
+# Hardly moved: no domain is further than this from uniform, as a share of uniform.
+_UNMOVED = 0.02
+# Of uniform: in docs/evidence.md a domain at a half of uniform lost a quarter already, and one at a
+# twentieth nothing, for others stood in for it.
+_STARVED = 1 / 3
+
+
+@dataclass(frozen=True)
+class Proxy:
+    """Proxy runs that differ in nothing but their seed."""
+
+    label: str
+    runs: tuple[RecordedRun, ...]
+
+    @property
+    def first(self) -> RecordedRun:
+        """Stands for all seeds in what they share."""
+        return self.runs[0]
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """Training domains, in the order of the simplex."""
+        return self.first.domains
+
+    @property
+    def is_doremi(self) -> bool:
+        """Whether excess loss over a reference moved its weights, the baseline, and not W."""
+        return self.first.record.stage == "doremi"
+
+    @property
+    def about(self) -> str:
+        """Where the weights come from, in words."""
+        return "learned by DoReMi" if self.is_doremi else f"learned for {self.target}"
+
+    @property
+    def target(self) -> str:
+        """For whom the weights are, in words."""
+        names = [UNIVERSAL] if self.is_doremi else list(self.first.asked.target)
+        if names == [UNIVERSAL]:
+            return "all domains"
+        return listed(_target_word(name, alone=len(names) == 1) for name in names)
+
+    @cached_property
+    def weights(self) -> dict[str, Stat]:
+        """{domain: average domain weight}; empty where no run has a step."""
+        found = mean_weights(known_weights(self.runs))
+        return {name: found[name] for name in self.domains if found}
+
+    @cached_property
+    def has_steps(self) -> bool:
+        """Whether there is something to draw: a step past the first line that all seeds logged."""
+        return bool(len(self.series("alpha_mean")[0]) > 1)
+
+    def series(self, key: Literal["alpha", "alpha_mean"]) -> tuple[Floats, Floats]:
+        """(steps [T], weights [S, T, K]) of the steps that all S seeds have logged."""
+        by_step = [{line.step: getattr(line, key) for line in run.train} for run in self.runs]
+        known = [{step for step, weights in each.items() if weights} for each in by_step]
+        steps = sorted(set.intersection(*known))
+        values = [[[each[t].get(name) for name in self.domains] for t in steps] for each in by_step]
+        # A null becomes nan.
+        return np.asarray(steps, dtype=np.float64), np.asarray(values, dtype=np.float64)
+
+    @cached_property
+    def movement(self) -> Movement:
+        """How far the running average has moved, at every step; see `movement_of`."""
+        steps_T, mean_STK = self.series("alpha_mean")
+        return movement_of(steps_T, mean_STK)
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether a domain is further from uniform than chance would take it; one cannot be."""
+        uniform = 1 / len(self.domains)
+        furthest = max(abs(stat.mean - uniform) for stat in self.weights.values())
+        return furthest >= _UNMOVED * uniform or len(self.domains) == 1
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether scores can be equal by construction: W_j = 1 + g_1 . g_2 for both of two domains
+        whose gradients are of norm 1."""
+        is_universal = not self.is_doremi and tuple(self.first.asked.target) == (UNIVERSAL,)
+        return (
+            is_universal and len(self.domains) == 2 and bool(self.first.asked.domain_max_grad_norm)
+        )
+
+    def summary(self) -> str:
+        """What it learned, and whether its average has settled."""
+        if not self.has_steps:
+            return f"{self.label}: has not logged a step yet."
+        uniform = 1 / len(self.domains)
+        ranked = sorted(self.weights.items(), key=lambda item: -item[1].mean)
+        most = [ranked[0], *(item for item in ranked[1:2] if item[1].mean > uniform)]
+        top = listed(
+            f"{name} {weight_text(stat)} ({stat.mean / uniform:.1f}\N{NO-BREAK SPACE}× uniform)"
+            for name, stat in most
+        )
+        least = f", least to {ranked[-1][0]} {weight_text(ranked[-1][1])}" if ranked[1:] else ""
+        count = effective_domains(stat.mean for stat in self.weights.values())
+        moved = self.movement
+        drift, distance = _share(moved.drift[-1]), _share(moved.distance[-1])
+        seeds = "" if moved.spread is None else f", and seeds differ by {_share(moved.spread[-1])}"
+        state = "has settled" if moved.is_settled else "is still moving"
+        return (
+            f"{self.label}, for {self.target}: most goes to {top}{least}; effectively "
+            f"{count:.1f} of {plural(len(self.domains), 'domain')}. The running average "
+            f"{state if self.has_moved else 'has hardly moved'}: the last fifth of the "
+            f"{int(moved.steps[-1])} steps moved {drift} of the tokens between domains; the "
+            f"average lies {distance} from uniform weights{seeds}."
+        )
+
+    def warnings(self) -> Iterator[str]:
+        """What a reader should know of its weights, and what to do about it."""
+        if not self.has_steps:
+            return
+        lines = [line for run in self.runs for line in run.train if line.lr is not None]
+        lost = sum(line.skipped for line in lines)
+        if lost > health.MOST_LOST * len(lines):
+            yield (
+                f"{lost} of {plural(len(lines), 'logged step')} were skipped for a gradient that "
+                "was not finite, so these weights mean nothing. Lower learning_rate."
+            )
+            return
+        largest = max(self.weights, key=lambda name: self.weights[name].mean)
+        weight, least = self.weights[largest].mean, _STARVED / len(self.domains)
+        starved = [name for name, stat in self.weights.items() if stat.mean < least]
+        if weight > _COLLAPSED and len(self.domains) > 1:
+            remedy = "A larger mu, smoothing or domain_max_grad_norm"
+            remedy = "A smaller step_size or more smoothing" if self.is_doremi else remedy
+            yield f"the weights collapsed onto {largest} ({weight:.2f}). {remedy} keeps them apart."
+        elif not self.has_moved and self.is_tied:
+            yield (
+                "the weights hardly left uniform: two domains whose gradients are cut to one norm "
+                "have equal scores, whatever mu is. Use --domain-max-grad-norm 0."
+            )
+        elif not self.has_moved:
+            remedy = "larger step_size" if self.is_doremi else "smaller mu"
+            yield f"the weights hardly left uniform. A {remedy} or more steps would move them."
+        elif starved and (self.is_doremi or set(self.first.asked.target) <= {UNIVERSAL, MIX}):
+            milder = "a smaller step_size" if self.is_doremi else "a larger mu or --target mix"
+            yield (
+                f"{listed(starved)} would be read less than a third as often as at uniform "
+                f"weights, and a small model tends to pay for it there. Try {milder}, or set a "
+                "floor: doge-fast weights constrain --floor."
+            )
+        if self.has_moved and not self.movement.is_settled:
+            yield (
+                "the running average of the weights is still drifting; more steps would change "
+                "the result."
+            )
+
+
+def _share(distance: float) -> str:
+    """A sum of absolute differences as a share of the tokens, to two digits."""
+    percent = 50 * distance
+    return f"{percent:.{1 if percent >= 1 else 2}f}\N{NO-BREAK SPACE}%"
+
+
+def _target_word(item: str, *, alone: bool) -> str:
+    name, _, weight = item.partition("=")
+    word = "a held-out mixture of all domains" if name == MIX else name
+    return word if alone or not weight else f"{word} ({weight})"
+
+
+def known_weights(runs: Sequence[RecordedRun]) -> list[dict[str, float]]:
+    """The weights that each run found or used; where none is finished, their averages so far."""
+    found = [records.weights_by_name(run.weights) for run in runs if run.weights is not None]
+    averages = ([line.alpha_mean for line in run.train if line.alpha_mean] for run in runs)
+    return found or [to_floats(each[-1]) for each in averages if each]
+
+
+def mean_weights(seeds: Sequence[dict[str, float]]) -> dict[str, Stat]:
+    """{domain: weight} over seeds, of the domains that all of them weigh."""
+    names = [name for name in (seeds or [{}])[0] if all(name in each for each in seeds)]
+    return {name: stat_of(each[name] for each in seeds) for name in names}
 
 
 @dataclass(frozen=True)
@@ -222,3 +411,13 @@ def _source(run: RecordedRun, proxies: Sequence[Proxy]) -> str:
         if any(each.path == folder or each.name == folder.name for each in proxy.runs):
             return proxy.label
     return run.asked.weights
+
+
+def remarks_on(run: Path) -> list[str]:
+    """What a run of stage one found and what to know before using it, in lines for a terminal."""
+    (found,) = open_runs([run])
+    proxy = Proxy(found.name, (found,))
+    warnings = [*found.record.warnings]
+    warnings += [f"{proxy.label}: {told}" for told in proxy.warnings()]
+    remarks = [proxy.summary(), *(f"Warning: {each}" for each in warnings)]
+    return [as_ascii(wrapped(each)) for each in remarks]

@@ -1,0 +1,377 @@
+"""What writes the text of each target: YAML, arguments, JSON, and what Python templates lack."""
+
+import json
+import re
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from decimal import Decimal
+from pathlib import PurePosixPath
+from typing import Any
+
+import yaml
+
+from doge_fast.pipeline.exports.blend import REMOTE, Blend, Split, name_of_file
+
+# Megatron's: prefixes of indexed data sets, each after its weight. Weights count samples, which are
+# sequences of one length, so shares of tokens are taken as they are.
+_FLAGS: dict[Split, str] = {
+    "train": "--train-data-path",
+    "valid": "--valid-data-path",
+    "test": "--test-data-path",
+}
+
+
+def _prefixes(blend: Blend, split: Split = "train") -> list[tuple[str, str]]:
+    """[(share, prefix)] of a split; empty where it has no paths."""
+    found = []
+    for share, path in blend.weighted_paths(split):
+        if re.search(r"\s", path):
+            raise ValueError(
+                "Megatron splits its lists at white space, and then reads none of the weights; "
+                f"{path!r} has white space. Rename it, or link to it from a path without white "
+                "space."
+            )
+        found.append((_plain(share), path.removesuffix(".bin").removesuffix(".idx")))
+    counts = Counter(prefix for _, prefix in found)
+    twice = sorted(prefix for prefix, count in counts.items() if count > 1)
+    if twice:
+        raise ValueError(
+            f"A .bin and its .idx are one path, their prefix; {', '.join(twice)} is given twice. "
+            "Name it once."
+        )
+    return found
+
+
+def _words(blend: Blend, split: Split = "train") -> list[str]:
+    return [word for pair in _prefixes(blend, split) for word in pair]
+
+
+def _megatron(blend: Blend) -> str:
+    """A flag for each split that has paths, with its words."""
+    words = {flag: _words(blend, split) for split, flag in _FLAGS.items()}
+    given = {flag: shlex.join(each) for flag, each in words.items() if each}
+    if len(given) == 1:
+        given = {"--data-path": given[_FLAGS["train"]]}
+    return " \\\n".join(f"{flag} {each}" for flag, each in given.items()) + "\n"
+
+
+def _bridge(blend: Blend) -> str:
+    shares, prefixes = zip(*_prefixes(blend), strict=True)
+    lists = _sequence(map(_string, prefixes), "    "), _sequence(shares, "    ")
+    return f"cfg.dataset.blend = [\n    {lists[0]},\n    {lists[1]},\n]\n"
+
+
+def _neox(blend: Blend) -> str:
+    missing = [split for split in ("valid", "test") if not blend.paths[split]]
+    if missing:
+        raise ValueError(
+            "GPT-NeoX takes train, valid and test paths together or none of them; there are none "
+            f"for {' and '.join(missing)}. Give them (--valid-paths, --test-paths)."
+        )
+    value: dict[str, Any] = {}
+    for split in _FLAGS:
+        found = _prefixes(blend, split)
+        value[f"{split}-data-paths"] = [path for _, path in found]
+        value[f"{split}-data-weights"] = [float(share) for share, _ in found]
+    return _to_yaml(value | {"weight_by_num_documents": False})
+
+
+# Frameworks that read their mixture from YAML, tuners that know data sets by name.
+
+# Levanter fixes how many of each domain a block holds: the default, and up to what 16 bits hold.
+_LEVANTER_BLOCK = 2048
+_LEVANTER_BLOCKS = (2048, 4096, 8192, 16384, 32768, 2**16 - 1)
+# Part of a block that rounding may give to the largest domain before a longer one is asked for.
+_MOST_ROUNDED = 0.01
+
+
+def _olmo(blend: Blend) -> str:
+    sources = [
+        {
+            "source_name": name,
+            "target_ratio": share,
+            "paths": blend.paths_of(name),
+            "max_repetition_ratio": blend.repetition(name),
+            "max_source_fraction": 1.0,
+        }
+        for name, share in blend.shares().items()
+    ]
+    return _to_yaml({"sources": sources})
+
+
+def _nanotron(blend: Blend) -> str:
+    shares, folders = zip(*blend.weighted_paths(), strict=True)
+    dataset = {"dataset_folder": folders, "dataset_weights": shares}
+    data = {"seed": blend.settings.seed, "num_loading_workers": 1, "dataset": dataset}
+    stage = {"name": "training", "start_training_step": 1, "data": data}
+    return _to_yaml({"data_stages": [stage]})
+
+
+def _levanter(blend: Blend) -> str:
+    components: dict[str, Any] = {}
+    for name in blend.shares():
+        if urls := blend.paths_of(name):
+            components[name] = {"source": {"type": "url", "train_urls": urls}}
+    block = _levanter_block(blend)
+    own = {} if block == _LEVANTER_BLOCK else {"mixture_block_size": block}
+    data = {"components": components} if components else {}
+    return _to_yaml({"data": data | {"train_weights": blend.shares()} | own})
+
+
+def _levanter_block(blend: Blend) -> int:
+    """The first block, from the default on, that holds every domain and rounds little."""
+    shares = blend.numbers()
+    for block in _LEVANTER_BLOCKS:
+        # It rounds down; a unit of float64 may be lost where it divides by the sum.
+        lost = [name for name, share in shares.items() if share * block < 1 + 1e-12]
+        kept = sum(int(share * block) for share in shares.values())
+        if not lost and block - kept <= _MOST_ROUNDED * block:
+            break
+    if lost:
+        raise ValueError(
+            f"Levanter draws whole sequences from blocks of {block}, and would draw none of "
+            f"{', '.join(lost)}: their weights are below 1/{block}. Raise them (doge-fast weights "
+            "constrain --floor), or leave them out (fewer decimals)."
+        )
+    return block
+
+
+def _lingua(blend: Blend) -> str:
+    shares = blend.shares()
+    folders = {name: PurePosixPath(blend.one_path(name).rstrip("/")) for name in shares}
+    roots = sorted({str(folder.parent) for folder in folders.values()})
+    if len(roots) > 1:
+        raise ValueError(
+            "lingua's sources are folders of one root_dir; these lie in "
+            f"{', '.join(roots)}. Link to them from one folder."
+        )
+    sources = {folders[name].name: share for name, share in shares.items()}
+    return _to_yaml({"data": {"root_dir": roots[0], "sources": sources}})
+
+
+def _maxtext(blend: Blend) -> str:
+    weighted = blend.weighted_paths()
+    lost = [path for share, path in weighted if not round(float(share), 4)]
+    if lost:
+        raise ValueError(
+            f"MaxText rounds weights to 4 decimals and would draw none of {', '.join(lost)}. Leave "
+            "them out (decimals=4), or raise them (doge-fast weights constrain --floor)."
+        )
+    unreadable = [path for _, path in weighted if "," in path or ";" in path]
+    if unreadable:
+        raise ValueError(
+            f"MaxText splits grain_train_files at , and ; and these paths hold one: "
+            f"{', '.join(unreadable)}. Rename them."
+        )
+    # A pattern alone has no weight.
+    files = [f"{path},{_plain(share)}" for share, path in weighted]
+    patterns = ";".join(files) if len(files) > 1 else weighted[0][1]
+    return _to_yaml(
+        {"dataset_type": "grain", "grain_file_type": "arrayrecord", "grain_train_files": patterns}
+    )
+
+
+def _datasets(blend: Blend) -> dict[str, Decimal]:
+    """{data set: share}, by its name in dataset_info.json: the path given, or else the domain's."""
+    found = {
+        blend.one_path(name) if blend.paths_of(name) else name: share
+        for name, share in blend.shares().items()
+    }
+    split = [name for name in found if "," in name]
+    if split:
+        raise ValueError(
+            f"LLaMA-Factory splits the names of data sets at commas; {', '.join(split)} holds one. "
+            "Give it another name in dataset_info.json, and here as --paths NAME=DATASET."
+        )
+    return found
+
+
+def _factory(blend: Blend) -> str:
+    found = _datasets(blend)
+    return _to_yaml(
+        {
+            "dataset": ",".join(found),
+            "mix_strategy": "interleave_over",
+            "interleave_probs": ",".join(map(_plain, found.values())),
+        }
+    )
+
+
+def _swift(blend: Blend) -> str:
+    shares, paths = zip(*blend.weighted_paths(), strict=True)
+    lines = [
+        f"--dataset {shlex.join(paths)}",
+        f"--interleave_prob {' '.join(map(_plain, shares))}",
+        "--stopping_strategy all_exhausted",
+    ]
+    return " \\\n".join(lines) + "\n"
+
+
+# Frameworks that take their mixture in Python: what stands for the words of their templates.
+
+# The reader that a suffix asks for, by the name that `datasets` gives it.
+_READERS = {
+    **{".jsonl": "json", ".json": "json", ".parquet": "parquet"},
+    **{".csv": "csv", ".txt": "text", ".arrow": "arrow"},
+}
+_PACKED = (".gz", ".zst", ".xz", ".bz2")
+
+
+def _reader_of(paths: Sequence[str]) -> str | None:
+    """json, parquet, csv, text or arrow, as the suffixes of a domain's paths say; else None."""
+    readers = set()
+    for path in paths:
+        suffixes = PurePosixPath(path.split(REMOTE)[-1]).suffixes
+        kept = ["", *(suffix for suffix in suffixes if suffix not in _PACKED)]
+        readers.add(_READERS.get(kept[-1]))
+    if len(readers) > 1:
+        raise ValueError(f"The files of a domain must be of one kind; {', '.join(paths)} are not.")
+    return readers.pop() if readers else None
+
+
+def _opened(paths: Sequence[str]) -> str:
+    """What load_dataset opens a domain by: a reader and its files, or one folder or Hub id."""
+    reader = _reader_of(paths)
+    if reader is None and len(paths) > 1:
+        raise ValueError(
+            f"load_dataset takes one directory or Hub id; got {', '.join(paths)}. Name files "
+            "(jsonl, parquet, csv, txt, arrow), or make each a domain."
+        )
+    names = [
+        name_of_file(path, "load_dataset", is_pattern=False, can_escape=reader is not None)
+        for path in paths
+    ]
+    return f"{_string(reader)}, data_files=[{_strings(names)}]" if reader else _string(names[0])
+
+
+def _streams(blend: Blend) -> str:
+    """{domain: the call that opens it as a stream}."""
+    opened = {name: _opened(blend.paths_of(name)) for name in blend.shares()}
+    return _mapping(
+        {n: f'load_dataset({each}, split="train", streaming=True)' for n, each in opened.items()}
+    )
+
+
+def _interleaved(blend: Blend) -> dict[str, object]:
+    return {
+        "streams": _streams(blend),
+        "shares": _mapping(blend.shares()),
+        "seed": blend.settings.seed,
+    }
+
+
+def _litdata(blend: Blend) -> dict[str, object]:
+    loader, imported = "", ""
+    if blend.rows == "blocks":
+        blend.require("seq_length", why="a TokensLoader cuts blocks of it; else --rows documents")
+        # The last token of a block is only predicted.
+        loader = f", item_loader=TokensLoader(block_size={(blend.settings.seq_length or 0) + 1})"
+        imported = ", TokensLoader"
+    shares, folders = zip(*blend.weighted_paths(), strict=True)
+    return {
+        "imported": imported,
+        "folders": _sequence(map(_string, folders)),
+        "loader": loader,
+        "seed": blend.settings.seed,
+        "shares": _sequence(shares, "    ", "()"),
+    }
+
+
+def _torchtitan(blend: Blend) -> dict[str, object]:
+    # It looks names up in lower case.
+    sources = [
+        f"source({_string(name.lower())}, {_plain(share)}, {_opened(blend.paths_of(name))})"
+        for name, share in blend.shares().items()
+    ]
+    names = {name.lower() for name in blend.shares()}
+    if len(names) < len(sources):
+        raise ValueError(
+            "torchtitan knows data sets by their names in lower case, and two of these are then "
+            f"the same: {', '.join(blend.shares())}. Rename one (doge-fast export --to json)."
+        )
+    return {"sources": _sequence(sources, "    "), "seed": blend.settings.seed}
+
+
+def _mosaic(blend: Blend) -> dict[str, object]:
+    settings, rows = blend.settings, blend.rows_in_budget()
+    blend.require("batch_size", why="StreamingDataset does not start without one (--batch-size)")
+    streams = []
+    for name, share in blend.shares().items():
+        path = blend.one_path(name)
+        place = "remote" if REMOTE in path else "local"
+        streams.append(f"Stream({place}={_string(path)}, proportion={_plain(share)})")
+    return {
+        "streams": _sequence(streams, "    "),
+        "seed": settings.seed,
+        "epoch": f"    epoch_size={rows},\n" if rows else "",
+        "batch_size": settings.batch_size,
+    }
+
+
+# Forms that several targets share.
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
+    """Writes a share as the float that a framework reads."""
+
+
+_Dumper.add_representer(Decimal, lambda dumper, share: dumper.represent_float(float(share)))
+
+
+def _to_yaml(value: Any) -> str:
+    """Block YAML in the order given, each path on one line; a decimal is written as a float."""
+    return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100_000))
+
+
+def _to_json(value: Any) -> str:
+    """Indented JSON; a decimal is written as a float."""
+    return json.dumps(value, indent=2, ensure_ascii=False, default=float) + "\n"
+
+
+def _plain(value: Decimal | str) -> str:
+    """A decimal without an exponent; source text as it is."""
+    return f"{value:f}" if isinstance(value, Decimal) else value
+
+
+def _string(value: str) -> str:
+    """A Python literal, quoted as this project quotes."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _strings(values: Iterable[str]) -> str:
+    """Python literals between commas."""
+    return ", ".join(map(_string, values))
+
+
+def _mapping(items: Mapping[str, Decimal | str]) -> str:
+    """A dict of decimals or source texts, an item a line."""
+    pairs = (f"{_string(key)}: {_plain(value)}" for key, value in items.items())
+    return _sequence(pairs, brackets="{}")
+
+
+def _sequence(items: Iterable[Decimal | str], indent: str = "", brackets: str = "[]") -> str:
+    """A list (or tuple, or dict) of decimals or source texts, an item a line."""
+    lines = [f"{indent}    {_plain(item)},\n" for item in items]
+    return f"{brackets[0]}\n{''.join(lines)}{indent}{brackets[1]}"
+
+
+WRITERS: Mapping[str, Callable[[Blend], str | Mapping[str, object]]] = {
+    "megatron": _megatron,
+    "megatron-file": lambda blend: " ".join(_words(blend)) + "\n",
+    "megatron-bridge": _bridge,
+    "neox": _neox,
+    "olmo-core": _olmo,
+    "nanotron": _nanotron,
+    "levanter": _levanter,
+    "lingua": _lingua,
+    "maxtext": _maxtext,
+    "llama-factory": _factory,
+    "ms-swift": _swift,
+    "json": lambda blend: _to_json(blend.shares()),
+    "mosaic-streaming": _mosaic,
+    "datasets": _interleaved,
+    "torchdata": _interleaved,
+    "litdata": _litdata,
+    "torchtitan": _torchtitan,
+}
