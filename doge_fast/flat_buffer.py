@@ -114,14 +114,6 @@ def local_gradient(param: Any, grad: Any) -> Tensor:
     return local_of(grad)
 
 
-OUT_OF_MEMORY = (
-    "doge_fast was about to store the gradients of {num_rows} domains. Less memory is needed with "
-    "buffer_dtype=torch.bfloat16, domains_per_step, smaller micro-batches, domain() for stacked(), "
-    "or more ranks. docs/how-to/memory.md says what each changes."
-)
-"""Note added to the error of a failed allocation."""
-
-
 def _new_rows(param: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
     num_columns = local_of(param).numel()
     stride = -(-num_columns // ALIGNMENT) * ALIGNMENT
@@ -130,7 +122,11 @@ def _new_rows(param: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
     try:
         memory = torch.empty(num_rows, stride, dtype=dtype, device=param.device)
     except RuntimeError as error:
-        error.add_note(OUT_OF_MEMORY.format(num_rows=num_rows))
+        error.add_note(
+            f"doge_fast was about to store the gradients of {num_rows} domains. Less memory is "
+            "needed with buffer_dtype=torch.bfloat16, domains_per_step, smaller micro-batches, "
+            "domain() for stacked(), or more ranks (docs/how-to/memory.md)."
+        )
         raise
     memory[:, num_columns:] = 0
     return memory[:, :num_columns]

@@ -77,31 +77,26 @@ def linear_domain_losses(
 
     l_i  =  1 / n_i  sum over the targets t of domain i of  - log softmax(W h)_t
 
-    Equals `domain_losses(F.linear(hidden_BLH, weight_VH), labels_BL, sizes)` to rounding. That call
-    keeps B L V logits several times over; this one has those of one domain at a time. Inside
-    `DoGEOptimizer.stacked` each domain's gradient of the head goes straight into its row, while its
-    logits are there: see `_LinearLosses`. Elsewhere the backward pass computes the logits again,
-    which costs one more product of the head's size::
+    Equals `domain_losses(F.linear(hidden_BLH, weight_VH), labels_BL, sizes)` to rounding, which
+    keeps B L V logits several times over. Inside `DoGEOptimizer.stacked` each domain's gradient of
+    the head goes straight into its row (`_LinearLosses`). Elsewhere the backward pass computes the
+    logits again, which costs one more product of the head's size::
 
         with optimizer.stacked(model, sizes):
             hidden = model.base_model(input_ids).last_hidden_state
             head = model.get_output_embeddings()
             linear_domain_losses(hidden, head.weight, labels, sizes).sum().backward()
 
-    For heads that do not scale or cap the logits. Call it outside compiled code. Under autocast the
+    For heads that do not scale or cap the logits, outside compiled code. Under autocast the
     products have its dtype.
 
     Args:
         hidden_BLH: [B, L, H] floating, the input of the head.
         weight_VH: [V, H], the head's weight.
-        labels_BL: this and the rest as for `domain_losses`; inside `stacked` the sizes are those
-            that it was given.
-        sizes: as above.
+        labels_BL: this and the rest, and the result, as for `domain_losses`.
+        sizes: as above; inside `stacked` those that it was given.
         num_targets: as above.
         ignore_index: as above.
-
-    Returns:
-        As `domain_losses`.
 
     Raises:
         ValueError: the shapes do not match, `sizes` do not add up to the batch, or they differ

@@ -106,12 +106,12 @@ def step(
         lr: eta, this step's learning rate.
         mu: > 0, Bregman coefficient.
         selected_N: [N] bool; columns that enter W. None: all. Norms always see all columns.
-        scale_by_mean_norm: the published code's scale.
-        bounds: to which the published code clips the scaled score.
+        scale_by_mean_norm: the published code's scale; `bounds` clip its score.
+        bounds: as above.
         domain_max_grad_norm: norm to which each row is clipped first.
         smoothing: mixture with uniform.
         max_grad_norm: norm to which the combined gradient is clipped.
-        present_R: [R] bool; absent domains have rows of zeros and keep their last score.
+        present_R: [R] bool; absent domains have rows of zeros and keep `last_gain_K`.
         last_gain_K: [K]; the last scores.
 
     Returns:

@@ -296,10 +296,8 @@ def examples_of_rank(
     """{domain: (first, last)}: a rank's examples of each domain, counted within the domain.
 
     With `all_domains` every rank gets examples of every domain, equally many to within one, as FSDP
-    needs. Otherwise ranks get few domains each, by `doge_fast.sampling.pieces`.
-
-    Raises:
-        ValueError: with `all_domains`, a domain has fewer examples than there are ranks.
+    needs; ValueError if a domain has fewer examples than there are ranks. Otherwise ranks get few
+    domains each, by `doge_fast.sampling.pieces`.
     """
     if not all_domains:
         return pieces(sizes, rank, num_ranks)
@@ -321,10 +319,7 @@ def part_of(
     """A rank's part of a batch that all ranks have; `all_domains` is that of `examples_of_rank`.
 
     A domain that is divided among ranks is sliced along the first axis of its tensors, which must
-    be the examples. A domain of a single rank is unchanged.
-
-    Raises:
-        ValueError: the tensors of a divided domain differ in length.
+    be the examples; ValueError if these differ in length. A domain of a single rank is unchanged.
     """
     lengths = {
         name: {key: len(rows) if _has_axis(rows) else None for key, rows in domain.items()}

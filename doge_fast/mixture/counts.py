@@ -141,7 +141,8 @@ class MixtureCounts:
             end = min(step, boundary)
             counts_TK = self.counts(np.arange(totals.step, end))
             totals = Totals(end, totals.drawn_K + counts_TK.sum(axis=0))
-            self._keep(totals)
+            if end == boundary:
+                self._totals.append(totals)
         return totals
 
     def rotated(self, steps_T: Ints, weights_TK: Floats) -> Ints:
@@ -155,15 +156,6 @@ class MixtureCounts:
         reached_TK = np.ceil(edges_TK - offsets_T[:, None])
         counts_TK: Ints = np.diff(reached_TK, axis=1, prepend=0).astype(np.int64)
         return counts_TK
-
-    def _keep(self, totals: Totals) -> None:
-        """Keep totals at multiples of STEPS_A_SUM, and the last two."""
-        # A run asks for a step and then for the next one.
-        if totals.step <= self._totals[-1].step:
-            return
-        if len(self._totals) > 2 and self._totals[-2].step % self.STEPS_A_SUM:
-            del self._totals[-2]
-        self._totals.append(totals)
 
 
 def on_simplex(weights_K: npt.ArrayLike) -> Floats:

@@ -4,15 +4,15 @@ Batch t is a pure function of the seed, t, and the weights set for steps up to t
 not depend on the number of workers and ranks, and a stopped run resumes bitwise.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset
 
 from doge_fast.mixture.counts import MixtureCounts, Phase, Totals
-from doge_fast.mixture.rows import DomainRows, Draw
-from doge_fast.mixture.samplers import MixtureBatches, Progress, batch_draws
+from doge_fast.mixture.permutation import shuffled
+from doge_fast.mixture.samplers import Draw, MixtureBatches, Progress, batch_draws
 
 STATE_VERSION = 2
 
@@ -78,21 +78,26 @@ class DomainMixture(Dataset[Any]):
             raise ValueError(
                 f"batch_size and steps must be at least 1; got {batch_size} and {steps}."
             )
+        for name, rows in domains.items():
+            is_sequence = hasattr(rows, "__len__") and hasattr(rows, "__getitem__")
+            if not is_sequence or isinstance(rows, Mapping | str | bytes):
+                raise ValueError(
+                    "A domain must be indexable, as a list or a Dataset is, and a stream is not; "
+                    f"{name} is a {type(rows).__name__}."
+                )
         self.names = tuple(domains)
         self.batch_size = batch_size
-        self._rows = DomainRows(domains, domain_key)
+        self.sizes = {name: len(rows) for name, rows in domains.items()}
+        """Rows of each domain."""
+        self._domains = list(domains.values())
+        self._domain_key = domain_key
         if weights is None:
             weights = dict.fromkeys(domains, 1 / len(domains))
         self._counts = MixtureCounts(seed, [Phase(0, weights)], batch_size, self.names)
-        self._rows.check_weights(self._counts.weights_PK[0].tolist())
+        self._check_weights(self._counts.weights_PK[0].tolist())
         self._progress = Progress(steps)
 
     # Rows.
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Rows of each domain."""
-        return self._rows.sizes
 
     def __len__(self) -> int:
         raise TypeError(
@@ -103,12 +108,43 @@ class DomainMixture(Dataset[Any]):
 
     def __getitem__(self, draw: Draw) -> Any:
         """The row of a draw."""
-        return self._rows.read([draw], self.seed)[0]
+        return self._read([draw])[0]
 
     def __getitems__(self, draws: Sequence[Draw]) -> list[Any]:
         """The rows of a batch, in one read per domain."""
         self._progress.num_ahead = max(0, self._progress.num_ahead - 1)
-        return self._rows.read(draws, self.seed)
+        return self._read(draws)
+
+    def _read(self, draws: Sequence[Draw]) -> list[Any]:
+        batch: list[Any] = [None] * len(draws)
+        places: dict[int, list[int]] = {}
+        for place, (domain, _) in enumerate(draws):
+            places.setdefault(domain, []).append(place)
+        for domain, its_places in places.items():
+            rows = self._rows_of(domain, [draws[place][1] for place in its_places])
+            for place, row in zip(its_places, rows, strict=True):
+                batch[place] = self._labelled(row, domain)
+        return batch
+
+    def _rows_of(self, domain: int, positions: Sequence[int]) -> Iterator[Any]:
+        name, rows = self.names[domain], self._domains[domain]
+        # The name of the pipeline's stream: one seed gives both the same order.
+        stream = ("train", name)
+        numbers = shuffled(self.seed, stream, np.asarray(positions), self.sizes[name]).tolist()
+        if hasattr(rows, "__getitems__"):
+            # One call for all rows.
+            return iter(rows.__getitems__(numbers))
+        return (rows[number] for number in numbers)
+
+    def _labelled(self, row: Any, domain: int) -> Any:
+        if self._domain_key is None:
+            return row
+        if not isinstance(row, Mapping):
+            raise ValueError(
+                f"domain_key={self._domain_key!r} needs rows that are dicts; "
+                f"{self.names[domain]} has rows of type {type(row).__name__}."
+            )
+        return {**row, self._domain_key: domain}
 
     # Weights.
 
@@ -155,9 +191,17 @@ class DomainMixture(Dataset[Any]):
                 "fewer (num_workers * prefetch_factor)."
             )
         weights_K = self._counts.ordered(weights, first_step)
-        self._rows.check_weights(weights_K.tolist())
+        self._check_weights(weights_K.tolist())
         self._counts.set_weights(first_step, weights_K)
         return first_step
+
+    def _check_weights(self, weights_K: Sequence[float]) -> None:
+        weighted = zip(self.sizes.items(), weights_K, strict=True)
+        if empty := [name for (name, size), weight in weighted if size == 0 and weight > 0]:
+            raise ValueError(
+                f"A domain with a weight needs rows; {', '.join(empty)} has none. "
+                "Give it the weight 0 or leave it out."
+            )
 
     # What is drawn.
 

@@ -8,7 +8,9 @@ from torch.utils.data import Sampler
 
 from doge_fast.mixture.counts import MixtureCounts
 from doge_fast.mixture.permutation import spread_order
-from doge_fast.mixture.rows import Draw
+
+Draw = tuple[int, int]
+"""(index of the domain, position in the endless sequence of its rows)"""
 
 
 def batch_draws(counts: MixtureCounts, step: int) -> list[Draw]:

@@ -39,10 +39,9 @@ from doge_fast.weights.simplex import is_integer
 
 
 def sizes_of(sizes: Mapping[str, int]) -> dict[str, int]:
-    """{domain: number of examples}, in the order of the batch, without domains of size 0.
+    """{domain: number of examples} in the order of the batch, without domains of size 0.
 
-    Raises:
-        ValueError: `sizes` is no mapping to integers >= 0, or all are zero.
+    ValueError if `sizes` is no mapping to integers >= 0, or all are zero.
     """
     are_numbers = isinstance(sizes, Mapping) and all(
         is_integer(size) and size >= 0 for size in sizes.values()
@@ -131,8 +130,7 @@ class StackedModel:
     def slots(self, param: Tensor, rows: range, dtype: torch.dtype) -> tuple[Tensor, bool]:
         """Neighbouring rows of a parameter, which the caller must write or add to.
 
-        Returns:
-            [len(rows), *param.shape] in the buffer's dtype; whether they hold gradients.
+        Returns [len(rows), *param.shape] in the buffer's dtype, and whether they hold gradients.
         """
         self.has_written = True
         rows_GN, adds = self.buffer.slots(rows.start, len(rows), param, dtype)

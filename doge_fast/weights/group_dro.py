@@ -50,7 +50,6 @@ class ExcessWeights(NamedTuple):
 
         alpha'_k     =  alpha_k exp(eta lambda_k) / sum_i alpha_i exp(eta lambda_i)
         alpha_k      =  (1 - c) alpha'_k + c / K
-        alpha_bar_k  =  mean of alpha_k over the steps
 
         lambda is `excess_K`, [K] float64 in nats per token; eta is `step_size`, c is `smoothing`.
 

@@ -76,10 +76,8 @@ class DomainWeights:
 
     They keep their memory from step to step, so a step can be captured in a CUDA graph. Methods
     return copies. Nothing waits for the device, unless a docstring says so. `device` is that of the
-    first weights; they follow the gradients to another. `initial` is that of `DoGEOptimizer`.
-
-    Raises:
-        ValueError: `initial` does not have a weight for exactly these domains.
+    first weights; they follow the gradients to another. `initial` is that of `DoGEOptimizer`, and
+    refused with a ValueError as there.
     """
 
     def __init__(

@@ -23,11 +23,8 @@ from doge_fast.weights.simplex import is_integer
 class Subset:
     """The domains of a step, and the buffer's row of each.
 
-    `num_domains` is S, the number of training domains of a step; None: all.
-
-    Raises:
-        ValueError: S is no integer in [2, K] (in [1, K] if no training domain is a target); or the
-            seed is no integer >= 0.
+    `num_domains` is S, the number of training domains of a step; None: all. ValueError if it is no
+    integer in [2, K] (in [1, K] if no training domain is a target), or the seed none >= 0.
     """
 
     def __init__(self, objective: Objective, num_domains: int | None, seed: int) -> None:

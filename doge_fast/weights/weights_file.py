@@ -1,8 +1,4 @@
-"""Write weights.json and other JSON files, whole or not at all.
-
-The optimizer and all stages of the pipeline write through this module, which needs only torch.
-docs/weights.md describes weights.json.
-"""
+"""Write weights.json (docs/weights.md) and other JSON files, whole or not at all."""
 
 import dataclasses
 import hashlib

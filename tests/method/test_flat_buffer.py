@@ -295,4 +295,5 @@ def test_an_allocation_that_fails_says_what_would_need_less() -> None:
     num_rows = 2**60
     with pytest.raises(RuntimeError) as error:
         flat_buffer._new_rows(torch.nn.Parameter(torch.zeros(8)), num_rows, torch.float32)
-    assert error.value.__notes__ == [flat_buffer.OUT_OF_MEMORY.format(num_rows=num_rows)]
+    (note,) = error.value.__notes__
+    assert f"{num_rows} domains" in note
