@@ -248,10 +248,19 @@ def _step_views(
     sizes = [num_rows**2, num_slots, num_rows]
     sizes += [len(values_V) - sum(sizes) - 1, 1]
     gram, coefficients, norms, vectors, combined_norm = torch.split(values_V, sizes)
-    # In the order of the fields: gain, influence, difficulty and alpha.
-    by_domain = vectors.view(4, -1).unbind()
-    gram_RR, norm = gram.view(num_rows, num_rows), combined_norm.view(())
-    return LastStep(gram_RR, coefficients, norms, *by_domain, norm, skipped, found_inf)
+    gain, influence, difficulty, alpha = vectors.view(4, -1).unbind()
+    return LastStep(
+        gram=gram.view(num_rows, num_rows),
+        coefficients=coefficients,
+        grad_norms=norms,
+        gain=gain,
+        influence=influence,
+        difficulty=difficulty,
+        alpha=alpha,
+        combined_norm=combined_norm.view(()),
+        skipped=skipped,
+        found_inf=found_inf,
+    )
 
 
 def empty_outputs(gram_BB: Tensor, state_S: Tensor, tau_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
