@@ -167,11 +167,8 @@ def load_corpus(
         for name in names:
             train[name], mix[name] = _reserve(train[name], name)
     _tell_held_out(chosen, config)
-    if not is_measured:
-        _check_held_out(chosen, packed, config)
-    split_here = {name: packed[name] for name, part in chosen.items() if part.validation is None}
     warnings = [
-        *_holdout_warnings(split_here, config.validation_fraction),
+        *_held_out_warnings(chosen, packed, config, is_measured=is_measured),
         *(_stream_warnings(packed, config) if config.streaming else ()),
         *_row_warnings(groups, packed, config),
         *_unknown_warnings(packed, tokenizer.name_or_path),
@@ -205,29 +202,43 @@ def _tell_held_out(parts: Mapping[str, Part], config: CorpusConfig) -> None:
     tell_once(f"{config.data}: held out, {'; and, '.join(told)}.")
 
 
-def _check_held_out(
-    parts: Mapping[str, Part], packed: Mapping[str, Packed], config: CorpusConfig
-) -> None:
-    """Refuse to hold out more than half of a domain, unless that is what is asked for.
+def _held_out_warnings(
+    parts: Mapping[str, Part],
+    packed: Mapping[str, Packed],
+    config: CorpusConfig,
+    *,
+    is_measured: bool,
+) -> Iterator[str]:
+    """Of domains of which far more is held out than was asked for.
 
-    A name then hardly means a split, a split hardly a sample, and one document is most of the text.
+    More than half is refused, unless that is asked for or nothing is trained on: a name then hardly
+    means a split, a split is hardly a sample, and one document is most of the text.
     """
     for name, part in parts.items():
-        num_held, num_train = len(packed[name].validation), len(packed[name].train)
-        asked = config.validation_fraction if part.validation is None else 0.0
-        if num_held <= max(0.5, asked + _MAX_EXCESS) * (num_held + num_train):
-            continue
-        told = f"{name}: {num_held} blocks would be held out and {num_train} trained on"
-        if part.validation is None:
-            raise ValueError(
-                f"{told}, for whole documents are held out, and {packed[name].documents} of them "
-                "stay. Give it a validation file, or cut it into more documents."
+        domain, is_by_hash = packed[name], part.validation is None
+        num_train, num_held = len(domain.train), len(domain.validation)
+        share = num_held / (num_train + num_held)
+        asked = config.validation_fraction if is_by_hash else 0.0
+        if not is_measured and share > max(0.5, asked + _MAX_EXCESS):
+            told = f"{name}: {num_held} blocks would be held out and {num_train} trained on"
+            if is_by_hash:
+                raise ValueError(
+                    f"{told}, for whole documents are held out, and {domain.documents} of them "
+                    "stay. Give it a validation file, or cut it into more documents."
+                )
+            way_out = "Make a directory of files from it, and name that (--data)."
+            if part.is_held_by_name:
+                way_out = "Rename what is to be trained on, or give it less to hold out."
+            kind = "names" if part.is_held_by_name else "splits"
+            raise ValueError(f"{told}, because of {kind}: {part.held_out}. {way_out}")
+        if is_by_hash and share > 3 * asked and share - asked > _MAX_EXCESS:
+            yield (
+                f"{name}: {share:.0%} of its tokens are held out, where validation_fraction "
+                f"(--validation-fraction) asks for {asked:.0%}, for whole documents are held out, "
+                f"and {domain.documents} {'is' if domain.documents == 1 else 'are'} left to train "
+                "on. Natural weights, epochs and perplexities follow from that: give it a "
+                "validation file, or cut it into more documents."
             )
-        if part.is_held_by_name:
-            kind, way_out = "names", "Rename what is to be trained on, or give it less to hold out."
-        else:
-            kind, way_out = "splits", "Make a directory of files from it, and name that (--data)."
-        raise ValueError(f"{told}, because of {kind}: {part.held_out}. {way_out}")
 
 
 def _row_warnings(
@@ -255,21 +266,6 @@ def _unknown_warnings(packed: Mapping[str, Packed], tokenizer: str) -> Iterator[
                 f"{tokenizer}, which makes them unknown tokens or drops them, so losses and "
                 "weights say little about its text. Take a tokenizer that knows them, or train "
                 "one on the corpus (--tokenizer train)."
-            )
-
-
-def _holdout_warnings(packed: Mapping[str, Packed], asked: float) -> Iterator[str]:
-    """Of domains whose documents were divided by hash: a long one may take most of the text."""
-    for name, domain in packed.items():
-        num_train, num_held = len(domain.train), len(domain.validation)
-        share = num_held / (num_train + num_held)
-        if share > 3 * asked and share - asked > _MAX_EXCESS:
-            yield (
-                f"{name}: {share:.0%} of its tokens are held out, where validation_fraction "
-                f"(--validation-fraction) asks for {asked:.0%}, for whole documents are held out, "
-                f"and {domain.documents} {'is' if domain.documents == 1 else 'are'} left to train "
-                "on. Natural weights, epochs and perplexities follow from that: give it a "
-                "validation file, or cut it into more documents."
             )
 
 

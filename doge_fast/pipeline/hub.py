@@ -51,7 +51,7 @@ def asked_once(data: str) -> Iterator[None]:
         is_off = False
     except Exception:
         is_off = True
-    switches = (datasets.config, constants)
+    switches: tuple[Any, ...] = (datasets.config, constants)
     before = [switch.HF_HUB_OFFLINE for switch in switches]
     for switch in switches:
         switch.HF_HUB_OFFLINE = switch.HF_HUB_OFFLINE or is_off
