@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 _INVISIBLE = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
+_FACTORS = {"%": 1e-2, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 _BREAKS = {"\n", "\t"}
 
 
@@ -75,10 +76,16 @@ def numbers(words: Sequence[str], what: str) -> dict[str, float]:
     return found
 
 
+def float_of(text: str) -> float:
+    """The number that people write so, "10k", "1.5B" and "30%" too; ValueError for other text."""
+    factor = _FACTORS.get(text[-1:])
+    return float(text) if factor is None else float(text[:-1]) * factor
+
+
 def number(text: str, word: str, what: str) -> float:
-    """The number that the text of a word is, 30% too; ValueError where it is none, or NaN."""
+    """The number that the text of a word is; ValueError where it is none, or NaN."""
     try:
-        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        value = float_of(text)
     except ValueError:
         value = math.nan
     if math.isnan(value):

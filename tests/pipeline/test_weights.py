@@ -250,7 +250,7 @@ def test_weights_are_a_file_a_run_a_plain_object_or_typed(
     plain = tmp_path / "plain.json"
     plain.write_text('{"code": 0.5, "prose": 0.3, "verse": 0.2}')
     typed = "code=0.5,prose=0.3,verse=0.2"
-    loose = " prose = 30%, code=50 % ,verse=2e-1, "
+    loose = " prose = 30%, code=50 % ,verse=0.0002k, "
     sources = [tmp_path / "run", tmp_path / "run" / "weights.json", plain, typed, loose]
     tables = [cells(said(capsys, "show", source), "code")[0] for source in sources]
     assert tables == ["0.5000"] * 5

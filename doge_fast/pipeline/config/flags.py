@@ -17,6 +17,7 @@ from types import UnionType
 from typing import Any, Literal, NamedTuple, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from doge_fast.pipeline import config as configs
+from doge_fast.pipeline import named
 from doge_fast.pipeline.config.fields import Json, filled, read_file, required, texts_of
 
 # What an experiment says of one kind of run: several have steps or a model, so their options are
@@ -53,7 +54,6 @@ _ELSEWHERE = {
     "--log-every": ("logging-steps", "log-interval"),
     "--eval-every": ("eval-steps", "eval-interval"),
 }
-_FACTORS = {"k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 _UNSAID: Any = object()
 
 
@@ -99,15 +99,12 @@ def _read(kind: Any, is_optional: bool, word: str) -> Any:
         return word
     if kind not in (int, float):
         return kind(word)
-    number, factor = word, 1.0
-    if word[-1:] in _FACTORS:
-        number, factor = word[:-1], _FACTORS[word[-1]]
     try:
         try:
             # Exact beyond 2^53, where a float is not.
             return kind(int(word))
         except ValueError:
-            value = float(number) * factor
+            value = named.float_of(word)
         if kind is int and value != int(value):
             raise ValueError(word)
         return kind(value)
