@@ -4,6 +4,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 # Control characters, line ends, what turns the direction of writing, halves of characters:
 # a terminal, a page or another framework's file would obey them.
@@ -80,6 +81,18 @@ def float_of(text: str) -> float:
     """The number that people write so, "10k", "1.5B" and "30%" too; ValueError for other text."""
     factor = _FACTORS.get(text[-1:])
     return float(text) if factor is None else float(text[:-1]) * factor
+
+
+def number_as(kind: type, text: str) -> Any:
+    """The int or float that people write so; ValueError or OverflowError for other text."""
+    try:
+        # Exact beyond 2^53, where a float is not.
+        return kind(int(text))
+    except ValueError:
+        value = float_of(text)
+    if kind is int and value != int(value):
+        raise ValueError(text)
+    return kind(value)
 
 
 def number(text: str, word: str, what: str) -> float:

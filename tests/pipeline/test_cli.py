@@ -195,6 +195,20 @@ def test_fields_come_from_a_file_and_flags_win(tmp_path: Path) -> None:
     )
 
 
+def test_a_file_says_numbers_and_lists_of_one_as_options_do(tmp_path: Path) -> None:
+    file = tmp_path / "fields.yaml"
+    file.write_text(
+        "out: x\ntarget: ca\ntraining: {steps: 10k, learning_rate: 1e-3, eval_every: 1e2}\n"
+    )
+    config = cli.parse(["proxy", "--config", str(file)])
+    assert (config.target, config.training.steps) == (("ca",), 10_000)
+    assert (config.training.learning_rate, config.training.eval_every) == (1e-3, 100)
+    for wrong, word in {"lr: 1": "training.learning_rate", "mu: much": "mu is"}.items():
+        file.write_text(f"out: x\n{wrong}\n")
+        with pytest.raises(ValueError, match=word):
+            cli.parse(["proxy", "--config", str(file)])
+
+
 def test_what_is_plain_yaml_is_read(tmp_path: Path) -> None:
     file = tmp_path / "fields.yaml"
     file.write_text("seed: 0\nrate: 0.5\nbase: &b {a: 1}\nmore: {<<: *b, c: -7}\n")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from doge_fast.pipeline import config as configs
+from doge_fast.pipeline import named
 from doge_fast.pipeline.baselines import BASELINES
 from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.sizes import SIZES
@@ -64,7 +65,7 @@ def parse_target(names: Sequence[str]) -> Target:
                 f"NAME=WEIGHT; got {' '.join(names)}."
             )
         try:
-            tau[name] = float(weight or 1)
+            tau[name] = named.float_of(weight or "1")
         except ValueError:
             tau[name] = math.nan
         if not 0 < tau[name] < math.inf:

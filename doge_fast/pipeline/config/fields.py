@@ -9,10 +9,38 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from doge_fast.pipeline import named
 
 Config = TypeVar("Config")
 Json = dict[str, Any]
+
+_BATCH = ("bs", "batch-size", "per-device-train-batch-size", "micro-batch-size")
+# {option: what other programs call it}.
+ELSEWHERE = {
+    "learning-rate": ("lr", "max-lr"),
+    "min-learning-rate": ("min-lr",),
+    "weight-decay": ("wd",),
+    "max-grad-norm": ("grad-clip", "clip", "clip-grad", "gradient-clip-val"),
+    "batch-size": _BATCH,
+    "sequences-per-domain": _BATCH,
+    "block-size": ("seq-len", "seq-length", "sequence-length", "max-length", "context-length"),
+    "steps": ("max-steps", "max-iters", "train-iters", "iterations", "epochs"),
+    "warmup-steps": ("warmup", "warmup-iters", "warmup-ratio"),
+    "embed-dim": ("hidden-size", "n-embd", "d-model", "width"),
+    "num-layers": ("n-layer", "n-layers", "depth"),
+    "num-heads": ("n-head", "n-heads"),
+    "data": ("dataset", "dataset-name", "corpus"),
+    "text-column": ("text-field", "text-key"),
+    "out": ("output", "output-dir", "save-dir"),
+    "model": ("model-name-or-path",),
+    "dtype": ("precision", "bf16", "fp16"),
+    "report-to": ("wandb", "tensorboard"),
+    "save-every": ("save-steps", "save-interval", "ckpt-interval"),
+    "log-every": ("logging-steps", "log-interval"),
+    "eval-every": ("eval-steps", "eval-interval"),
+}
 
 
 def texts_of(config: type) -> dict[str, str]:
@@ -111,6 +139,8 @@ def _converted(value: Any, hint: Any, where: str) -> Any:
 
     if isinstance(value, bool) and hint is not bool:
         raise ValueError(f"{where} is {json.dumps(value)}; it is no switch.")
+    if isinstance(value, str):
+        value = _of_words(value, hint)
     try:
         return TypeAdapter(hint).validate_python(value)
     except ValidationError as error:
@@ -118,10 +148,23 @@ def _converted(value: Any, hint: Any, where: str) -> Any:
         raise ValueError(f"{where} is {json.dumps(value, default=str)}. {told}.") from None
 
 
+def _of_words(text: str, hint: Any) -> Any:
+    """What an option would make of the text: 10k is a number, a word alone a list of one."""
+    if get_origin(hint) is tuple:
+        return [text]
+    kinds = {int, float}.intersection(get_args(hint) or (hint,))
+    try:
+        return named.number_as(kinds.pop(), text) if kinds else text
+    except (ValueError, OverflowError):
+        return text
+
+
 def _unknown(key: str, config: Any, where: str) -> str:
     """The refusal of a key, with the fields nearest to it, wherever they are."""
     names = dict(_paths(config))
-    near = difflib.get_close_matches(key, names, n=2, cutoff=0.6)
+    word = key.replace("_", "-")
+    near = [name for name in names if word in ELSEWHERE.get(name.replace("_", "-"), ())]
+    near = near or difflib.get_close_matches(key, names, n=2, cutoff=0.6)
     told = ", ".join(names[name] for name in near)
     known = ", ".join(field.name for field in dataclasses.fields(config))
     return f"{where}: {key} is no field. " + (

@@ -18,7 +18,14 @@ from typing import Any, Literal, NamedTuple, NoReturn, Union, get_args, get_orig
 
 from doge_fast.pipeline import config as configs
 from doge_fast.pipeline import named
-from doge_fast.pipeline.config.fields import Json, filled, read_file, required, texts_of
+from doge_fast.pipeline.config.fields import (
+    ELSEWHERE,
+    Json,
+    filled,
+    read_file,
+    required,
+    texts_of,
+)
 
 # What an experiment says of one kind of run: several have steps or a model, so their options are
 # --proxy.steps, --base.steps; all other options are the fields' names alone.
@@ -29,31 +36,6 @@ PREFIXED = (
 # May be left out and stands without an option all the same.
 _POSITIONAL_FIELDS = {(configs.ExportConfig, "file")}
 _HELP = ("-h", "--help", "--help-all")
-_BATCH = ("bs", "batch-size", "per-device-train-batch-size", "micro-batch-size")
-# What other programs call it.
-_ELSEWHERE = {
-    "--learning-rate": ("lr", "max-lr"),
-    "--min-learning-rate": ("min-lr",),
-    "--weight-decay": ("wd",),
-    "--max-grad-norm": ("grad-clip", "clip", "clip-grad", "gradient-clip-val"),
-    "--batch-size": _BATCH,
-    "--sequences-per-domain": _BATCH,
-    "--block-size": ("seq-len", "seq-length", "sequence-length", "max-length", "context-length"),
-    "--steps": ("max-steps", "max-iters", "train-iters", "iterations", "epochs"),
-    "--warmup-steps": ("warmup", "warmup-iters", "warmup-ratio"),
-    "--embed-dim": ("hidden-size", "n-embd", "d-model", "width"),
-    "--num-layers": ("n-layer", "n-layers", "depth"),
-    "--num-heads": ("n-head", "n-heads"),
-    "--data": ("dataset", "dataset-name", "corpus"),
-    "--text-column": ("text-field", "text-key"),
-    "--out": ("output", "output-dir", "save-dir"),
-    "--model": ("model-name-or-path",),
-    "--dtype": ("precision", "bf16", "fp16"),
-    "--report-to": ("wandb", "tensorboard"),
-    "--save-every": ("save-steps", "save-interval", "ckpt-interval"),
-    "--log-every": ("logging-steps", "log-interval"),
-    "--eval-every": ("eval-steps", "eval-interval"),
-}
 _UNSAID: Any = object()
 
 
@@ -100,14 +82,7 @@ def _read(kind: Any, is_optional: bool, word: str) -> Any:
     if kind not in (int, float):
         return kind(word)
     try:
-        try:
-            # Exact beyond 2^53, where a float is not.
-            return kind(int(word))
-        except ValueError:
-            value = named.float_of(word)
-        if kind is int and value != int(value):
-            raise ValueError(word)
-        return kind(value)
+        return named.number_as(kind, word)
     except (ValueError, OverflowError):
         what = "a whole number" if kind is int else "a number"
         told = f"must be {what}, 10k or 1B too; got {word!r}."
@@ -222,7 +197,7 @@ class _Parser(argparse.ArgumentParser):
     def _nearest(self, flag: str, verb: str) -> str:
         known = list(self._option_string_actions)
         word = flag.lstrip("-").replace("_", "-")
-        near = [each for each in known if word in _ELSEWHERE.get(each, ())]
+        near = [each for each in known if word in ELSEWHERE.get(each.lstrip("-"), ())]
         near = near or difflib.get_close_matches(f"--{word}", known, n=1, cutoff=0.7)
         return f"Did you mean {near[0]}?" if near else f"doge-fast {verb} --help-all lists all."
 
