@@ -45,26 +45,6 @@ def test_a_rule_runs_once_and_a_module_without_one_once_per_domain() -> None:
         register(ScaledLinear, ScaledLinearRule())
 
 
-# Of torch's own making: its compiler warns of itself.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_graph_serves_every_split_of_a_batch() -> None:
-    """Another first domain of the same batch is no reason to compile again."""
-    graphs = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    model = nn.Sequential(nn.Linear(5, 1)).double()
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
-    optimizer = optimizer_of(model)
-    for sizes in ({"a": 1, "b": 5}, {"a": 4, "b": 1, "c": 1}, {"a": 2, "b": 2, "c": 2}):
-        with optimizer.stacked(model, sizes):
-            compiled(torch.randn(6, 7, 5).double()).sum().backward()
-    assert len(graphs) == 1
-
-
 def test_a_rule_may_be_registered_by_name_and_replaced() -> None:
     model = made("own rules")
     optimizer = optimizer_of(model)

@@ -94,24 +94,6 @@ def test_it_wraps_an_optimizer_that_trains_something() -> None:
 # Steps.
 
 
-@pytest.mark.parametrize("comes_at", [None, 2])
-@pytest.mark.parametrize("target", ["B", {"b": 1.0, "B": 1.0}], ids=str)
-def test_a_target_that_never_comes_is_warned_of(target: Any, comes_at: int | None) -> None:
-    """Weights stay where they are where absent domains are kept; reading them says why."""
-    model, optimizer = build(target=target, absent="keep", mu=30.0)
-    for step in range(3):
-        fill(model, optimizer, step, skip="" if step == comes_at else "cB")
-        optimizer.step()
-        optimizer.zero_grad()
-    if comes_at is None:
-        with pytest.warns(match=r"nothing in 3 steps: .* of the target \['B'\]") as told:
-            assert optimizer.weights == dict.fromkeys("abc", 1 / 3)
-        # The line that reads them.
-        assert [each.filename for each in told] == [__file__]
-    # Once is enough: a second warning would be an error here.
-    assert optimizer.weights
-
-
 @pytest.mark.usefixtures("taken")
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, "rate"])
 @pytest.mark.parametrize("selection", [None, ["norm.weight"]], ids=["all", "selected"])
@@ -191,19 +173,6 @@ def test_half_precision_parameters(dtype: torch.dtype) -> None:
 
 
 # As a torch optimizer.
-
-
-def test_it_is_a_torch_optimizer() -> None:
-    model, optimizer = build()
-    assert isinstance(optimizer, torch.optim.Optimizer)
-    assert optimizer.param_groups is optimizer.inner.param_groups
-    assert optimizer.state is optimizer.inner.state
-    # Gradients of no domain are the wrapped optimizer's own step.
-    for param in model.parameters():
-        param.grad = torch.zeros_like(param)
-    optimizer.step()
-    assert optimizer.num_steps == 0
-    assert len(optimizer.state) > 0
 
 
 def test_it_does_not_outlive_its_references() -> None:

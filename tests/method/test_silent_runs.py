@@ -47,6 +47,8 @@ def messages(optimizer: DoGEOptimizer) -> list[str]:
         assert sum(optimizer.weights.values()) == pytest.approx(1)
         # Once each.
         assert sum(optimizer.weights.values()) == pytest.approx(1)
+    # The line that reads them.
+    assert {each.filename for each in caught} <= {__file__}
     return [str(each.message) for each in caught]
 
 

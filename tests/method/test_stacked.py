@@ -154,12 +154,14 @@ def test_compiled_as_one_graph(kind: str, backend: str, own_rules: None) -> None
     """A batch of the same shape with other domains goes through the same graph."""
     model = made(kind)
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     optimizer = optimizer_of(model)
     for sizes, seed in ((SIZES, 0), ({"a": 2, "b": 1, "absent": 0, "c": 3}, 4)):
         ids_BL = ids_of(sizes, seed)
         run(optimizer, model, ids_BL, sizes, compiled)
         assert_same(rows_of(optimizer, model), rows_by_autograd(model, ids_BL, sizes))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_under_autocast_rows_are_what_was_computed() -> None:

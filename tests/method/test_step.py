@@ -322,20 +322,6 @@ def test_a_parameter_unfrozen_within_a_step_counts_from_the_next_on() -> None:
     torch.testing.assert_close(model.bias.grad, optimizer.alpha.sum()[None])
 
 
-def test_a_rate_of_zero_steps_the_wrapped_optimizer_between_domains() -> None:
-    """As code does that saves checkpoints."""
-    weight, optimizer = made()
-    enter(weight, optimizer, "a")
-    weight.grad = torch.zeros(2)
-    optimizer.param_groups[0]["lr"] = 0.0
-    optimizer.step()
-    optimizer.param_groups[0]["lr"] = 0.1
-    weight.grad = None
-    enter(weight, optimizer, "bc")
-    optimizer.step()
-    assert optimizer.num_steps == 1
-
-
 def test_of_two_wrappers_that_take_turns_the_one_in_use_listens() -> None:
     weight, old = made()
     new = DoGEOptimizer(torch.optim.SGD([weight], lr=0.1), domains=["a", "b", "c"])
