@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from transformers import PreTrainedModel
-
 from doge_fast.mixture.counts import Phase
 from doge_fast.pipeline import records, stage
 from doge_fast.pipeline.baselines import BASELINES
@@ -52,8 +50,11 @@ def train_base(config: BaseConfig) -> Run:
     if existing.is_complete:
         return Run(config.out)
     trainer = prepare(config, existing)
-    with stage.directory(trainer, existing, initial=trainer.initial) as checkpoint:
-        from_first(lambda: _write_weights(trainer))
+    initial = None
+    if config.weights not in BASELINES:
+        initial = _initial(config, trainer.phases, existing.record)
+    with stage.directory(trainer, existing, initial=initial) as checkpoint:
+        from_first(lambda: _write_weights(config, trainer.corpus, trainer.phases))
         trainer.go_on(checkpoint)
         from_first(lambda: stage.leave_model(trainer))
     return Run(config.out)
@@ -61,9 +62,7 @@ def train_base(config: BaseConfig) -> Run:
 
 def existing_run(config: BaseConfig) -> ExistingRun:
     """What the directory holds; ValueError where a setting is wrong."""
-    return stage.existing_run(
-        config, needs_float64=False, further=functools.partial(_further, config)
-    )
+    return stage.existing_run(config, further=functools.partial(_further, config))
 
 
 def _further(config: BaseConfig, steps: int) -> BaseConfig:
@@ -82,23 +81,16 @@ def _further(config: BaseConfig, steps: int) -> BaseConfig:
     )
 
 
-def prepare(config: BaseConfig, existing: ExistingRun) -> "BaseTrainer":
-    """The trainer of a run: its corpus and weights read, its model made.
-
-    Raises:
-        ValueError: what of them does not fit the settings, or the run began with other weights.
-    """
+def prepare(config: BaseConfig, existing: ExistingRun) -> MixtureTrainer:
+    """The trainer of a run: its corpus and weights read, its model made."""
     if config.weights not in BASELINES:
         # Before a corpus is packed, which may take hours.
         records.read_weights(Path(config.weights))
     corpus = stage.read_corpus(config, existing)
     phases = resolve_phases(config, corpus)
-    initial = None
     if config.weights not in BASELINES:
-        initial = _initial(config, phases, existing.record)
         _warn_of_other_tokens(Path(config.weights), corpus)
-    model = stage.make_model(config, corpus, needs_float64=False)
-    return BaseTrainer(config, corpus, model, phases, initial)
+    return MixtureTrainer(config, corpus, stage.make_model(config, corpus), phases)
 
 
 def held_out_perplexity(run: Path) -> list[str]:
@@ -111,37 +103,10 @@ def held_out_perplexity(run: Path) -> list[str]:
     return [f"held-out perplexity: {perplexity:.2f}, the exponential of the domains' mean loss"]
 
 
-class BaseTrainer(MixtureTrainer):
-    """An ordinary training at weights that are known.
-
-    Args:
-        config: of the stage.
-        corpus: of the domains.
-        model: what is trained.
-        phases: the weights, and the steps at which they change.
-        initial: where they come from, as config.json keeps it.
-    """
-
-    needs_float64 = False
-    config: BaseConfig
-
-    def __init__(
-        self,
-        config: BaseConfig,
-        corpus: Corpus,
-        model: PreTrainedModel,
-        phases: Sequence[Phase],
-        initial: Json | None,
-    ) -> None:
-        self.phases, self.initial = phases, initial
-        super().__init__(config, corpus, model, phases)
-
-
-def _write_weights(trainer: BaseTrainer) -> None:
+def _write_weights(config: BaseConfig, corpus: Corpus, phases: Sequence[Phase]) -> None:
     """What is used: the mean over the run's steps, and of a curriculum its phases."""
-    config, phases = trainer.config, trainer.phases
     ends = [*(phase.first_step for phase in phases[1:]), config.training.steps]
-    mean = dict.fromkeys(trainer.corpus.names, 0.0)
+    mean = dict.fromkeys(corpus.names, 0.0)
     for phase, end in zip(phases, ends, strict=True):
         share = (end - phase.first_step) / config.training.steps
         for name in mean:
@@ -149,7 +114,7 @@ def _write_weights(trainer: BaseTrainer) -> None:
     steps = [asdict(phase) for phase in phases]
     stage.write_weights(
         config.out,
-        trainer.corpus,
+        corpus,
         {"weight": mean},
         method=config.weights if config.weights in BASELINES else "given",
         source=config.weights,

@@ -3,7 +3,7 @@
 import logging
 import math
 
-from doge_fast.pipeline import proxy, rehearsal
+from doge_fast.pipeline import proxy, rehearsal, stage
 from doge_fast.pipeline.config import (
     CorpusConfig,
     DemoConfig,
@@ -76,7 +76,7 @@ def proxy_of(config: DemoConfig) -> ProxyConfig:
 
 def _tell_time(config: ProxyConfig) -> None:
     """How long the demo will take, from a few steps of its proxy."""
-    existing = proxy.existing_run(config)
+    existing = stage.existing_run(config)
     if existing.is_complete:
         return
     seconds = rehearsal.seconds_per_step(proxy.prepare(config, existing))

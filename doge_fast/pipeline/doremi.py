@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from doge_fast.mixture.counts import Phase
 from doge_fast.pipeline import records, stage
 from doge_fast.pipeline.config import DoReMiConfig
 from doge_fast.pipeline.domains import Corpus
@@ -79,14 +80,7 @@ class Reference(NamedTuple):
 
 
 class DoReMiTrainer(MixtureTrainer):
-    """Trainer whose loss is weighted by domain, with weights that follow the excess loss.
-
-    Args:
-        config: of the stage.
-        corpus: of the domains.
-        model: the proxy.
-        reference: what its losses are compared with.
-    """
+    """Trainer whose loss is weighted by domain, with weights that follow the excess loss."""
 
     state_file = "doremi.safetensors"
     has_domain_ids = True
@@ -95,7 +89,7 @@ class DoReMiTrainer(MixtureTrainer):
     def __init__(
         self, config: DoReMiConfig, corpus: Corpus, model: PreTrainedModel, reference: Reference
     ) -> None:
-        super().__init__(config, corpus, model, reference.weights)
+        super().__init__(config, corpus, model, (Phase(0, reference.weights),))
         device = self.args.device
         self.against = reference
         self.reference = reference.model.train(False).requires_grad_(False)
@@ -117,8 +111,6 @@ class DoReMiTrainer(MixtureTrainer):
             num_steps=torch.zeros((), dtype=torch.float64, device=device),
         )
         self.domain_losses = self.reference_losses = torch.full_like(self.sampling_K, math.nan)
-        # Whose losses were not finite in the first step in which any was.
-        self.is_lost_K = torch.zeros_like(self.sampling_K, dtype=torch.bool)
 
     def compute_loss(
         self,
@@ -151,8 +143,6 @@ class DoReMiTrainer(MixtureTrainer):
 
     def _move(self, losses_BT: Tensor, reference_BT: Tensor, domain_ids_B: Tensor) -> None:
         num_domains = len(self.sampling_K)
-        is_lost_K = _not_finite(losses_BT + reference_BT, domain_ids_B, num_domains)
-        self.is_lost_K = torch.where(self.is_lost_K.any(), self.is_lost_K, is_lost_K)
         self.domain_losses = group_dro.domain_means(losses_BT, domain_ids_B, num_domains)
         self.reference_losses = group_dro.domain_means(reference_BT, domain_ids_B, num_domains)
         excess_K = group_dro.excess_losses(
@@ -191,11 +181,6 @@ class DoReMiTrainer(MixtureTrainer):
             "tokens": self.tokens(step),
         }
 
-    def lost_domains(self) -> list[str]:
-        """Of the first step that was lost: it leaves no number in the weights of the model."""
-        found = zip(self.corpus.names, self.is_lost_K.tolist(), strict=True)
-        return [name for name, is_lost in found if is_lost]
-
 
 def _leave(trainer: DoReMiTrainer) -> None:
     """The average of the weights, then the model."""
@@ -214,13 +199,6 @@ def _leave(trainer: DoReMiTrainer) -> None:
         reference=trainer.against.record,
     )
     stage.leave_model(trainer)
-
-
-def _not_finite(losses_BT: Tensor, domain_ids_B: Tensor, num_domains: int) -> Tensor:
-    """[K] whether an example of the domain has a loss that is not finite; waits for nothing."""
-    ids_K1 = torch.arange(num_domains, device=domain_ids_B.device).unsqueeze(1)
-    is_lost_B = ~losses_BT.isfinite().all(1)
-    return ((domain_ids_B == ids_K1) & is_lost_B).any(1)
 
 
 def _open_reference(run: Path, corpus: Corpus) -> Reference:

@@ -48,7 +48,7 @@ def learn_weights(config: ProxyConfig) -> Run:
 
     Source: DoGE, Algorithms 1 and 2, stage one.
     """
-    existing = existing_run(config)
+    existing = stage.existing_run(config)
     if existing.is_complete:
         return Run(config.out)
     trainer = prepare(config, existing)
@@ -59,17 +59,8 @@ def learn_weights(config: ProxyConfig) -> Run:
     return Run(config.out)
 
 
-def existing_run(config: ProxyConfig) -> ExistingRun:
-    """What the directory holds; ValueError where a setting is wrong."""
-    return stage.existing_run(config)
-
-
 def prepare(config: ProxyConfig, existing: ExistingRun) -> "ProxyTrainer":
-    """The trainer of a run: its corpus read, its model made, its optimizer wrapped.
-
-    Raises:
-        ValueError: what of them does not fit the settings.
-    """
+    """The trainer of a run: its corpus read, its model made, its optimizer wrapped."""
     corpus = stage.read_corpus(config, existing)
     # A resumed run keeps the mu that it began with, whatever becomes of the default.
     mu = existing.record.get("resolved", {}).get("mu", config.mu)
@@ -79,15 +70,7 @@ def prepare(config: ProxyConfig, existing: ExistingRun) -> "ProxyTrainer":
 
 
 class ProxyTrainer(RecordedTrainer, DoGETrainer):
-    """DoGETrainer over ready-made batches: as many blocks of every domain in each.
-
-    Args:
-        config: of the stage.
-        corpus: of the domains and targets.
-        model: the proxy.
-        objective: the domains, the targets and their weights.
-        mu: the Bregman coefficient; None: the default of the learning rate and the targets.
-    """
+    """DoGETrainer over ready-made batches: as many blocks of every domain in each."""
 
     config: ProxyConfig
 

@@ -6,17 +6,17 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import TrainerCallback, TrainerControl
 
-from doge_fast.pipeline import base, memory, proxy, tables
-from doge_fast.pipeline.base import BaseTrainer
+from doge_fast.pipeline import base, memory, proxy, stage, tables
 from doge_fast.pipeline.config import BaseConfig, ProxyConfig
 from doge_fast.pipeline.domains import Batches
 from doge_fast.pipeline.memory import size_text
 from doge_fast.pipeline.proxy import ProxyTrainer
+from doge_fast.pipeline.trainer import MixtureTrainer
 
 # Of them the first is not counted: compilers and allocators take their time in it.
 TIMED_STEPS = 4
@@ -50,11 +50,11 @@ def rehearse(config: ProxyConfig | BaseConfig) -> str:
     """
     # Nobody is told of the steps that are timed.
     config = replace(config, training=replace(config.training, report_to=()), dry_run=False)
-    stage: Any = proxy if isinstance(config, ProxyConfig) else base
     existing = stage.existing_run(config)
     if existing.is_complete:
         return f"{config.out}: complete already, nothing to do"
-    trainer = stage.prepare(config, existing)
+    prepare: Any = proxy.prepare if isinstance(config, ProxyConfig) else base.prepare
+    trainer = prepare(config, existing)
     parameters = trainer.model.num_parameters(only_trainable=True)
     steps, of_step = config.training.steps, sum(trainer.tokens(1).values())
     plan = [
@@ -69,17 +69,17 @@ def rehearse(config: ProxyConfig | BaseConfig) -> str:
     return "\n\n".join(both)
 
 
-def _settings(trainer: ProxyTrainer | BaseTrainer) -> Iterator[tuple[str, str]]:
+def _settings(trainer: ProxyTrainer | MixtureTrainer) -> Iterator[tuple[str, str]]:
     """The stage's own."""
     if isinstance(trainer, ProxyTrainer):
         yield "target", ", ".join(trainer.config.target)
         yield "mu", f"{trainer.mu:g}"
     else:
         phases = f", {len(trainer.phases)} phases" if len(trainer.phases) > 1 else ""
-        yield "weights", trainer.config.weights + phases
+        yield "weights", cast(BaseConfig, trainer.config).weights + phases
 
 
-def _domains(trainer: ProxyTrainer | BaseTrainer) -> str:
+def _domains(trainer: ProxyTrainer | MixtureTrainer) -> str:
     """What there is of every domain, and how often it would be read."""
     corpus, read = trainer.corpus, trainer.tokens(trainer.config.training.steps)
     rows = [
@@ -97,7 +97,7 @@ def _domains(trainer: ProxyTrainer | BaseTrainer) -> str:
 
 
 def _written(
-    trainer: ProxyTrainer | BaseTrainer, parameters: int, *, is_resumed: bool
+    trainer: ProxyTrainer | MixtureTrainer, parameters: int, *, is_resumed: bool
 ) -> Iterator[tuple[str, str]]:
     out = trainer.config.out
     where = f"{out}, which is resumed" if is_resumed else str(out)
@@ -107,7 +107,7 @@ def _written(
         yield "", f"and, until it is complete, two checkpoints ({size_text(12 * parameters)} each)"
 
 
-def _memory(trainer: ProxyTrainer | BaseTrainer, parameters: int) -> Iterator[tuple[str, str]]:
+def _memory(trainer: ProxyTrainer | MixtureTrainer, parameters: int) -> Iterator[tuple[str, str]]:
     """Of what has the model's size."""
     parts = memory.needed(parameters, trainer.num_rows)
     known = {name: size for name, size in parts.items() if size}
@@ -118,7 +118,7 @@ def _memory(trainer: ProxyTrainer | BaseTrainer, parameters: int) -> Iterator[tu
         yield "", f"of {size_text(free)} that are free on {device.type}"
 
 
-def seconds_per_step(trainer: ProxyTrainer | BaseTrainer) -> float:
+def seconds_per_step(trainer: ProxyTrainer | MixtureTrainer) -> float:
     """The median of a few first steps, which are taken; the trainer is spent."""
     clock = _Clock()
     trainer.train_dataset = Batches(trainer.batch)
@@ -127,7 +127,7 @@ def seconds_per_step(trainer: ProxyTrainer | BaseTrainer) -> float:
     return statistics.median(after - before for before, after in itertools.pairwise(clock.times))
 
 
-def _time(trainer: ProxyTrainer | BaseTrainer) -> Iterator[tuple[str, str]]:
+def _time(trainer: ProxyTrainer | MixtureTrainer) -> Iterator[tuple[str, str]]:
     """Of the first steps of the run."""
     device = trainer.args.device.type
     step = seconds_per_step(trainer)

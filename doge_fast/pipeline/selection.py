@@ -20,6 +20,7 @@ from doge_fast.cancellation import (
     parse_strategy,
     select,
 )
+from doge_fast.mixture.counts import Phase
 from doge_fast.pipeline import baselines, records, stage, tables, training
 from doge_fast.pipeline.config import SelectConfig
 from doge_fast.pipeline.domains import Batch
@@ -61,7 +62,7 @@ def measure_cancellation(config: SelectConfig) -> Path:
     """
     existing = _existing_run(config)
     if existing.is_complete:
-        training.wait_for_ranks(training.device_of(config.training.device, needs_float64=True))
+        training.wait_for_ranks(training.stage_device(config))
     else:
         trainer = prepare(config, existing)
         with stage.directory(trainer, existing, is_finished=_is_scored) as checkpoint:
@@ -93,16 +94,13 @@ def _is_scored(run: Path) -> bool:
 
 
 def prepare(config: SelectConfig, existing: ExistingRun) -> "SelectionTrainer":
-    """The trainer of a run, with a model whose examples can be told apart.
-
-    Raises:
-        ValueError: what does not fit the settings.
-    """
+    """The trainer of a run, with a model whose examples can be told apart."""
     corpus = stage.read_corpus(config, existing)
     model = stage.make_model(config, corpus)
     _check_strategies(config, sum(param.requires_grad for param in model.parameters()))
     refuse_coupled_examples(model)
-    trainer = SelectionTrainer(config, corpus, model, baselines.uniform(corpus.tokens))
+    phase = Phase(0, baselines.uniform(corpus.tokens))
+    trainer = SelectionTrainer(config, corpus, model, (phase,))
     trainer.is_together = _is_together(config, model, trainer.batch(0))
     return trainer
 

@@ -11,7 +11,6 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -61,17 +60,12 @@ class ExistingRun(NamedTuple):
 def existing_run(
     config: StageConfig,
     *,
-    needs_float64: bool = True,
     is_finished: Callable[[Path], bool] = is_finished,
     further: Callable[[int], StageConfig] | None = None,
 ) -> ExistingRun:
     """Check the settings, and look at the directory; reads no corpus and writes nothing.
 
-    Args:
-        config: of the stage.
-        needs_float64: whether float64 is computed on the device.
-        is_finished: whether the run in a directory came to its end.
-        further: a run of so many steps that starts from the model of this one.
+    `further` makes a run of so many steps that starts from the model of this one.
 
     Raises:
         ValueError: a setting is out of its range, or the directory holds another run.
@@ -79,7 +73,7 @@ def existing_run(
     if getattr(config, "dry_run", False):
         raise ValueError("A dry run trains nothing: call rehearsal.rehearse, or leave out dry_run.")
     checks.check(config)
-    training.check(config.training, needs_float64=needs_float64)
+    training.check(config)
     if getattr(config, "batch_size", 0) % ranks.number():
         raise ValueError(
             f"batch_size must be a multiple of the {ranks.number()} processes that share it; got "
@@ -144,9 +138,7 @@ def read_corpus(config: StageConfig, existing: ExistingRun) -> Corpus:
     return corpus
 
 
-def make_model(
-    config: StageConfig, corpus: Corpus, *, needs_float64: bool = True, num_rows: int = 0
-) -> PreTrainedModel:
+def make_model(config: StageConfig, corpus: Corpus, *, num_rows: int = 0) -> PreTrainedModel:
     """The fresh or pretrained model; `num_rows` gradients of its size are kept in a step.
 
     Raises:
@@ -156,9 +148,7 @@ def make_model(
     def check_memory(num_parameters: int) -> None:
         needed = memory.needed(num_parameters, num_rows)
         tokens = memory.batch(_tokens_of_step(config, num_rows))
-        _refuse_what_cannot_fit(
-            config, needed | tokens, needs_float64=needs_float64, num_rows=num_rows
-        )
+        _refuse_what_cannot_fit(config, needed | tokens, num_rows=num_rows)
 
     _log.info("%s: building the model %s", config.out, config.model.model)
     # A run of this seed always begins with the same numbers.
@@ -176,14 +166,13 @@ def _tokens_of_step(config: StageConfig, num_rows: int) -> int:
 
 
 def _refuse_what_cannot_fit(
-    config: StageConfig, parts: Mapping[str, int], *, needs_float64: bool = False, num_rows: int = 0
+    config: StageConfig, parts: Mapping[str, int], *, num_rows: int = 0
 ) -> None:
     flag = "--sequences-per-domain" if hasattr(config, "sequences_per_domain") else "--batch-size"
-    advice = f"Take a smaller model (--model, --num-layers, --embed-dim) or step ({flag})"
+    advice = f"Take a smaller model (--model) or step ({flag})"
     if num_rows:
         advice += ", fewer domains, or share them among processes (torchrun)"
-    device = training.device_of(config.training.device, needs_float64=needs_float64)
-    memory.refuse_what_cannot_fit(parts, device, advice=f"{advice}.")
+    memory.refuse_what_cannot_fit(parts, training.stage_device(config), advice=f"{advice}.")
 
 
 @contextmanager
@@ -197,12 +186,7 @@ def directory(
     """Have the run directory for this launch alone, with config.json in it.
 
     Yields the checkpoint to go on from; None: there is none. Checkpoints are removed in the end.
-
-    Args:
-        trainer: of the run.
-        existing: what `existing_run` found.
-        is_finished: as for `existing_run`.
-        **kept: "initial" and "resolved", as `records.open_run` takes them.
+    `kept` is "initial" and "resolved", as `records.open_run` takes them.
 
     Raises:
         FileFailure: another launch has begun or ended the run, or no checkpoint is whole.

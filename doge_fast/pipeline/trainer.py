@@ -96,16 +96,8 @@ class RecordedTrainer(Trainer):
 
     A stage's own trainer gives `batch`, `tokens` and `line`, and where it has them the domain
     weights that it learns and a state of its own for the checkpoints.
-
-    Args:
-        config: of the stage.
-        corpus: of which held-out losses are measured.
-        model: as `stage.build` makes it.
-        **kwargs: as for Trainer.
     """
 
-    needs_float64: ClassVar[bool] = True
-    """Whether float64 is computed on the device."""
     state_file: ClassVar[str] = ""
     """What a checkpoint holds beside Trainer's own files; empty: nothing."""
     num_rows = 0
@@ -116,7 +108,7 @@ class RecordedTrainer(Trainer):
     ) -> None:
         self.config, self.corpus = config, corpus
         arguments = training.training_arguments(
-            config.training, config.out, needs_float64=self.needs_float64
+            config.training, config.out, needs_float64=training.needs_float64(config)
         )
         # A checkpoint holds a shared matrix once; Trainer takes the other name for missing and
         # says so.
@@ -132,7 +124,6 @@ class RecordedTrainer(Trainer):
         self._checkpoint: str | None = None
         self.step_loss: Tensor | None = None
         self.step_lr = 0.0
-        self.held_out: dict[str, float] = {}
         self.remove_callback(PrinterCallback)
         for callback in self.callback_handler.callbacks:
             # Its own choice lies among the checkpoints, which are removed in the end.
@@ -247,16 +238,11 @@ class RecordedTrainer(Trainer):
     def evaluate_domains(self) -> dict[str, float]:
         """Held-out loss of every domain that is followed, in nats per token."""
         model, count = cast(PreTrainedModel, self.model), self.config.training.eval_blocks
-        self.held_out = held_out_losses(model, self.corpus.validation, num_blocks=count)[0]
-        return self.held_out
+        return held_out_losses(model, self.corpus.validation, num_blocks=count)[0]
 
 
 class MixtureTrainer(RecordedTrainer):
-    """RecordedTrainer whose batches mix the domains at given weights.
-
-    Args:
-        weights: {domain: weight}, or a curriculum's phases.
-    """
+    """RecordedTrainer whose batches mix the domains at weights that are known, phase by phase."""
 
     has_domain_ids: ClassVar[bool] = False
     """Whether a batch says of which domain each of its rows is."""
@@ -266,12 +252,13 @@ class MixtureTrainer(RecordedTrainer):
         config: StageConfig,
         corpus: Corpus,
         model: PreTrainedModel,
-        weights: Mapping[str, float] | Sequence[Phase],
+        phases: Sequence[Phase],
         **kwargs: Any,
     ) -> None:
+        self.phases = phases
         num_blocks = {name: len(corpus.train[name]) for name in corpus.names}
         size = cast(Any, config).batch_size
-        self.mixture = BlockSampler(config.training.seed, weights, size, num_blocks)
+        self.mixture = BlockSampler(config.training.seed, phases, size, num_blocks)
         super().__init__(config, corpus, model, **kwargs)
 
     def batch(self, step: int) -> Batch:
@@ -297,9 +284,6 @@ class StopOnSignal(TrainerCallback):
     A cluster sends SIGTERM before it takes a machine away, and waits for some seconds. The command
     line has a handler of it, which this one takes the place of while `watching`. Where there is
     none, or another, nothing is done: signals belong to whoever handles them.
-
-    Args:
-        run: the run directory.
     """
 
     def __init__(self, run: Path) -> None:
@@ -381,11 +365,7 @@ class StopOnSignal(TrainerCallback):
 
 
 class Recorder(TrainerCallback):
-    """Keeps metrics.jsonl, whole checkpoints and the progress bar, and ends a run that is lost.
-
-    Args:
-        trainer: whose steps they are.
-    """
+    """Keeps metrics.jsonl, whole checkpoints and the progress bar, and ends a run that is lost."""
 
     def __init__(self, trainer: RecordedTrainer) -> None:
         self.trainer, self.run = trainer, trainer.config.out
@@ -553,16 +533,13 @@ def held_out_losses(
 
     Args:
         model: a causal language model; its mode is put back.
-        domains: {name: data set with a column `input_ids` of blocks of one length}.
+        domains: {name: data set with a column `input_ids` of blocks of one length, at least one}.
         what: stands before the progress bar.
         num_blocks: of each domain, evenly spaced ones, always the same; None: all.
         batch_size: blocks in a forward pass.
 
     Returns:
         ({name: nats per token}, {name: blocks measured}).
-
-    Raises:
-        ValueError: a domain has no block.
     """
     counts = {name: min(num_blocks or len(blocks), len(blocks)) for name, blocks in domains.items()}
     if not all(counts.values()):

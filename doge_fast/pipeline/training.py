@@ -12,7 +12,7 @@ from transformers.integrations.integration_utils import (
 )
 
 from doge_fast.pipeline import ranks, records
-from doge_fast.pipeline.config import TrainingConfig
+from doge_fast.pipeline.config import BaseConfig, StageConfig, TrainingConfig
 
 # The project of a tracker that sorts runs into projects, where its own variable names no other.
 PROJECT = "doge-fast"
@@ -82,10 +82,15 @@ def training_arguments(
     return arguments
 
 
-def check(config: TrainingConfig, *, needs_float64: bool = False) -> None:
+def needs_float64(config: StageConfig) -> bool:
+    """Whether weights or scores are computed on the device."""
+    return not isinstance(config, BaseConfig)
+
+
+def check(config: StageConfig) -> None:
     """Raise ValueError where the device or a tracker is not there."""
-    device_of(config.device, needs_float64=needs_float64)
-    for name in config.report_to:
+    stage_device(config)
+    for name in config.training.report_to:
         if name not in INTEGRATION_TO_CALLBACK:
             known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
             raise ValueError(f"report_to must name trackers among {known}; got {name!r}.")
@@ -103,6 +108,11 @@ def wait_for_ranks(device: torch.device) -> torch.device:
     state = PartialState(cpu=device.type == "cpu")
     state.wait_for_everyone()
     return cast(torch.device, state.device)
+
+
+def stage_device(config: StageConfig) -> torch.device:
+    """As `device_of`, of a stage."""
+    return device_of(config.training.device, needs_float64=needs_float64(config))
 
 
 def device_of(name: str, *, needs_float64: bool = False) -> torch.device:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from doge_fast import cli
 from doge_fast.pipeline import domains, records, report
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import BaseConfig, DoReMiConfig, ReportConfig
@@ -179,10 +178,10 @@ def test_a_proxy_of_another_size_and_a_held_out_domain(
     doremi: Make, reference: Callable[..., Path]
 ) -> None:
     against = reference(targets=("verse",))
-    config = doremi(reference=against, targets=("verse",), embed_dim=16)
+    config = doremi(reference=against, targets=("verse",), model="tiny")
     learn_by_excess_loss(config)
     record = records.read_weights(config.out, domains=NAMES[:3])
-    assert record["parameters"] < record["reference"]["parameters"]
+    assert record["parameters"] > record["reference"]["parameters"]
     assert "verse" in records.read_metrics(config.out, kind="eval")[-1]["loss"]
 
 
@@ -258,33 +257,6 @@ def test_a_reference_has_every_domain(
     with pytest.raises(ValueError, match="has none for verse"):
         learn_by_excess_loss(doremi(reference=partial))
     assert not (tmp_path / "doremi").exists()
-
-
-def test_a_base_run_takes_the_weights_and_the_report_tells_of_them(
-    doremi: Make, base: Callable[..., BaseConfig], reference: Callable[..., Path], tmp_path: Path
-) -> None:
-    config = doremi(reference=reference())
-    learned = learn_by_excess_loss(config).path
-    arms = [train_base(base("uniform")).path, train_base(base("arm", weights=str(learned))).path]
-    used = records.weights_by_name(records.read_weights(arms[1]))
-    assert used == records.weights_by_name(records.read_weights(learned))
-    page = report.write_report(ReportConfig(runs=(learned, *arms), out=tmp_path / "page.html"))
-    text = page.read_text(encoding="utf-8")
-    assert "learned by DoReMi" in text
-    assert "effective domains" in text
-    assert "learned weights: perplexity" in report.terminal_table((learned, *arms))
-
-
-def test_the_verb(
-    doremi: Make, reference: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = doremi(reference=reference())
-    words = ["doremi", *words_of(config), "--reference", str(config.reference)]
-    assert cli.main([*words, "--batch-size", "8", "--variant", "doge"]) == 0
-    told = capsys.readouterr().out
-    assert told.startswith(f"{config.out.name}, for all domains: most goes to ")
-    assert told.endswith(f"weights: {config.out / 'weights.json'}\n")
-    assert records.read_weights(config.out)["variant"] == "doge"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

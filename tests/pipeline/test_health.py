@@ -30,7 +30,6 @@ from doge_fast.pipeline.proxy import ProxyTrainer, learn_weights
 from doge_fast.pipeline.report import write_report
 from doge_fast.pipeline.reporting.study import remarks_on
 from doge_fast.pipeline.selection import measure_cancellation
-from doge_fast.pipeline.trainer import RecordedTrainer
 from tests.pipeline.written_runs import write_proxy
 
 Make = Callable[..., ProxyConfig]
@@ -124,30 +123,6 @@ def test_the_domain_is_named_and_a_second_try_ends_alike(
     # Patience is no other run.
     with pytest.raises(Diverged, match="up to step 13, 8 steps in a row"):
         learn_weights(proxy(mode="sequential", steps=40, save_every=2, max_skipped_steps=8))
-
-
-def test_a_held_out_loss_that_is_lost_on_the_way_ends_the_run_and_a_second_try_alike(
-    proxy: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of one domain, while every step still moves the model."""
-    measure = RecordedTrainer.evaluate_domains
-
-    def lost(self: RecordedTrainer) -> dict[str, float]:
-        is_lost = self.state.global_step >= 6
-        measure(self)["verse"] *= math.inf if is_lost else 1.0
-        return self.held_out
-
-    monkeypatch.setattr(RecordedTrainer, "evaluate_domains", lost)
-    config = proxy(steps=12, save_every=2, eval_every=3, log_every=4)
-    for _ in range(2):
-        with pytest.raises(Diverged, match="at step 6 the held-out loss of verse is not finite"):
-            learn_weights(config)
-        # None of the step that shows it, from which the run would go on.
-        found = sorted(each.name for each in (config.out / "checkpoints").glob("checkpoint-*"))
-        assert found == ["checkpoint-2", "checkpoint-4"]
-        lines = [(line["kind"], line["step"]) for line in records.read_metrics(config.out)]
-        assert lines == [("train", 0), ("eval", 3), ("train", 4), ("eval", 6)]
-        assert not (config.out / "weights.json").exists()
 
 
 @pytest.mark.parametrize(

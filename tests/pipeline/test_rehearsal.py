@@ -40,7 +40,7 @@ def test_a_dry_run_of_a_proxy(proxy: Callable[..., ProxyConfig]) -> None:
             f"{epochs:.2f}"
         ) in told
     parameters = sum(p.numel() for p in training_model(run).parameters())
-    assert f"model tiny, {parameters:,} parameters" in told
+    assert f"model micro, {parameters:,} parameters" in told
     assert f"target verse, mix mu {weights['mu']:g}" in told
     # Three domains and two targets.
     assert f"steps 1,000 of {5 * 2 * 16} tokens, {1000 * 5 * 2 * 16:,} in all" in told

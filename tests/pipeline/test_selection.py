@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from doge_fast import cli
 from doge_fast.cancellation import READINGS
 from doge_fast.pipeline import records
 from doge_fast.pipeline.config import SelectConfig
@@ -151,8 +150,6 @@ def test_a_finished_run_is_asked_again_and_not_trained_again(
     ]
     with pytest.raises(ValueError, match="low17 selects more parameters than the model's 16"):
         measure_cancellation(asked(strategies=("low17",)))
-    with pytest.raises(ValueError, match=r"and 9 are asked for.* directory to make one\.$"):
-        measure_cancellation(asked(steps=9))
     with pytest.raises(ValueError, match="holds another run"):
         measure_cancellation(asked(steps=7))
 
@@ -165,20 +162,6 @@ def test_a_training_that_diverged_ranks_nothing(asked: Make) -> None:
     records.write_json(run / "cancellation.json", record)
     with pytest.raises(ValueError, match=r"that of transformer.ln_f.bias is nan.* has diverged"):
         measure_cancellation(asked())
-
-
-def test_the_command_line(asked: Make, capsys: pytest.CaptureFixture[str]) -> None:
-    config = asked()
-    words = ["select", *words_of(config), "--strategies", "low2", "high12"]
-    assert cli.main([*words, "--batch-size", "4"]) == 0
-    header, _, low, high = capsys.readouterr().out.splitlines()
-    assert header.split()[0] == "selection"
-    assert low.startswith("selection-low2.json")
-    assert high.split()[1] == "12"
-    assert high.endswith("%")
-    defaults = cli.parse(["select", "--out", "x"])
-    assert defaults.training.steps == 1000
-    assert defaults.strategies == ("low10", "low30", "low50", "high30", "high10")
 
 
 def test_a_model_with_bare_parameters_is_run_one_example_at_a_time(

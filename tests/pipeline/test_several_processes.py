@@ -248,20 +248,6 @@ def test_ranks_end_alike_where_nothing_can_go_on(
     assert "no checkpoint is whole (checkpoint-1 is damaged: optimizer.pt is missing)" in first
 
 
-@EXHAUSTIVE
-def test_ranks_use_the_generation_before(
-    ranks: Ranks, settings: dict[str, Any], tmp_path: Path
-) -> None:
-    settings["training"] = replace(settings["training"], save_every=2)
-    stage, config = stage_of("proxy", settings, tmp_path / "alone")
-    stage(config)
-    config = replace(config, out=tmp_path / "ranks")
-    ranks.run(2, on_a_rank, stage, config, 8)
-    (config.out / "checkpoints" / "checkpoint-6" / "rng_state_1.pth").write_bytes(b"")
-    ranks.run(2, on_a_rank, stage, config)
-    assert_alike(tmp_path / "ranks", tmp_path / "alone")
-
-
 def torchrun(num_ranks: int, *words: str) -> subprocess.Popen[str]:
     launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks))
     return subprocess.Popen(
@@ -281,11 +267,10 @@ def wait_for(found: Callable[[], Any], running: subprocess.Popen[str]) -> None:
 
 @EXHAUSTIVE
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("is_told_twice", [False, True], ids=["torchrun", "and its ranks"])
 def test_sigterm_under_torchrun_leaves_a_checkpoint_and_loses_nothing(
-    settings: dict[str, Any], tmp_path: Path, is_told_twice: bool
+    settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    """torchrun passes on what it is sent; a cluster may send it to every process."""
+    """torchrun passes on what it is sent."""
     settings["training"] = replace(settings["training"], steps=60)
     _, whole = stage_of("proxy", settings, tmp_path / "whole")
     config = replace(whole, out=tmp_path / "ranks")
@@ -299,9 +284,7 @@ def test_sigterm_under_torchrun_leaves_a_checkpoint_and_loses_nothing(
     running = torchrun(2, *words)
     metrics = config.out / records.METRICS
     wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 1, running)
-    # The ranks first: torchrun would end before a signal of ours.
-    for each in [*(ranks_of(running.pid).values() if is_told_twice else ()), running.pid]:
-        os.kill(each, signal.SIGTERM)
+    running.send_signal(signal.SIGTERM)
     _, said = running.communicate(timeout=200)
     assert running.returncode != 0
     assert said.count("Ended by SIGTERM. A checkpoint holds step") == 2, said
@@ -314,22 +297,6 @@ def test_sigterm_under_torchrun_leaves_a_checkpoint_and_loses_nothing(
     assert again.returncode == 0, said
     assert f"resuming at step {first} of 60" in said
     assert_same_run(config.out, whole.out)
-
-
-def ranks_of(launcher: int) -> dict[int, int]:
-    """{rank: process id}."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            variables = dict(
-                each.partition(b"=")[::2] for each in (folder / "environ").read_bytes().split(b"\0")
-            )
-        except (OSError, IndexError):
-            continue
-        if parent == launcher and b"RANK" in variables:
-            found[int(variables[b"RANK"])] = int(folder.name)
-    return found
 
 
 # What is refused, before anything is written.
