@@ -44,7 +44,7 @@ _NUMBER = re.compile(r"(?<![A-Za-z_])[-+]?\d[\d.,]*(?:e[-+]?\d+)?")
 _FOR_THE_EYE = ("none", "diff")
 
 # What makes a run one of a second: the last of equal options counts.
-_SMALL_MODEL = ["--num-layers", "1", "--embed-dim", "32", "--num-heads", "2"]
+_SMALL_MODEL = ["--model", "micro"]
 _SHORT = ["--steps", "4", "--warmup-steps", "1", "--eval-blocks", "2", *_SMALL_MODEL]
 _SHORTER = {verb: _SHORT for verb in ("proxy", "base", "doremi", "select")} | {
     "evaluate": ["--blocks", "2"],

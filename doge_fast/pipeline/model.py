@@ -4,7 +4,6 @@ A size of the family is a GPT-2 of transformers, so that what a stage saves open
 `AutoModelForCausalLM` and everything built on it.
 """
 
-import itertools
 import logging
 import math
 import shlex
@@ -37,13 +36,6 @@ _CHECKED_TOKENS = 8
 # More take minutes to build, and as long for a step.
 _MOST_LAYERS = 1000
 _MEND = "Mend its config.json, or name another model."
-# {our field: the attribute of a configuration of transformers}.
-_SHAPE = {
-    "num_layers": "num_hidden_layers",
-    "embed_dim": "hidden_size",
-    "num_heads": "num_attention_heads",
-}
-_KEYS = "num_key_value_heads"
 
 
 def build_model(
@@ -69,8 +61,8 @@ def build_model(
 
     Raises:
         ValueError: the name is no size, folder or Hub id; heads do not divide the width; a
-            pretrained model has another vocabulary or is asked to change shape; the model has
-            fewer positions than a block has tokens; it is not causal.
+            pretrained model has another vocabulary; the model has fewer positions than a block
+            has tokens; it is not causal.
 
     Source: DoGE, appendix model-archs.
     """
@@ -105,9 +97,8 @@ def build_model(
 def check_model(config: ModelConfig, *, block_size: int) -> Any:
     """The configuration of transformers that is asked for, whatever the tokenizer.
 
-    Of a foreign one that starts afresh the text part is taken, in float32, with the layers that
-    are asked for; it says nothing of what the model returns or how it is stored. A foreign one can
-    be built and saved.
+    Of a foreign one that starts afresh the text part is taken, in float32; it says nothing of what
+    the model returns or how it is stored. A foreign one can be built and saved.
     """
     _check_pretrained(config)
     if config.model in SIZES:
@@ -124,7 +115,7 @@ def check_model(config: ModelConfig, *, block_size: int) -> Any:
         architecture.output_attentions = architecture.output_hidden_states = False
         if hasattr(architecture, "quantization_config"):
             del architecture.quantization_config
-        _reshape(config, architecture)
+        _check_heads(config.model, architecture)
     text = architecture.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     if positions is not None and positions < block_size:
@@ -136,7 +127,7 @@ def check_model(config: ModelConfig, *, block_size: int) -> Any:
     if layers > _MOST_LAYERS:
         raise ValueError(
             f"A model has at most {_MOST_LAYERS} layers, for more take minutes to build; "
-            f"{config.model} has {layers}. Change num_layers (--num-layers)."
+            f"{config.model} has {layers}. Name another."
         )
     if config.model not in SIZES:
         with reading(config.model, _MEND):
@@ -154,65 +145,22 @@ def _check_numbers(value: Any, name: str, key: str = "") -> None:
         raise FileFailure(f"{name}: {key} of its config.json is NaN. Give it a number.")
 
 
-def _reshape(config: ModelConfig, architecture: Any) -> None:
-    """Give it the shape that is asked for, with what else follows from that."""
-    before = {name: getattr(architecture, name, None) for name in _SHAPE.values()}
-    for name, value in _asked_shape(config).items():
-        if before[name] is None:
-            raise ValueError(
-                f"{config.model} (model type {architecture.model_type}) has no {name} to change. "
-                "Leave out num_layers, embed_dim and num_heads (--num-layers, ...)."
-            )
-        if name == "num_hidden_layers":
-            _set_layers(architecture, value)
-        else:
-            setattr(architecture, name, value)
-    heads: int | None
-    width: int | None
-    heads, width = (
-        getattr(architecture, _SHAPE[each], None) for each in ("num_heads", "embed_dim")
-    )
-    old_heads, old_width = before["num_attention_heads"], before["hidden_size"]
+def _check_heads(name: str, architecture: Any) -> None:
+    """What some models find out in their first step."""
+    heads = getattr(architecture, "num_attention_heads", None)
+    width = getattr(architecture, "hidden_size", None)
     if heads is None or width is None:
         return
-    # Files say what follows from the others, and some what does not.
-    if config.num_heads is not None and getattr(architecture, _KEYS, None) == old_heads:
-        setattr(architecture, _KEYS, heads)
-    head_dim = getattr(architecture, "head_dim", None)
-    if (
-        heads > 0
-        and old_heads
-        and old_width
-        and head_dim == old_width // old_heads != width // heads
-    ):
-        architecture.head_dim = width // heads
-    if heads < 1 or (width % heads and (head_dim is None or _asked_shape(config))):
+    if heads < 1 or (width % heads and getattr(architecture, "head_dim", None) is None):
         raise ValueError(
-            "The embedding width must be a multiple of the number of heads; got "
-            f"{width} and {heads}. Change embed_dim (--embed-dim) or num_heads (--num-heads)."
+            f"{name}: hidden_size must be a multiple of num_attention_heads; its config.json has "
+            f"{width} and {heads}."
         )
-    if heads % getattr(architecture, _KEYS, heads):
+    if heads % (keys := getattr(architecture, "num_key_value_heads", None) or heads):
         raise ValueError(
-            f"The number of heads must be a multiple of the {getattr(architecture, _KEYS)} key "
-            f"heads of {config.model}; got {heads}. Change num_heads (--num-heads)."
+            f"{name}: num_attention_heads must be a multiple of num_key_value_heads; its "
+            f"config.json has {heads} and {keys}."
         )
-
-
-def _set_layers(architecture: Any, num_layers: int) -> None:
-    """Another number of layers, and of entries in every list that has one for each layer."""
-    before = architecture.num_hidden_layers
-    for name, value in architecture.to_dict().items():
-        is_of_layers = isinstance(value, list) and len(value) == before and "token" not in name
-        if not is_of_layers or name == "architectures":
-            continue
-        # Some number the layers, others say something of each.
-        is_numbers = value == list(range(before))
-        entries = range(num_layers) if is_numbers else itertools.cycle(value)
-        setattr(architecture, name, list(itertools.islice(entries, num_layers)))
-    if hasattr(architecture, "attention_types"):
-        # GPT-Neo keeps the list in this form.
-        architecture.attention_types = [[architecture.attention_layers, 1]]
-    architecture.num_hidden_layers = num_layers
 
 
 def _check_saved(architecture: Any, generation: Any = None) -> None:
@@ -337,11 +285,6 @@ def load_architecture(name: str) -> Any:
         ) from error
 
 
-def _asked_shape(config: ModelConfig) -> dict[str, int]:
-    asked = {name: getattr(config, field) for field, name in _SHAPE.items()}
-    return {name: value for name, value in asked.items() if value is not None}
-
-
 def _check_pretrained(config: ModelConfig) -> None:
     if not config.pretrained:
         return
@@ -360,12 +303,6 @@ def _check_pretrained(config: ModelConfig) -> None:
         raise ValueError(
             "pretrained=True (--pretrained) needs the folder that holds the weights too; got the "
             f"file {config.model!r}. Name the folder, or leave it out."
-        )
-    if shape := _asked_shape(config):
-        raise ValueError(
-            f"A pretrained model keeps its shape; got pretrained=True (--pretrained) with {shape}. "
-            "Leave out num_layers, embed_dim and num_heads (--num-layers, ...), or train from "
-            "scratch."
         )
 
 

@@ -12,6 +12,8 @@ class Size(NamedTuple):
 
 
 SIZES: dict[str, Size] = {
+    # To try things: seconds.
+    "micro": Size(1, 2, 32),
     # For CPUs: minutes, not hours.
     "tiny": Size(2, 4, 128),
     "mini": Size(3, 6, 192),

@@ -86,7 +86,7 @@ def settings_of(small_corpus: Path, blocks_cache: Path) -> dict[str, Any]:
             validation_fraction=0.2,
             cache_dir=blocks_cache,
         ),
-        "model": ModelConfig(model="tiny", num_layers=1, embed_dim=32, num_heads=2),
+        "model": ModelConfig(model="micro"),
         "training": TrainingConfig(
             steps=8,
             learning_rate=3e-3,

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 from doge_fast.pipeline import domains, records, report
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import BaseConfig, DoReMiConfig, ReportConfig
-from doge_fast.pipeline.config.flags import words_of
 from doge_fast.pipeline.domains import BlockSampler, mixed_batch
 from doge_fast.pipeline.doremi import DoReMiTrainer, learn_by_excess_loss
 from doge_fast.pipeline.model import open_model

@@ -41,7 +41,6 @@ def test_every_number_of_every_verb_has_a_range() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_layers": 0}, "num_layers must be at least 1; got 0."),
         ({"seed": 2**32}, "at most 4294967295; got 4294967296."),
         ({"steps": 2.5}, "steps must be a whole number"),
         ({"steps": True}, "steps must be a whole number"),

@@ -12,7 +12,6 @@ import torch
 from doge_fast.cancellation import READINGS
 from doge_fast.pipeline import records
 from doge_fast.pipeline.config import SelectConfig
-from doge_fast.pipeline.config.flags import words_of
 from doge_fast.pipeline.selection import (
     SelectionTrainer,
     is_selected,

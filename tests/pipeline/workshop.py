@@ -22,7 +22,7 @@ CORPUS = ("code", "logs", "prose", "table", "verse")
 _WEIGHTS = {"code": 0.3, "logs": 0.1, "prose": 0.2, "table": 0.15, "verse": 0.25}
 TRAINED = (
     "--data corpus --cache-dir cache --vocab-size 300 --block-size 16 --validation-fraction 0.2 "
-    "--model tiny --num-layers 1 --embed-dim 32 --num-heads 2 --device cpu --eval-blocks 4"
+    "--model micro --device cpu --eval-blocks 4"
 )
 
 

@@ -55,16 +55,10 @@ class ModelConfig:
     """Which causal language model is trained."""
 
     model: str = "tiny"
-    """A size of the family (tiny, mini, small, 60M, 82M, 124M, 210M, 684M), or a folder or Hub id
-    whose config.json AutoConfig opens."""
+    """A size of the family (micro, tiny, mini, small, 60M, 82M, 124M, 210M, 684M), or the
+    config.json that AutoConfig opens: a file, a folder or a Hub id."""
     pretrained: bool = False
     """Load the weights of `model` too (continued pretraining) instead of fresh ones."""
-    num_layers: Count | None = None
-    """Overrides the size's number of layers."""
-    embed_dim: Count | None = None
-    """Overrides the size's embedding width."""
-    num_heads: Count | None = None
-    """Overrides the size's number of attention heads."""
 
 
 @dataclass(frozen=True)

@@ -200,8 +200,8 @@ class ProfileConfig:
     examples: ClassVar = ("--model 124M --domains 7 --mode stacked",)
 
     model: str = "tiny"
-    """A size of the family (tiny, mini, small, 60M, 82M, 124M, 210M, 684M), or the config.json
-    that AutoConfig opens: a file, a folder or a Hub id."""
+    """A size of the family (micro, tiny, mini, small, 60M, 82M, 124M, 210M, 684M), or the
+    config.json that AutoConfig opens: a file, a folder or a Hub id."""
     vocab_size: Count | None = None
     """Entries of the vocabulary; None: the config's own, 50304 for the paper's sizes, 4096 for
     the small ones."""
