@@ -12,17 +12,15 @@ multilingual training, where alpha are the shares of the text.
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from doge_fast.pipeline import ranks, records, training
-from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import (
     BaseConfig,
-    EvaluateConfig,
     ModelConfig,
     ProxyConfig,
     ReportConfig,
@@ -30,7 +28,7 @@ from doge_fast.pipeline.config import (
     checks,
 )
 from doge_fast.pipeline.config.fields import filled
-from doge_fast.pipeline.evaluation import evaluate
+from doge_fast.pipeline.experiments.jobs import Job, chosen
 from doge_fast.pipeline.health import Diverged
 from doge_fast.pipeline.model import check_model
 from doge_fast.pipeline.records import Json
@@ -86,10 +84,10 @@ def temperature(config: TemperatureConfig) -> Run:
         Diverged: every base model diverged.
     """
     search = _Search.of(config)
-    while jobs := search.jobs():
-        chosen = _chosen(jobs, config.only)
-        search.begin(list(dict.fromkeys(job.inverse for job in jobs)))
-        search.make(chosen)
+    while found := search.next_jobs():
+        jobs = chosen([job for each in found.values() for job in each], config.only)
+        search.begin(found)
+        search.make(jobs)
         if config.only:
             return Run(search.out)
     search.write()
@@ -97,22 +95,13 @@ def temperature(config: TemperatureConfig) -> Run:
 
 
 def plan_lines(config: TemperatureConfig, command: str) -> list[str]:
-    """The runs that are to be made next, as commands; nothing is written.
-
-    Args:
-        config: the search.
-        command: what was typed, without `--plan`.
-
-    Raises:
-        ValueError: as `temperature`.
-    """
-    jobs = _Search.of(config).jobs()
+    """The runs that are to be made next, as commands that begin with `command`; writes nothing."""
     lines = [
-        f"{command} --only {job.name}  # 1/T = {job.inverse:g}, {job.config.model.model}, "
-        f"{job.config.training.steps} steps"
+        job.command(command, f"1/T = {inverse:g}")
+        for inverse, jobs in _Search.of(config).next_jobs().items()
         for job in jobs
     ]
-    next_step = "then --plan again: what follows depends on these" if jobs else "weights, report"
+    next_step = "then --plan again: what follows depends on these" if lines else "weights, report"
     return [*lines, f"{command}  # {next_step}"]
 
 
@@ -190,18 +179,6 @@ class Point:
         return paired_difference([own for own, _ in pairs], [their for _, their in pairs])
 
 
-@dataclass(frozen=True)
-class _Job:
-    """A base model to train and measure."""
-
-    inverse: float
-    config: BaseConfig
-
-    @property
-    def name(self) -> str:
-        return self.config.out.name
-
-
 @dataclass
 class _Search:
     config: TemperatureConfig
@@ -234,11 +211,10 @@ class _Search:
         where = str(config.proxy / records.CONFIG)
         proxy = filled(ProxyConfig(config.proxy), recorded["config"], where)
         search = cls(config, proxy, record)
-        for seed in config.seeds:
-            training.check(search._base(1.0, seed).training)
-        base = search._base(1.0, config.seeds[0])
+        base = search.base(1.0, config.seeds[0])
+        training.check(base)
         check_model(base.model, block_size=base.corpus.block_size)
-        records.check_experiment(search.out, search._experiment([], None))
+        records.check_experiment(search.out, search.experiment([], None))
         return search
 
     @property
@@ -259,56 +235,64 @@ class _Search:
         total = math.fsum(target.values())
         return {name: value / total for name, value in target.items()}
 
-    def jobs(self) -> list[_Job]:
-        """The models to make next: those of the next temperatures that are not complete."""
-        self._wait()
+    @property
+    def begun(self) -> list[float]:
+        """Every 1/T that base models have been begun at."""
+        return sorted(float(file.stem) for file in (self.out / _MIXTURES).glob("*.json"))
+
+    def jobs_at(self, inverse: float) -> dict[int, Job]:
+        """{seed: its base model}."""
+        blocks = self.config.eval_blocks
+        return {seed: Job(self.base(inverse, seed), True, blocks) for seed in self.config.seeds}
+
+    def next_jobs(self) -> dict[float, list[Job]]:
+        """{1/T: models to make} of the next temperatures."""
+        self.wait()
         found = {point.inverse: point.mean for point in self.points()}
-        return [
-            _Job(inverse, job)
+        left = {
+            inverse: [job for job in self.jobs_at(inverse).values() if not self._is_made(job)]
             for inverse in next_inverses(found, self.config.most_runs)
-            for job in (self._base(inverse, seed) for seed in self.config.seeds)
-            if not self._is_made(job.out)
-        ]
+        }
+        return {inverse: jobs for inverse, jobs in left.items() if jobs}
 
     def points(self) -> list[Point]:
         """What has been measured with all seeds, by 1/T."""
         found = []
-        for inverse in self._begun():
-            runs = {seed: self._base(inverse, seed).out for seed in self.config.seeds}
-            if all(self._is_made(out) for out in runs.values()):
-                names = tuple(out.name for out in runs.values())
-                losses = {seed: self._objective(out) for seed, out in runs.items()}
+        for inverse in self.begun:
+            jobs = self.jobs_at(inverse)
+            if all(map(self._is_made, jobs.values())):
+                names = tuple(job.name for job in jobs.values())
+                losses = {seed: self._objective(job.config.out) for seed, job in jobs.items()}
                 found.append(Point(inverse, sharpened(self.alpha, inverse), names, losses))
         return found
 
-    def _begun(self) -> list[float]:
-        """Every 1/T that base models have been begun at."""
-        return sorted(float(file.stem) for file in (self.out / _MIXTURES).glob("*.json"))
-
-    def begin(self, inverses: Sequence[float]) -> None:
+    def begin(self, inverses: Iterable[float]) -> None:
         """Write the mixtures that are measured next, and warn of text that they repeat."""
         if ranks.is_first():
-            records.write_experiment(self.out, self._experiment(self.points(), None))
+            records.write_experiment(self.out, self.experiment(self.points(), None))
+            (self.out / _MIXTURES).mkdir(exist_ok=True)
         for inverse in inverses:
             weights = sharpened(self.alpha, inverse)
             self._warn_of_epochs(inverse, weights)
             if ranks.is_first():
-                self._write_mixture(inverse, weights)
+                record = {
+                    "method": "doge",
+                    "inverse_temperature": inverse,
+                    "domains": [{"name": each, "weight": w} for each, w in weights.items()],
+                    "tokenizer_sha256": self.record.get("tokenizer_sha256"),
+                }
+                records.write_weights(self._mixture(inverse), record)
 
-    def make(self, jobs: Sequence[_Job]) -> None:
+    def make(self, jobs: Sequence[Job]) -> None:
         """Train and measure models, one after the other."""
         for number, job in enumerate(jobs, start=1):
-            self._wait()
-            _log.info("run %d of %d: %s, 1/T = %g", number, len(jobs), job.name, job.inverse)
-            out = job.config.out
+            self.wait()
+            _log.info("run %d of %d: %s", number, len(jobs), job.name)
             try:
-                train_base(job.config)
-                blocks, device = self.config.eval_blocks, self.config.device
-                if not records.is_measured(out, blocks):
-                    evaluate(EvaluateConfig(run=out, blocks=blocks, device=device))
+                job.make()
             except Diverged as error:
                 _log.warning("%s diverged: its temperature is left out. %s", job.name, error)
-                self.diverged.add(out)
+                self.diverged.add(job.config.out)
 
     def write(self) -> None:
         """weights.json, experiment.json and the report, of what has been measured."""
@@ -322,26 +306,24 @@ class _Search:
         if ranks.is_first():
             out = self.out
             records.write_weights(out / records.WEIGHTS, self._weights(points, best))
-            records.write_experiment(out, self._experiment(points, best))
+            records.write_experiment(out, self.experiment(points, best))
             write_report(ReportConfig(runs=(out,)))
-        self._wait()
+        self.wait()
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
         """For the other processes, so that all see what the first one has written."""
         training.wait_for_ranks(training.device_of(self.config.device))
 
-    def _is_made(self, out: Path) -> bool:
-        if out in self.diverged:
-            return True
-        return records.is_finished(out) and records.is_measured(out, self.config.eval_blocks)
+    def _is_made(self, job: Job) -> bool:
+        return job.config.out in self.diverged or job.is_made()
 
     def _objective(self, out: Path) -> float:
         if out in self.diverged:
             return math.inf
-        loss = records.read_evaluation(out)["loss"]
+        loss = records.load_evaluation(out).loss
         return math.fsum(weight * to_float(loss[name]) for name, weight in self.aim.items())
 
-    def _base(self, inverse: float, seed: int) -> BaseConfig:
+    def base(self, inverse: float, seed: int) -> BaseConfig:
         """The base model of a temperature and a seed."""
         config, proxy = self.config, self.proxy
         told = proxy.training
@@ -360,19 +342,9 @@ class _Search:
     def _mixture(self, inverse: float) -> Path:
         return self.out / _MIXTURES / f"{inverse:g}.json"
 
-    def _write_mixture(self, inverse: float, weights: Mapping[str, float]) -> None:
-        file = self._mixture(inverse)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        domains = [{"name": name, "weight": weight} for name, weight in weights.items()]
-        copied = {key: self.record[key] for key in ("tokenizer_sha256",) if key in self.record}
-        records.write_weights(
-            file,
-            {"method": "doge", "inverse_temperature": inverse, "domains": domains, **copied},
-        )
-
     def _epochs(self, weights: Mapping[str, float]) -> dict[str, float]:
         """{domain: passes over its text} of the training that the weights are for."""
-        base = self._base(1.0, self.config.seeds[0])
+        base = self.base(1.0, self.config.seeds[0])
         own = base.training.steps * base.batch_size * base.corpus.block_size
         budget = self.config.budget_tokens or own
         tokens = {entry["name"]: entry.get("tokens") for entry in self.record["domains"]}
@@ -397,20 +369,18 @@ class _Search:
         """weights.json."""
         uniform = points[0]
         entries = {entry["name"]: entry for entry in self.record["domains"]}
-        base = self._base(best.inverse, self.config.seeds[0])
+        base = self.base(best.inverse, self.config.seeds[0])
         measured: list[dict[str, Any]] = []
         for point in points:
-            difference = point.against(uniform)
+            change = point.against(uniform)
             measured.append(
                 {
                     "inverse_temperature": point.inverse,
                     "weights": dict(point.weights),
                     "losses": {str(seed): loss for seed, loss in point.losses.items()},
                     "loss": point.mean,
-                    "change": difference.mean,
-                    "interval": None
-                    if difference.low is None
-                    else [difference.low, difference.high],
+                    "change": change.mean,
+                    "interval": None if change.low is None else [change.low, change.high],
                     "epochs": self._epochs(point.weights),
                 }
             )
@@ -425,59 +395,22 @@ class _Search:
             "steps": base.training.steps,
             "batch_size": base.batch_size,
             "points": measured,
-            **{key: self.record[key] for key in _COPIED if self.record.get(key) is not None},
+            **_known(self.record, _COPIED),
             "domains": [
-                {
-                    "name": name,
-                    "weight": weight,
-                    **{key: entries[name][key] for key in _OF_DOMAIN if key in entries[name]},
-                }
+                {"name": name, "weight": weight, **_known(entries[name], _OF_DOMAIN)}
                 for name, weight in best.weights.items()
             ],
         }
 
-    def _experiment(self, points: Sequence[Point], best: Point | None) -> Json:
+    def experiment(self, points: Sequence[Point], best: Point | None) -> Json:
         """experiment.json: what a report is made of."""
-        config = self.config
+        config, base = self.config, self.base(1.0, 0)
         labels = {0.0: "uniform", 1.0: "DoGE"}
-        arms = [
-            ArmRecord(
-                labels.get(point.inverse, f"1/T = {point.inverse:g}"),
-                f"1/T = {point.inverse:g}",
-                point.runs,
-                is_baseline=point.inverse == 0,
-            )
-            for point in points
-        ]
-        groups: list[Group] = []
-        if best is not None:
-            chosen = arms[list(points).index(best)]
-            seeds = tuple(zip(*(point.runs for point in points), strict=True))
-            groups = [
-                TemperatureGroup(
-                    "How far to follow the proxy",
-                    tuple(
-                        TemperaturePoint(point.inverse, arm, dict(point.weights))
-                        for point, arm in zip(points, arms, strict=True)
-                    ),
-                    self.aim,
-                    best.inverse,
-                    self._epochs(best.weights),
-                ),
-                PerplexityGroup(
-                    "Base models",
-                    tuple(arms),
-                    tuple(self.aim),
-                    focus=chosen.label if best.inverse else None,
-                ),
-                CostGroup(
-                    "Cost",
-                    (
-                        Method(f"{len(points)} base models", seeds),
-                        Method("one of them", tuple((name,) for name in points[0].runs)),
-                    ),
-                ),
-            ]
+        arms = {}
+        for point in points:
+            about = f"1/T = {point.inverse:g}"
+            label, is_uniform = labels.get(point.inverse, about), point.inverse == 0
+            arms[point.inverse] = ArmRecord(label, about, point.runs, is_baseline=is_uniform)
         return {
             "name": "temperature",
             "preset": "",
@@ -486,31 +419,43 @@ class _Search:
             "settings": {
                 "seeds": config.seeds,
                 "eval_blocks": config.eval_blocks,
-                "model": self._base(1.0, 0).model.model,
-                "steps": self._base(1.0, 0).training.steps,
+                "model": base.model.model,
+                "steps": base.training.steps,
                 "proxy": str(config.proxy),
             },
             "data": self.proxy.corpus.data,
             "config": config,
-            "runs": [
-                self._base(inverse, seed).out.name
-                for inverse in self._begun()
-                for seed in config.seeds
-            ],
-            "groups": groups,
+            "runs": [job.name for each in self.begun for job in self.jobs_at(each).values()],
+            "groups": [] if best is None else self._groups(points, best, arms),
             "versions": records.versions(),
         }
 
+    def _groups(
+        self, points: Sequence[Point], best: Point, arms: Mapping[float, ArmRecord]
+    ) -> list[Group]:
+        """The tables that the search ends in."""
+        measured = [TemperaturePoint(p.inverse, arms[p.inverse], dict(p.weights)) for p in points]
+        focus = arms[best.inverse].label if best.inverse else None
+        seeds = tuple(zip(*(point.runs for point in points), strict=True))
+        methods = (
+            Method(f"{len(points)} base models", seeds),
+            Method("one of them", tuple((name,) for name in points[0].runs)),
+        )
+        return [
+            TemperatureGroup(
+                "How far to follow the proxy",
+                tuple(measured),
+                self.aim,
+                best.inverse,
+                self._epochs(best.weights),
+            ),
+            PerplexityGroup("Base models", tuple(arms.values()), tuple(self.aim), focus=focus),
+            CostGroup("Cost", methods),
+        ]
 
-def _chosen(jobs: Sequence[_Job], only: Sequence[str]) -> list[_Job]:
-    names = [job.name for job in jobs]
-    for name in only:
-        if name not in names:
-            raise ValueError(
-                f"only must name runs to make next, which are {', '.join(names)}; {name} is none. "
-                "--plan prints them."
-            )
-    return [job for job in jobs if not only or job.name in only]
+
+def _known(record: Mapping[str, Any], fields: Sequence[str]) -> Json:
+    return {key: record[key] for key in fields if record.get(key) is not None}
 
 
 def lines_of(run: Path) -> list[str]:

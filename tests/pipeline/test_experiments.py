@@ -20,8 +20,7 @@ from doge_fast.pipeline.config import (
 from doge_fast.pipeline.config.fields import filled
 from doge_fast.pipeline.evaluation import evaluate
 from doge_fast.pipeline.experiments import runner
-from doge_fast.pipeline.experiments.planner import Job
-from doge_fast.pipeline.experiments.plans import plan_of
+from doge_fast.pipeline.experiments.jobs import Job
 from doge_fast.pipeline.experiments.runner import run_experiment
 from doge_fast.pipeline.reporting.study import open_study
 from doge_fast.pipeline.trainer import RecordedTrainer
@@ -82,7 +81,7 @@ class StopAfter:
 
     def __init__(self, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left, self.is_on = count, True
-        train = runner._train
+        train = Job.train
 
         def counted(job: Job) -> None:
             if self.is_on and not self.left:
@@ -90,7 +89,7 @@ class StopAfter:
             self.left -= 1
             train(job)
 
-        monkeypatch.setattr(runner, "_train", counted)
+        monkeypatch.setattr(Job, "train", counted)
 
     def undo(self) -> None:
         self.is_on = False
@@ -150,8 +149,7 @@ def test_every_experiment_runs_and_a_second_call_trains_nothing(
 def begun(config: ExperimentConfig) -> Path:
     """The experiment's directory as it is while its first run is under way."""
     assert config.out is not None
-    plan = plan_of(config, runner._domains_of(config), config.out)
-    records.write_experiment(config.out, runner._record(plan))
+    records.write_experiment(config.out, runner._record(runner._plan(config)))
     (config.out / "runs").mkdir(exist_ok=True)
     return config.out
 

@@ -19,8 +19,8 @@ from doge_fast.pipeline.config import (
     ProxyConfig,
 )
 from doge_fast.pipeline.config.fields import filled
-from doge_fast.pipeline.experiments import runner
-from doge_fast.pipeline.experiments.planner import Job, Plan
+from doge_fast.pipeline.experiments.jobs import Job
+from doge_fast.pipeline.experiments.planner import Plan
 from doge_fast.pipeline.experiments.plans import plan_of
 from doge_fast.pipeline.experiments.presets import known_domains, preset_of, with_mu
 from doge_fast.pipeline.experiments.runner import run_experiment
@@ -43,7 +43,7 @@ def test_the_clip_can_be_switched_off(off: float | None) -> None:
         (config, 1.0),
         (filled(config, {"proxy": {"domain_max_grad_norm": off}}), None),
     ):
-        proxies = [job.config for job in planned(asked, "ab").jobs if job.stage == "proxy"]
+        proxies = [job.config for job in planned(asked, "ab").jobs if job.config.stage == "proxy"]
         assert {proxy.domain_max_grad_norm for proxy in proxies} == {clip}  # type: ignore[union-attr]
 
 
@@ -123,7 +123,7 @@ def test_a_run_that_fails_is_named_and_the_others_are_made(
     experiment: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = experiment("proxy_vs_base")
-    train = runner._train
+    train = Job.train
 
     def failing(job: Job) -> None:
         if job.name == "proxy-doge-seed0":
@@ -135,7 +135,7 @@ def test_a_run_that_fails_is_named_and_the_others_are_made(
         return sorted(path.parent.name for path in (config.out / "runs").glob("*/model"))
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "_train", failing)
+        patch.setattr(Job, "train", failing)
         with pytest.raises(RuntimeError, match="at odds") as told:
             run_experiment(config)
     assert "2 of 3 runs" in str(told.value)

@@ -11,8 +11,8 @@ import pytest
 
 from doge_fast import cli
 from doge_fast.pipeline import records
-from doge_fast.pipeline import temperature as module
 from doge_fast.pipeline.config import ProxyConfig, TemperatureConfig
+from doge_fast.pipeline.experiments.jobs import Job
 from doge_fast.pipeline.health import Diverged
 from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.report import terminal_table
@@ -127,7 +127,7 @@ def test_the_lowest_measured_loss_is_written(learned: Path) -> None:
 def test_a_complete_search_is_left_as_it_is(learned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = temperature(asked(learned))
     before = (run.path / "weights.json").read_bytes()
-    monkeypatch.setattr(module, "train_base", lambda config: pytest.fail("it was trained already"))
+    monkeypatch.setattr(Job, "train", lambda job: pytest.fail("it was trained already"))
     temperature(asked(learned))
     assert (run.path / "weights.json").read_bytes() == before
 
@@ -175,14 +175,14 @@ def test_targets_count_by_their_weights(proxy: Callable[..., ProxyConfig]) -> No
 def test_a_model_that_diverges_is_no_choice(
     learned: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train = module.train_base
+    train = Job.train
 
-    def diverging(config: Any) -> Any:
-        if not config.out.name.startswith(survivors):
+    def diverging(job: Job) -> None:
+        if not job.name.startswith(survivors):
             raise Diverged("no numbers")
-        return train(config)
+        train(job)
 
-    monkeypatch.setattr(module, "train_base", diverging)
+    monkeypatch.setattr(Job, "train", diverging)
     survivors: tuple[str, ...] = ("base-0-",)
     words = ["temperature", str(learned), "--steps", "4", "--seeds", "0", "--device", "cpu"]
     assert cli.main(words) == 0

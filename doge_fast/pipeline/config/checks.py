@@ -106,13 +106,17 @@ def _check_model(config: configs.ModelConfig | configs.ProfileConfig) -> None:
         )
 
 
-def _check_training(config: configs.TrainingConfig) -> None:
+def _check_rates(config: configs.TrainingConfig | configs.RatesConfig) -> None:
     if config.min_learning_rate > config.learning_rate:
         raise ValueError(
             "min_learning_rate must be at most learning_rate; got "
             f"{config.min_learning_rate} and {config.learning_rate}. Lower the first with the "
             "second."
         )
+
+
+def _check_training(config: configs.TrainingConfig) -> None:
+    _check_rates(config)
     if config.warmup_steps is not None and config.warmup_steps >= config.steps:
         raise ValueError(
             f"warmup_steps must be less than steps; got {config.warmup_steps} of {config.steps}."
@@ -151,9 +155,24 @@ def _check_doremi(config: configs.DoReMiConfig) -> None:
     _check_run("reference", config.reference)
 
 
+def _check_seeds(seeds: Sequence[int]) -> None:
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise ValueError(
+            f"seeds must be distinct, and at least one; got {', '.join(map(str, seeds))}."
+        )
+
+
+def _check_experiment(config: configs.ExperimentConfig) -> None:
+    _check_seeds(config.seeds)
+    if config.name == "wiki40b" and config.corpus.data == "installed":
+        raise ValueError(
+            "wiki40b needs text in several languages: name a directory with a folder for each, "
+            "data=DIR, or take preset=paper with the Hub's Wiki40b."
+        )
+
+
 def _check_temperature(config: configs.TemperatureConfig) -> None:
-    if not config.seeds or len(set(config.seeds)) < len(config.seeds):
-        raise ValueError(f"seeds must be distinct, and at least one; got {config.seeds}.")
+    _check_seeds(config.seeds)
     _check_run("proxy", config.proxy)
     if config.model is not None:
         _check_model(configs.ModelConfig(config.model))
@@ -174,10 +193,12 @@ _CHECKS: dict[type, Callable[[Any], None]] = {
     configs.CorpusConfig: _check_corpus,
     configs.ModelConfig: _check_model,
     configs.ProfileConfig: _check_model,
+    configs.RatesConfig: _check_rates,
     configs.TrainingConfig: _check_training,
     configs.ProxyConfig: _check_proxy,
     configs.BaseConfig: _check_base,
     configs.DoReMiConfig: _check_doremi,
+    configs.ExperimentConfig: _check_experiment,
     configs.TemperatureConfig: _check_temperature,
     configs.EvaluateConfig: _check_evaluate,
     configs.DemoConfig: lambda config: _check_data(config.data),

@@ -6,9 +6,8 @@ arm, so arms are compared seed by seed.
 
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,36 +22,13 @@ from doge_fast.pipeline.config import (
     StageConfig,
     TrainingConfig,
 )
+from doge_fast.pipeline.experiments.jobs import Job
 from doge_fast.pipeline.experiments.presets import doremi_steps, rates_of, with_mu
 from doge_fast.pipeline.records.shapes import ArmRecord, CostGroup, Group, Method, PerplexityGroup
 
-Make = Callable[[int], Path]
-"""Puts the run of a seed in the plan, where it is not there, and says where it will be."""
-Source = str | Path | Make
-"""The weights of a base run: a baseline or a file, or the run that is to learn them."""
+Runs = dict[int, Path]
+"""The runs of an arm: {seed: its directory}."""
 RUNS = "runs"
-
-
-@dataclass(frozen=True)
-class Job:
-    """A run, and whether its model is measured on held-out text afterwards."""
-
-    config: StageConfig
-    is_measured: bool
-
-    @property
-    def name(self) -> str:
-        """Of its directory."""
-        return self.config.out.name
-
-    @property
-    def stage(self) -> str:
-        """The verb that makes it."""
-        return _verb_of(type(self.config))
-
-
-def _verb_of(config: type) -> str:
-    return config.__name__.removesuffix("Config").lower()
 
 
 @dataclass(frozen=True)
@@ -86,7 +62,7 @@ class Plan:
 
 
 class Planner:
-    """Makes an experiment's runs, each once.
+    """Puts runs of every seed into an experiment's plan, each once.
 
     Args:
         config: as it was asked for; `config.proxy.mu` becomes a number.
@@ -97,33 +73,21 @@ class Planner:
     def __init__(self, config: ExperimentConfig, names: Sequence[str], out: Path) -> None:
         self.config = with_mu(config, names)
         self.names, self.out = tuple(names), out
+        self.domains = config.corpus.domains or self.names
         self.jobs: dict[Path, Job] = {}
-
-    @property
-    def domains(self) -> tuple[str, ...]:
-        """Training domains: those asked for, or all."""
-        return self.config.corpus.domains or self.names
 
     def plan(self, title: str, question: str, *groups: Group) -> Plan:
         """All that was asked for so far."""
         return Plan(title, question, self.config, list(self.jobs.values()), list(groups))
 
-    def over_seeds(self, make: Make) -> tuple[str, ...]:
-        """Names of a run for every seed."""
-        return tuple(make(seed).name for seed in self.config.seeds)
-
-    def arm(self, label: str, about: str, make: Make, **more: Any) -> ArmRecord:
+    def arm(self, label: str, about: str, runs: Runs, **more: Any) -> ArmRecord:
         """An arm of a table."""
-        return ArmRecord(label, about, self.over_seeds(make), **more)
+        return ArmRecord(label, about, _names(runs), **more)
 
     def uniform(self, name: str = "uniform", **more: Any) -> ArmRecord:
         """The arm that others are compared with; `more` as for `base`."""
         base = self.base(name, "uniform", **more)
         return self.arm("uniform", "baseline", base, is_baseline=True)
-
-    def natural(self, name: str = "natural", **more: Any) -> ArmRecord:
-        """The arm at weights by tokens."""
-        return self.arm("natural", "by tokens", self.base(name, "natural", **more))
 
     def doge(self, name: str = "doge", **more: Any) -> ArmRecord:
         """The arm at learned weights."""
@@ -136,7 +100,7 @@ class Planner:
         title = title or f"Base models of size {self.config.base.models[0]}"
         return PerplexityGroup(title, tuple(arms), self.domains, **more)
 
-    def proxy(self, name: str = "doge", **more: Any) -> Make:
+    def proxy(self, name: str = "doge", **more: Any) -> Runs:
         """Learn weights; `more` are fields of `ProxyConfig`, or as for `_add`."""
         told = self.config.proxy
         own: dict[str, Any] = {
@@ -148,53 +112,49 @@ class Planner:
             "score": told.score,
             "domain_max_grad_norm": told.domain_max_grad_norm or None,
         }
-        return partial(self._add, ProxyConfig, name, **(own | more))
+        return self._add(ProxyConfig, name, **(own | more))
 
-    def base(self, name: str, source: Source, **more: Any) -> Make:
-        """Train at weights; `more` are fields of `BaseConfig`, or as for `_add`."""
+    def base(self, name: str, source: str | Runs, **more: Any) -> Runs:
+        """Train at a baseline's weights, or at those that runs have learned; `more` as above."""
         told = self.config.base
         own: dict[str, Any] = {
             "model": told.models[0],
             "steps": told.steps,
             "eval_points": told.eval_points,
             "is_measured": True,
-            "weights": lambda seed: str(source(seed) if callable(source) else source),
+            "weights": source
+            if isinstance(source, str)
+            else {s: str(r) for s, r in source.items()},
             "batch_size": told.batch_size,
         }
-        return partial(self._add, BaseConfig, name, **(own | more))
+        return self._add(BaseConfig, name, **(own | more))
 
-    def finetuned(self, source: Make, target: str) -> Make:
-        """Go on with a base model on the target alone."""
-        told = self.config.base
+    def finetuned(self, bases: Runs, target: str) -> Runs:
+        """Go on with base models on the target alone."""
+        told, corpus = self.config.base, self.config.corpus
+        models = {seed: str(base / "model") for seed, base in bases.items()}
+        names = {s: f"finetuned-{b.name.removeprefix('base-')}" for s, b in bases.items()}
+        return self._add(
+            BaseConfig,
+            "",
+            out={seed: base.with_name(names[seed]) for seed, base in bases.items()},
+            corpus={s: replace(corpus, domains=(target,), tokenizer=m) for s, m in models.items()},
+            model=models,
+            is_pretrained=True,
+            steps=told.finetune_steps,
+            rates=(told.finetune_learning_rate, told.finetune_learning_rate / 5),
+            is_measured=True,
+            batch_size=told.batch_size,
+        )
 
-        def make(seed: int) -> Path:
-            base = source(seed)
-            model = str(base / "model")
-            return self._add(
-                BaseConfig,
-                "",
-                seed,
-                out=base.with_name(f"finetuned-{base.name.removeprefix('base-')}"),
-                corpus=replace(self.config.corpus, domains=(target,), tokenizer=model),
-                model=model,
-                is_pretrained=True,
-                steps=told.finetune_steps,
-                rates=(told.finetune_learning_rate, told.finetune_learning_rate / 5),
-                is_measured=True,
-                batch_size=told.batch_size,
-            )
-
-        return make
-
-    def reference(self, steps: int) -> Make:
+    def reference(self, steps: int) -> Runs:
         """DoReMi's first model: uniform weights, the proxy's size."""
         model = self.config.proxy.model
         return self.base(f"reference-{steps}", "uniform", model=model, steps=steps)
 
-    def doremi(self, steps: int, variant: Literal["doremi", "doge"] = "doremi") -> Make:
+    def doremi(self, steps: int, variant: Literal["doremi", "doge"] = "doremi") -> Runs:
         """Learn weights by excess loss, after a reference of the same size and length."""
-        return partial(
-            self._add,
+        return self._add(
             DoReMiConfig,
             f"{steps}" if variant == "doremi" else f"{steps}-{variant}",
             reference=self.reference(steps),
@@ -205,17 +165,16 @@ class Planner:
             variant=variant,
         )
 
-    def doremis(self) -> list[tuple[int, str, Make]]:
+    def doremis(self) -> list[tuple[int, str, Runs]]:
         """(steps, label, DoReMi of this length), for each length."""
         lengths = doremi_steps(self.config)
         return [(steps, f"DoReMi, {steps} steps", self.doremi(steps)) for steps in lengths]
 
-    def selected(self, name: str) -> Make:
+    def selected(self, name: str) -> Runs:
         """Learn weights from the gradients of a selection."""
         told, proxy = self.config.selection, self.config.proxy
         peak, _ = rates_of(self.config, proxy.model)
-        select = partial(
-            self._add,
+        scored = self._add(
             SelectConfig,
             "cancellation",
             model=proxy.model,
@@ -225,14 +184,14 @@ class Planner:
             strategies=told.strategies,
             batch_size=proxy.sequences_per_domain * len(self.domains),
         )
-        return self.proxy(name, selection=lambda seed: select(seed) / f"selection-{name}.json")
+        files = {seed: run / f"selection-{name}.json" for seed, run in scored.items()}
+        return self.proxy(name, selection=files)
 
     def cost(self) -> CostGroup:
         """What it takes to learn weights: tab:robust's last row."""
-        methods = [Method("DoGE", tuple((name,) for name in self.over_seeds(self.proxy())))]
-        for steps, label, make in self.doremis():
-            references = self.over_seeds(self.reference(steps))
-            pairs = zip(references, self.over_seeds(make), strict=True)
+        methods = [Method("DoGE", tuple((name,) for name in _names(self.proxy())))]
+        for steps, label, runs in self.doremis():
+            pairs = zip(_names(self.reference(steps)), _names(runs), strict=True)
             methods.append(Method(label, tuple(pairs)))
         return CostGroup("What learning the weights costs", tuple(methods))
 
@@ -240,7 +199,22 @@ class Planner:
         """Raise ValueError where the corpus lacks a domain that is asked for."""
         named.check(what, names, self.names, self.config.corpus.data)
 
-    def _add(
+    def _add(self, kind: type[StageConfig], name: str, **told: Any) -> Runs:
+        """Runs of a stage in the plan; what is {seed: ...} differs by seed. See `_job`."""
+        runs: Runs = {}
+        for seed in self.config.seeds:
+            own = {
+                key: each[seed] if isinstance(each, dict) else each for key, each in told.items()
+            }
+            job = self._job(kind, name, seed, **own)
+            known = self.jobs.setdefault(job.config.out, job)
+            assert known.config == job.config, f"two plans for {job.config.out}"
+            if job.is_measured:
+                self.jobs[job.config.out] = job
+            runs[seed] = job.config.out
+        return runs
+
+    def _job(
         self,
         kind: type[StageConfig],
         name: str,
@@ -254,9 +228,8 @@ class Planner:
         is_pretrained: bool = False,
         is_measured: bool = False,
         **fields: Any,
-    ) -> Path:
-        """A run in the plan; `fields` are those of its configuration that are not made here, or
-        what makes them for a seed."""
+    ) -> Job:
+        """`fields` are those of the stage's configuration that are not made here."""
         told = self.config.rates
         peak, end = rates or rates_of(self.config, model)
         training = TrainingConfig(
@@ -271,22 +244,20 @@ class Planner:
             device=told.device,
         )
         made: dict[str, Any] = {
-            "out": self._path(_verb_of(kind), name, seed),
+            "out": self._path(kind.stage, name, seed),
             "corpus": replace(self.config.corpus, domains=tuple(domains or self.domains)),
             "model": ModelConfig(model=model, pretrained=is_pretrained),
             "training": training,
         }
-        made |= {key: each(seed) if callable(each) else each for key, each in fields.items()}
-        config = kind(**made)
-        known = self.jobs.get(config.out)
-        assert known is None or known.config == config, f"two plans for {config.out}"
-        is_measured = is_measured or (known is not None and known.is_measured)
-        self.jobs[config.out] = Job(config, is_measured)
-        return config.out
+        return Job(kind(**(made | fields)), is_measured, told.eval_blocks)
 
-    def _path(self, verb: str, name: str, seed: int) -> Path:
+    def _path(self, stage: str, name: str, seed: int) -> Path:
         # A domain or a model may be called anything; a directory may not.
         plain = re.sub(r"[^\w.-]+", "-", name)
         if plain != name:
             plain += f"-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
-        return self.out / RUNS / f"{verb}-{plain}-seed{seed}"
+        return self.out / RUNS / f"{stage}-{plain}-seed{seed}"
+
+
+def _names(runs: Runs) -> tuple[str, ...]:
+    return tuple(run.name for run in runs.values())

@@ -32,12 +32,7 @@ def plan_of(
     names: Sequence[str],
     out: Path,
 ) -> Plan:
-    """The runs and tables of an experiment.
-
-    Args:
-        config: which experiment, how large.
-        names: domains that the corpus holds.
-        out: the experiment's directory.
+    """The runs and tables of an experiment on a corpus of these domains, in a directory.
 
     Raises:
         ValueError: the corpus lacks a domain that is asked for.
@@ -64,7 +59,7 @@ def _universal(plan: Planner) -> Plan:
 def _universal_perplexity(plan: Planner, model: str) -> Group:
     arms = [
         plan.uniform(f"uniform-{model}", model=model),
-        plan.natural(f"natural-{model}", model=model),
+        plan.arm("natural", "by tokens", plan.base(f"natural-{model}", "natural", model=model)),
         plan.doge(f"doge-{model}", model=model),
     ]
     arms += [

@@ -9,7 +9,6 @@ import yaml
 
 from doge_fast.pipeline.config import Experiment, ExperimentConfig, Preset
 from doge_fast.pipeline.config.fields import filled
-from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.weights.defaults import default_mu
 
 PAPER_LANGUAGES = ("en", "de", "fr", "es", "ru")
@@ -34,10 +33,7 @@ def preset_of(
 ) -> ExperimentConfig:
     """An experiment of a preset's size; `dataclasses.replace` changes what is wanted otherwise.
 
-    Args:
-        name: the experiment.
-        preset: its size.
-        data: another corpus than the preset's, so that its choice of domains does not hold.
+    `data` is another corpus than the preset's, whose choice of domains then does not hold.
     """
     config = replace(_presets()[preset], name=name, preset=preset)
     corpus, is_paper = config.corpus, preset == "paper"
@@ -48,26 +44,6 @@ def preset_of(
     # As the captions of its tables of targets say.
     seeds = config.seeds[:2] if is_paper and name in _TARGETED else config.seeds
     return replace(config, corpus=corpus, seeds=seeds)
-
-
-def check(config: ExperimentConfig) -> None:
-    """Raise ValueError where a setting is out of its range."""
-    check_ranges(config)
-    rates = config.rates
-    if rates.min_learning_rate > rates.learning_rate:
-        raise ValueError(
-            f"min_learning_rate must be at most learning_rate; got {rates.min_learning_rate:g} "
-            f"and {rates.learning_rate:g}."
-        )
-    if len(set(config.seeds)) < len(config.seeds) or not config.seeds:
-        raise ValueError(
-            f"seeds must be distinct, and at least one; got {', '.join(map(str, config.seeds))}."
-        )
-    if config.name == "wiki40b" and config.corpus.data == "installed":
-        raise ValueError(
-            "wiki40b needs text in several languages: name a directory with a folder for each, "
-            "data=DIR, or take preset=paper with the Hub's Wiki40b."
-        )
 
 
 def known_domains(config: ExperimentConfig) -> tuple[str, ...] | None:
