@@ -11,7 +11,6 @@ import functools
 import json
 import logging
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
@@ -23,7 +22,6 @@ import datasets
 import numpy as np
 import torch
 from lm_eval import evaluator
-from lm_eval import tasks as lm_eval_tasks
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from transformers import AutoTokenizer
@@ -38,25 +36,6 @@ from doge_fast.pipeline.model import open_model
 PAPER_TASKS = ("copa", "sciq", "logiqa", "piqa", "wic", "winogrande")
 
 _METRICS = ("acc", "acc_norm")
-
-# A line of lm-eval's YAML that names a task or a group, or refers to one.
-_DECLARED = re.compile(r"""^[\s-]*["']?(?:task|group)["']?:[ \t]*["']?([^\s"'#]+)["']?""", re.M)
-
-# What lm-eval's task reads of a local document: a type, or the values that it may have. Its own
-# code would take some wrong values for an answer and score them in silence.
-_FIELDS: dict[str, dict[str, type | tuple[Any, ...]]] = {
-    "copa": {
-        **dict.fromkeys(("premise", "choice1", "choice2"), str),
-        **{"question": ("cause", "effect"), "label": (0, 1)},
-    },
-    "sciq": dict.fromkeys(
-        ("question", "support", "distractor1", "distractor2", "distractor3", "correct_answer"), str
-    ),
-    "logiqa": {"context": str, "question": str, "options": list, "label": ("a", "b", "c", "d")},
-    "piqa": {"goal": str, "sol1": str, "sol2": str, "label": (0, 1)},
-    "wic": {"sentence1": str, "sentence2": str, "start1": int, "end1": int, "label": (0, 1)},
-    "winogrande": {"sentence": str, "option1": str, "option2": str, "answer": ("1", "2")},
-}
 
 
 @contextmanager
@@ -149,6 +128,8 @@ def load_tasks(asked: TasksConfig) -> dict[str, Any]:
     for name in names:
         tasks[name] = _open_task(name, asked.task_data)
         _check_task(name, tasks[name], asked.shots)
+        if asked.task_data is not None:
+            _check_documents(name, tasks[name], asked.task_data)
     return tasks
 
 
@@ -202,12 +183,12 @@ def _remarks(result: Mapping[str, Any]) -> list[str]:
 
 
 def _check_name(name: str) -> None:
-    manager = _task_manager(name)
+    manager = _task_manager()
     if name in manager.all_subtasks:
         return
     if name in manager.all_tasks:
         raise ValueError(f"{name} is a group of lm-eval's tasks; name the tasks in it.")
-    near = difflib.get_close_matches(name, _folders(), n=3)
+    near = difflib.get_close_matches(name, manager.all_tasks, n=3)
     guess = f"did you mean {' or '.join(near)}?" if near else "see `lm-eval ls tasks`."
     raise ValueError(
         f"lm-eval has no task {name!r}; {guess} The paper's are {','.join(PAPER_TASKS)}."
@@ -232,19 +213,9 @@ def _check_task(name: str, task: Any, shots: int) -> None:
 
 
 @functools.cache
-def _task_manager(name: str) -> Any:
-    """lm-eval's index of the folders that speak of the task: that of all takes half a minute."""
-    return TaskManager(include_defaults=False, include_path=sorted(_folders().get(name, ())))
-
-
-@functools.cache
-def _folders() -> dict[str, set[Path]]:
-    """Every name of a task or group in lm-eval's files, and the folders where it stands."""
-    found: dict[str, set[Path]] = {}
-    for file in Path(lm_eval_tasks.__file__).parent.rglob("*.yaml"):
-        for name in _DECLARED.findall(file.read_text(encoding="utf-8")):
-            found.setdefault(name, set()).add(file.parent)
-    return found
+def _task_manager() -> Any:
+    """lm-eval's index of all tasks, which takes seconds."""
+    return TaskManager()
 
 
 def _open_task(name: str, folder: Path | None) -> Any:
@@ -264,7 +235,7 @@ def _open_task(name: str, folder: Path | None) -> Any:
         # As a member of a group, which is how lm-eval lets a registered task be changed.
         asked = {"group": "task-data", "task": [{"task": name, **changes}]}
     try:
-        return _task_manager(name).load(asked)["tasks"][name]
+        return _task_manager().load(asked)["tasks"][name]
     # Whatever the Hub, its cache and the network raise, or code of the task itself over documents
     # that it does not understand.
     except Exception as error:
@@ -297,45 +268,49 @@ def _files(folder: Path, name: str) -> dict[str, Path]:
 
 
 def _read_documents(path: Path) -> list[dict[str, Any]]:
-    """TASK/SPLIT.jsonl, checked: the task's own code would not say which document is wrong."""
-    name = path.parent.name
+    """TASK/SPLIT.jsonl."""
     if not path.is_file():
+        name = path.parent.name
         raise ValueError(
             f"task_data must be a directory with {name}/train.jsonl and {name}/validation.jsonl; "
             f"{path} does not exist."
         )
     with reading(path, "Restore the file."):
-        lines = enumerate(path.read_text(encoding="utf-8").split("\n"), start=1)
-    found = [_document(line, name, f"{path}, line {n}") for n, line in lines if line.strip()]
-    if not found:
-        raise ValueError(f"{path} must hold one JSON object a line; it is empty.")
+        found = [json.loads(line) for line in path.read_text("utf-8").split("\n") if line.strip()]
+    if not found or not all(isinstance(document, dict) for document in found):
+        raise ValueError(f"{path} must hold JSON objects, one a line, and at least one.")
     return found
 
 
-def _document(line: str, name: str, where: str) -> dict[str, Any]:
-    """It has what the task reads; tasks outside the paper's are checked by lm-eval alone."""
-    try:
-        document = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}, must hold JSON and does not: {error}.") from None
-    if not isinstance(document, dict):
-        raise ValueError(f"{where}, must hold a JSON object; it holds a {type(document).__name__}.")
-    for field, allowed in _FIELDS.get(name, {}).items():
-        if field not in document:
-            raise ValueError(f"{where}: {name} reads {', '.join(_FIELDS[name])}; it lacks {field}.")
-        value = document[field]
-        if isinstance(allowed, tuple):
-            rule, is_right = f"one of {', '.join(map(repr, allowed))}", value in allowed
-        else:
-            rule, is_right = f"of type {allowed.__name__}", isinstance(value, allowed)
-        # JSON's true is Python's 1, and no label.
-        if not is_right or isinstance(value, bool):
-            raise ValueError(f"{where}: {field} must be {rule}; it is {value!r}.")
-    if name == "winogrande" and "_" not in document["sentence"]:
-        raise ValueError(f"{where}: the sentence must have a blank, _, for the two options.")
-    if name == "logiqa" and len(document["options"]) != 4:
-        raise ValueError(f"{where}: there must be 4 options; there are {len(document['options'])}.")
-    return document
+def _check_documents(name: str, task: Any, folder: Path) -> None:
+    """Every local document has a right answer: lm-eval scores some that have none in silence."""
+    for split, documents in (("train", task.training_docs()), ("validation", task.eval_docs)):
+        for number, document in enumerate(documents, start=1):
+            try:
+                right, choices = right_choice(task, document)
+                why = f"its right answer is {right!r} of the choices {choices!r}"
+                is_told = right in range(len(choices))
+                # Some tasks take a label of null for one, or write None into the prompt.
+                if lacking := [field for field, value in document.items() if value is None]:
+                    why, is_told = f"{', '.join(lacking)}: null or missing", False
+            except Exception as error:
+                why, is_told = one_line(error), False
+            if not is_told:
+                raise ValueError(
+                    f"{folder / name / split}.jsonl, document {number}: lm-eval's {name} cannot "
+                    f"read it ({why}). It needs the columns of the task's data set on the Hub."
+                )
+
+
+def right_choice(task: Any, document: Any) -> tuple[Any, list[Any]]:
+    """(The right choice's number, all choices) of a document.
+
+    Tasks name the choice or give its number, and some that fill a blank do so elsewhere.
+    """
+    told, target = task.doc_to_text(document), task.doc_to_target(document)
+    told = told if task.multiple_input else target
+    right, choices = told[0] if isinstance(told, list) else told, task.doc_to_choice(document)
+    return choices.index(right) if right in choices else right, choices
 
 
 class _Scorer(HFLM):  # type: ignore[misc]

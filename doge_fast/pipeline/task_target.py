@@ -13,7 +13,7 @@ from doge_fast import atomic_file
 from doge_fast.pipeline import tables
 from doge_fast.pipeline.config import TargetConfig, TasksConfig
 from doge_fast.pipeline.config.ranges import check as check_ranges
-from doge_fast.pipeline.fewshot import load_tasks
+from doge_fast.pipeline.fewshot import load_tasks, right_choice
 
 
 def write_target(config: TargetConfig) -> list[str]:
@@ -66,16 +66,8 @@ def _check_training_split(name: str, task: Any) -> None:
 def _texts(name: str, task: Any, documents: Any) -> Iterator[str]:
     """Each document's prompt with its right choice, as lm-eval scores them without shots."""
     for document in documents:
-        right = _right_choice(task, document)
+        right, _ = right_choice(task, document)
         requests = task.construct_requests(document, task.fewshot_context(document, 0))
         if right not in range(len(requests)):
             raise ValueError(f"A document of {name} has no right answer: {document}.")
         yield "".join(requests[right].arguments)
-
-
-def _right_choice(task: Any, document: Any) -> Any:
-    """Its number; tasks name it or give its number, and some that fill a blank do so elsewhere."""
-    told = task.doc_to_text(document) if task.multiple_input else task.doc_to_target(document)
-    right = told[0] if isinstance(told, list) else told
-    choices = task.doc_to_choice(document)
-    return choices.index(right) if right in choices else right
