@@ -2,14 +2,14 @@
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import datasets
 import torch
 
-from doge_fast.pipeline import health, ranks, records, tables, training
+from doge_fast.pipeline import health, named, ranks, records, tables, training
 from doge_fast.pipeline.config import CorpusConfig, EvaluateConfig
 from doge_fast.pipeline.config.fields import filled
 from doge_fast.pipeline.config.ranges import check as check_ranges
@@ -95,7 +95,7 @@ def _check(config: EvaluateConfig, record: Json) -> None:
     own = record["config"]["corpus"]["data"]
     if config.data is None:
         known = [*record["corpus"]["domains"], *record["corpus"]["targets"]]
-        _check_names(config, f"{config.run} knows", known)
+        named.check("domains", config.domains, known, str(config.run))
     elif _place(config.data) == _place(own):
         raise ValueError(
             f"{config.run} was trained on {own}. Leave out data (--data) to measure what was held "
@@ -117,12 +117,6 @@ def _place(data: str | None) -> str | None:
     """The same for the same text, from whichever directory it is named."""
     path = None if data is None else Path(data).expanduser()
     return str(path.resolve()) if path is not None and path.exists() else data
-
-
-def _check_names(config: EvaluateConfig, what: str, known: Sequence[str]) -> None:
-    unknown = [name for name in config.domains if name not in known]
-    if unknown:
-        raise ValueError(f"{what} the domains {', '.join(known)}; got {', '.join(unknown)}.")
 
 
 def _file(config: EvaluateConfig) -> Path:
@@ -172,7 +166,7 @@ def _other(config: EvaluateConfig, data: str, record: Json) -> dict[str, dataset
         cache_dir=config.cache_dir,
     )
     parts = find_parts(asked, [])
-    _check_names(config, f"{data} holds", sorted(parts))
+    named.check("domains", config.domains, sorted(parts), data)
     corpus = load_corpus(replace(asked, domains=config.domains), is_measured=True)
     return {
         name: corpus.validation[name]

@@ -53,7 +53,6 @@ _IN_WORDS = re.compile(r"\(os error (\d+)\)")
 # torch.save says what the system said where it opens a file, and not where it writes.
 _OF_TORCH = re.compile(r"inline_container.*?(?:strerror: (.+))?$", re.MULTILINE)
 _NUMBERS = {os.strerror(number): number for number in errno.errorcode}
-_PROBE_BYTES = 1 << 20
 _MEMORY = ("OutOfMemoryError", "MemoryError")
 # What gloo and NCCL say where another rank is gone.
 _RANK_IS_LOST = re.compile(
@@ -79,15 +78,9 @@ class Ending(NamedTuple):
 
 @contextmanager
 def reading(file: str | os.PathLike[str], way_out: str) -> Iterator[None]:
-    """Read a file with what others wrote: what that raises means that the file is damaged.
+    """Read a file with what others wrote: what that raises is FileFailure, or an OSError as it is.
 
-    Args:
-        file: what is read within.
-        way_out: a sentence that says what to do.
-
-    Raises:
-        FileFailure: the reader failed.
-        OSError: the system did, with an error of its own.
+    `way_out` is a sentence that says what to do.
     """
     try:
         yield
@@ -106,10 +99,6 @@ def reading(file: str | os.PathLike[str], way_out: str) -> Iterator[None]:
 def writing(file: Path, *, makes_directory: bool = True) -> Iterator[None]:
     """Write a file that somebody named; what fails is said with its name.
 
-    Args:
-        file: what is written within.
-        makes_directory: make its directory where that is absent.
-
     Raises:
         ValueError: the name is no place for a file.
         FileFailure: it cannot be written for another reason.
@@ -127,9 +116,7 @@ def writing(file: Path, *, makes_directory: bool = True) -> Iterator[None]:
 def ending_of(error: BaseException, directory: Path | None = None) -> Ending | None:
     """What to say of an error, and the exit code; None where nobody foresaw it.
 
-    Args:
-        error: what a verb raised.
-        directory: that it writes in, for errors that name no file.
+    `directory` is where the verb writes, for errors that name no file.
     """
     if isinstance(error, FileFailure):
         return Ending(WORLD, str(error))
@@ -160,13 +147,11 @@ def _of_the_system(error: BaseException, directory: Path | None) -> Ending | Non
     number, file = error_number(error), getattr(error, "filename", None)
     where = file if isinstance(file, str) else (directory or "A file")
     if number is None and _OF_TORCH.search(str(error)):
-        number = _why_not_written(directory)
-        if number is None:
-            return Ending(
-                WORLD,
-                f"{where}: it could not be written to its end, and the system did not say why. "
-                f"Look whether there is room, and at the disk. {_AGAIN}.",
-            )
+        return Ending(
+            WORLD,
+            f"{where}: it could not be written to its end, and the system did not say why. "
+            f"Look whether there is room, and at the disk. {_AGAIN}.",
+        )
     if number is None:
         return None
     code, sentence = _system_ending(number)
@@ -189,20 +174,6 @@ def error_number(error: BaseException) -> int | None:
     return _NUMBERS.get((found[1] or "").rstrip(".")) if found else None
 
 
-def _why_not_written(directory: Path | None) -> int | None:
-    """errno of writing a little there; None: that can be done."""
-    if directory is None:
-        return None
-    try:
-        with tempfile.TemporaryFile(dir=directory) as file:
-            file.write(bytes(_PROBE_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        return error.errno
-    return None
-
-
 def _is_raised_here(error: BaseException) -> bool:
     """Whether a `raise` of this package made it, with a text for the user.
 
@@ -220,10 +191,7 @@ def _is_raised_here(error: BaseException) -> bool:
 def unforeseen(error: BaseException, words: list[str], directory: Path | None = None) -> Ending:
     """The ending of what nobody foresaw: the traceback is in a log, which a sentence names.
 
-    Args:
-        error: what a verb raised.
-        words: the command line.
-        directory: of the run, where there is one already; else the log is a temporary file.
+    It lies in `directory`, that of a run that has begun, or else is a temporary file.
     """
     text = "".join(traceback.format_exception(error))
     content = f"doge-fast {' '.join(map(repr, words))}\nPython {sys.version}\n\n{text}"

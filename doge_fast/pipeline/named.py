@@ -59,11 +59,7 @@ def check(what: str, names: Iterable[str], known: Collection[str], where: str) -
 
 
 def numbers(words: Sequence[str], what: str) -> dict[str, float]:
-    """{name: number} of NAME=NUMBER words; a name may hold "=".
-
-    Args:
-        words: of the command line.
-        what: the option, for the error.
+    """{name: number} of the NAME=NUMBER words of an option; a name may hold "=".
 
     Raises:
         ValueError: a word is not such, or names a domain twice.

@@ -102,21 +102,6 @@ def test_every_kind_of_failure_has_its_code_and_sentence(
     assert said.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EACCES, errno.EROFS])
-def test_why_torch_could_not_write_is_found_out(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fsync(descriptor: int) -> None:
-        raise OSError(number, "x")
-
-    error = RuntimeError(f"{TORCH} unexpected pos 704 vs 598")
-    monkeypatch.setattr(os, "fsync", fsync)
-    ending = failures.ending_of(error, tmp_path)
-    assert ending is not None
-    assert ending.code == failures.WORLD
-    assert ending.sentence.startswith(f"{tmp_path}: {os.strerror(number)}. ")
-
-
 def test_what_nobody_foresaw_leaves_a_log(
     verb: Callable[[Any], None],
     tmp_path: Path,
@@ -222,11 +207,6 @@ def test_names_that_a_terminal_would_obey(
     assert f"{shown} does not exist" in said.err or "without a NUL" in said.err
     # Letters of any script, and what joins them, are as good as others.
     named.check_visible(["naïve", "日本語", "فارسی", "می\u200cخواهم", "a b", "x/y"], "here")
-
-
-def ended(processes: list[subprocess.Popen[str]]) -> None:
-    said = [process.communicate() for process in processes]
-    assert all(process.returncode == 0 for process in processes), said
 
 
 def test_a_second_sigterm_ends_at_once_where_it_is_not_the_first_one_again(

@@ -1,10 +1,8 @@
 """What is damaged is named, the generation before it is used, and the bits are the same."""
 
-import contextlib
 import errno
 import fcntl
 import functools
-import itertools
 import json
 import os
 import shutil
@@ -24,7 +22,7 @@ from doge_fast.pipeline.proxy import ProxyTrainer, learn_weights
 from doge_fast.pipeline.records import manifest
 from tests.grids import grid
 from tests.pipeline.conftest import settings_of
-from tests.pipeline.stages import Killed, assert_same_run, killed_at
+from tests.pipeline.stages import assert_same_run, killed_at
 from tests.pipeline.workshop import Damage
 
 NEWEST, BEFORE = "checkpoint-6", "checkpoint-4"
@@ -302,55 +300,6 @@ def test_files_and_folders_are_kept_before_the_checkpoint_has_its_name(
     model = events.index("name .model")
     assert {"keep model.safetensors", "keep metrics.jsonl"} < set(events[named:model])
     assert events[model + 1] == "keep run"
-
-
-class FailingAt:
-    """The n-th call that changes files fails, and those after it do not."""
-
-    def __init__(self, number: int, failure: BaseException) -> None:
-        self.number, self.failure, self.calls = number, failure, 0
-
-    def watching(self, patch: pytest.MonkeyPatch) -> None:
-        for name in ("fsync", "replace", "unlink", "rmdir"):
-            patch.setattr(os, name, functools.partial(self._call, getattr(os, name)))
-
-    def _call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.calls += 1
-        if self.calls == self.number:
-            raise self.failure
-        return original(*args, **kwargs)
-
-
-@pytest.mark.parametrize(
-    "failure", [OSError(errno.ENOSPC, "No space left on device"), Killed()], ids=["full", "killed"]
-)
-def test_a_run_can_go_on_whatever_ends_a_checkpoint(
-    run: Path, tmp_path: Path, failure: BaseException
-) -> None:
-    """At every event that changes files."""
-    writing = run / "checkpoints" / ".writing"
-    written = shutil.copytree(run / "checkpoints" / NEWEST, tmp_path / "written")
-    (written / "manifest.json").unlink()
-    before = shutil.copytree(run, tmp_path / "before")
-    for number in itertools.count(1):
-        shutil.rmtree(run)
-        shutil.copytree(before, run)
-        shutil.copytree(written, writing / "checkpoint-8")
-        failing = FailingAt(number, failure)
-        with pytest.MonkeyPatch.context() as patch:
-            failing.watching(patch)
-            with contextlib.suppress(Killed, OSError):
-                records.complete_checkpoint(run, 8)
-        if failing.calls < number:
-            break
-        found = records.resume_checkpoint(run)
-        assert found is not None
-        assert found.name in (NEWEST, "checkpoint-8")
-        assert not writing.exists()
-    # Seven files and metrics.jsonl are kept, then the manifest and names, then the oldest goes.
-    assert number > 20
-    left = sorted(each.name for each in (run / "checkpoints").glob("checkpoint-*"))
-    assert left == [NEWEST, "checkpoint-8"]
 
 
 # What says that a run is complete.

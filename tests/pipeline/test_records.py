@@ -5,14 +5,13 @@ import json
 import math
 import resource
 import sys
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from doge_fast.pipeline import records
 from doge_fast.pipeline.config import BaseConfig, CorpusConfig, ProxyConfig, TrainingConfig
@@ -120,32 +119,6 @@ def test_a_setting_that_came_later_counts_as_its_default(tmp_path):
         records.check_run(config.out, stage="proxy", config=replace(config, mu=0.5))
 
 
-def test_a_dry_run_is_no_setting_of_a_run(tmp_path):
-    config = proxy_config(tmp_path / "run")
-    records.open_run(config.out, stage="proxy", config=config, corpus=CORPUS)
-    assert "dry_run" not in records.read_config(config.out)["config"]
-    assert records.check_run(config.out, stage="proxy", config=replace(config, dry_run=True))
-    more = replace(config.training, steps=400)
-    with pytest.raises(ValueError, match=r"training.steps is 300 there and 400 here\. Name"):
-        records.check_run(config.out, stage="proxy", config=replace(config, training=more))
-
-
-def test_what_a_run_begins_with_and_was_told_is_recorded_where_there_is_something(tmp_path):
-    told = {
-        "initial": {"source": "x", "sha256": "0" * 64},
-        "resolved": {"mu": 0.25},
-        "warnings": ["a: 96%."],
-    }
-    config = proxy_config(tmp_path / "run")
-    records.open_run(config.out, stage="proxy", config=config, corpus=CORPUS, **told)
-    record = records.check_run(config.out, stage="proxy", config=config)
-    assert record | told == record
-    nothing = {"initial": None, "resolved": {}, "warnings": ()}
-    config = proxy_config(tmp_path / "other")
-    records.open_run(config.out, stage="proxy", config=config, corpus=CORPUS, **nothing)
-    assert not records.read_config(config.out).keys() & nothing.keys()
-
-
 def test_no_flipped_bit_of_weights_gives_other_weights(tmp_path):
     path = tmp_path / "weights.json"
     entries = [{"name": "web", "weight": 0.25}, {"name": "wiki", "weight": 0.75}]
@@ -209,29 +182,6 @@ def test_a_run_killed_while_it_began_can_begin_again(tmp_path):
     (tmp_path / ".config.json.x1y2").write_text('{"schema')
     assert records.check_run(tmp_path, stage="base", config={"a": 1}) is None
     records.open_run(tmp_path, stage="base", config={"a": 1}, corpus=CORPUS)
-
-
-@dataclass(frozen=True)
-class Inner:
-    path: Path
-    values: tuple[float, ...] = field(default=(1.0, math.inf))
-
-
-def test_plain_speaks_json():
-    value = {
-        "inner": Inner(Path("x") / "y"),
-        "array": np.array([[1, 2]], dtype=np.int64),
-        "scalar": np.float32(0.5),
-        "tensor": torch.tensor([math.nan, 2.0]),
-        1: (True, None, "ä"),
-    }
-    assert records.plain(value) == {
-        "inner": {"path": str(Path("x") / "y"), "values": [1.0, None]},
-        "array": [[1, 2]],
-        "scalar": 0.5,
-        "tensor": [None, 2.0],
-        "1": [True, None, "ä"],
-    }
 
 
 def test_a_name_of_other_bytes_is_refused_before_anything_is_written(tmp_path):
@@ -379,11 +329,3 @@ def test_the_average_perplexity_is_the_papers(tmp_path):
     assert record["tokens"] == {"a": 3 * 127, "b": 2 * 127}
     records.write_json(tmp_path / records.EVALUATION, record)
     assert records.read_evaluation(tmp_path) == record
-
-
-def test_an_evaluation_that_is_not_complete(tmp_path):
-    with pytest.raises(ValueError, match=r"holds no evaluation.json: run doge-fast evaluate"):
-        records.read_evaluation(tmp_path)
-    (tmp_path / "evaluation.json").write_text('{"step": 1}')
-    with pytest.raises(ValueError, match="blocks"):
-        records.read_evaluation(tmp_path)

@@ -71,13 +71,8 @@ def required(config: type) -> tuple[str, ...]:
 def read_file(path: Path, verb: str) -> Json:
     """The fields that a file gives for a verb.
 
-    Args:
-        path: YAML or JSON, fields as in the "config" of a run's config.json; or such a config.json
-            or experiment.json itself.
-        verb: as it is typed.
-
-    Raises:
-        ValueError: there is no such file, it does not hold a mapping, or a run of another verb.
+    It is YAML or JSON with fields as in the "config" of a run's config.json; or such a config.json
+    or experiment.json itself, of this verb.
     """
     import yaml
 
@@ -106,12 +101,7 @@ def read_file(path: Path, verb: str) -> Json:
 
 
 def filled(default: Config, given: Mapping[str, Any], where: str = "config") -> Config:
-    """`default` with the values that are given.
-
-    Args:
-        default: a dataclass of this package.
-        given: {field: value}, a mapping for a nested dataclass; values as JSON or YAML holds them.
-        where: the file, for messages.
+    """`default` with the values that are given, as JSON or YAML holds them.
 
     Raises:
         ValueError: a key is no field, or a value is not of its field's type.

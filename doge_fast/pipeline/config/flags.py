@@ -90,13 +90,7 @@ def _read(kind: Any, is_optional: bool, word: str) -> Any:
 
 
 def parse(words: Sequence[str], config: type, *, verb: str, is_positional: bool) -> Any:
-    """The dataclass that the words after a verb make.
-
-    Args:
-        words: options and values; `--config FILE` among them is read here.
-        config: the verb's dataclass.
-        verb: as it is typed, for help and messages.
-        is_positional: whether fields that must be given stand without an option.
+    """The dataclass that the words after a verb make; `--config FILE` among them is read here.
 
     Raises:
         ValueError: an option, its value or the file is not what it should be.
@@ -146,11 +140,7 @@ def options_of(
 ) -> list[Option]:
     """The options of a dataclass and of those inside, its own first.
 
-    Args:
-        config: with the defaults.
-        is_positional: whether fields that must be given stand without an option.
-        prefix: of the flags.
-        path: of fields that lead to it.
+    `is_positional`: fields that must be given stand without an option.
     """
     kind = type(config)
     hints, texts = get_type_hints(kind), texts_of(kind)
@@ -207,11 +197,7 @@ def _parser(
 ) -> argparse.ArgumentParser:
     """The parser of a verb; what is not typed is not in its result.
 
-    Args:
-        options: of the verb.
-        config: its dataclass.
-        verb: as it is typed.
-        main: names of the fields that its help shows, in this order; empty: all.
+    Its help shows the fields that `main` names, in this order, or all.
     """
     shown = [option for option in options if not main or option.path[-1] in main]
     if main:
