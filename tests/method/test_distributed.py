@@ -1,9 +1,10 @@
 """Ranks that each have some domains: their pieces, one Gram matrix and sum for all, and errors."""
 
 import pytest
+import torch
 from torch import distributed as dist
 
-from doge_fast.distributed.columns import ColumnExchange
+from doge_fast.distributed.columns import ColumnExchange, _checksum
 from doge_fast.distributed.exchange import Exchange
 from doge_fast.distributed.process_group import Communicator, Report
 from doge_fast.sampling import pieces
@@ -25,6 +26,15 @@ def begun_by_none() -> frozenset[str]:
 
 def test_nor_on_any_rank(ranks: Ranks) -> None:
     assert ranks.run(2, begun_by_none) == [{"a"}, {"a"}]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_ranks_compare_every_bit_of_their_parameters_in_any_order(dtype: torch.dtype) -> None:
+    values = torch.randn(6, 5).to(dtype)
+    checksum = _checksum(values)
+    assert _checksum(values.T) == checksum
+    values[2, 3] = torch.nextafter(values[2, 3], torch.tensor(9.0, dtype=dtype))
+    assert _checksum(values) != checksum
 
 
 def test_pieces_of_few_examples_leave_ranks_without_any() -> None:
