@@ -95,6 +95,8 @@ class Received:
     """
     is_dropped: bool = False
     """Whether an exception inside a domain has dropped the gradients."""
+    is_told: bool = False
+    """Whether the other ranks know that."""
 
 
 class Step:
@@ -506,12 +508,13 @@ class Step:
     def _dropped_on_failure(self) -> Iterator[None]:
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             if self.parameters.has_noted:
                 # Clear `p.grad` of what backward passes inside the domain have left.
                 self.parameters.take()
             self.clear()
-            self._received.is_dropped = True
+            # An interruption ends this rank; nobody waits for what it would say.
+            self._received = Received(is_dropped=True, is_told=isinstance(error, Exception))
             raise
 
     # Other ranks.
@@ -539,7 +542,8 @@ class Step:
         try:
             yield
         except Exception as error:
-            if unreachable := self.exchange.fail():
+            # Each rank raises once for a step; a second word would meet its next one.
+            if not self._received.is_told and (unreachable := self.exchange.fail()):
                 error.add_note(unreachable)
             raise
 

@@ -48,19 +48,29 @@ def raised(work: Callable[[], object]) -> str:
     return ""
 
 
-def with_caught_exception() -> str:
-    """Both ranks step; the one that dropped its domains has seen all that it has."""
+def with_caught_exception() -> tuple[str, int]:
+    """Both ranks step; the one that dropped its domains has seen all that it has. Then they go on.
+
+    Returns:
+        What the first step said, and how many have been taken since.
+    """
     model, optimizer = built()
     if dist.get_rank():
         with suppress(KeyError), optimizer.domain("b"):
             raise KeyError("mine")
-    for name in SIZES:
-        enter(model, optimizer, name)
-    return raised(optimizer.step)
+    said = []
+    for _ in range(3):
+        for name in SIZES:
+            enter(model, optimizer, name)
+        said.append(raised(optimizer.step))
+        optimizer.zero_grad()
+    assert said[1:] == ["", ""]
+    return said[0], optimizer.num_steps
 
 
 def test_a_rank_that_dropped_its_step_raises_with_the_others(ranks: Ranks) -> None:
-    one, other = ranks.run(2, with_caught_exception)
+    (one, num_steps), (other, of_other) = ranks.run(2, with_caught_exception)
+    assert num_steps == of_other == 2
     assert "dropped on all ranks, since rank 1 raised" in one
     assert other.startswith(DROPPED)
 
