@@ -17,7 +17,7 @@ from doge_fast import atomic_file
 from doge_fast.pipeline.config import ReportConfig
 from doge_fast.pipeline.named import visible
 from doge_fast.pipeline.reporting.figures import VARIABLES, Drawing
-from doge_fast.pipeline.reporting.sections import Section, drawn, sections_of
+from doge_fast.pipeline.reporting.sections import Section, sections_of
 from doge_fast.pipeline.reporting.study import open_study
 from doge_fast.pipeline.reporting.wording import as_ascii, wrapped
 from doge_fast.pipeline.tables import Row, Table, text
@@ -41,12 +41,15 @@ def write_report(config: ReportConfig) -> Path:
     page = config.out or _default_page(config.runs)
     page.parent.mkdir(parents=True, exist_ok=True)
     # Names in the page.
-    numbers = (f"figure-{number}" for number in itertools.count(1))
+    names = (f"figure-{number}" for number in itertools.count(1))
     html = _template().render(
         css=Markup((Path(__file__).parent / "report.css").read_text(encoding="utf-8")),
         study=study,
         headlines=_headlines(sections),
-        sections=[(section, drawn(section.sketches, numbers)) for section in sections],
+        sections=[
+            (section, [sketch.draw(next(names)) for sketch in section.sketches])
+            for section in sections
+        ],
     )
     # Names in records of runs made elsewhere may hold anything.
     atomic_file.write(page, visible(html))

@@ -6,8 +6,9 @@ Colours are written as hex and, within the page, become the page's own variables
 import io
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,6 +78,20 @@ def drawing_of(name: str, title: str, caption: str, figure: Figure) -> Drawing:
     figure.set_layout_engine("none")
     figure.savefig(png, format="png", dpi=_PNG_DPI, metadata={"Software": None})
     return Drawing(name, title, caption, svg.getvalue(), png.getvalue())
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """A figure that is drawn when it is asked for; its caption is its text alternative too."""
+
+    title: str
+    caption: str
+    make: Callable[[], Figure]
+
+    def draw(self, name: str) -> Drawing:
+        """Rendered, under a name."""
+        with style():
+            return drawing_of(name, self.title, self.caption, self.make())
 
 
 def canvas(height: float) -> tuple[Figure, Axes]:

@@ -3,18 +3,16 @@
 A section is data, so the page and the terminal show the same. Their order is `sections_of`'s.
 """
 
-import itertools
 import math
 import os
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from doge_fast.pipeline import baselines
 from doge_fast.pipeline.records.shapes import (
@@ -27,7 +25,7 @@ from doge_fast.pipeline.records.shapes import (
     WeightsGroup,
 )
 from doge_fast.pipeline.reporting import figures
-from doge_fast.pipeline.reporting.figures import Drawing, drawing_of, style
+from doge_fast.pipeline.reporting.figures import Sketch
 from doge_fast.pipeline.reporting.mixtures import effective_domains
 from doge_fast.pipeline.reporting.runs import RecordedRun
 from doge_fast.pipeline.reporting.statistics import (
@@ -55,15 +53,6 @@ ERRORS = " ±: standard error over seeds."
 _INTERVALS = "Bars: 95 % intervals over paired seeds, where there are several."
 # Mixtures whose bars can stand beside each other, and arms that one figure tells apart by marks.
 _MOST_BARS, _MOST_MARKS = 3, 5
-
-
-@dataclass(frozen=True)
-class Sketch:
-    """A figure that is drawn when the page is made; its caption is its text alternative too."""
-
-    title: str
-    caption: str
-    make: Callable[[], Figure]
 
 
 @dataclass(frozen=True)
@@ -98,20 +87,9 @@ def sections_of(study: Study) -> list[Section]:
     return [section for section in found if section is not None]
 
 
-def drawn(sketches: Iterable[Sketch], names: Iterator[str]) -> list[Drawing]:
-    """The figures, each under the next of the names."""
-    with style():
-        return [
-            drawing_of(next(names), sketch.title, sketch.caption, sketch.make())
-            for sketch in sketches
-        ]
-
-
-def drawings_of(path: Path) -> list[Drawing]:
-    """The figures of a run's or an experiment's page, named "", "-1", "-2", ..."""
-    sections = sections_of(open_study([path]))
-    names = (f"-{place}" if place else "" for place in itertools.count())
-    return drawn((sketch for section in sections for sketch in section.sketches), names)
+def sketches_of(path: Path) -> list[Sketch]:
+    """The figures of a run's or an experiment's page."""
+    return [each for section in sections_of(open_study([path])) for each in section.sketches]
 
 
 def mixture_section(study: Study, group: WeightsGroup) -> Section | None:
