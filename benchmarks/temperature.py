@@ -4,12 +4,16 @@
     python -m benchmarks.temperature out/hidden --data out/known/hidden --target github \
         --domains book arxiv c4 commoncrawl stackexchange wikipedia --steps 400
     python -m benchmarks.temperature out/hidden --table
+    python -m benchmarks.temperature out/larger --data mini_wiki40b --target ca \
+        --domains en de fr es ru --model mini --steps 400 --longer 2000 --seeds 0
 
 For each seed a proxy is trained, and base models along its direction choose a temperature
 (`doge-fast temperature`). About the same number of trainings is given to what a user would try
 instead: a proxy with a quarter of mu, a proxy that is trained four times as long, as many random
 mixtures of which the best is kept, and a regression on those. Base models with another seed, which
-chose nothing, then judge all mixtures. Everything resumes with the same command.
+chose nothing, then judge all mixtures. With `--longer`, only this is asked: is the temperature that
+base models of `--steps` find also the best for longer ones? Everything resumes with the same
+command.
 """
 
 import argparse
@@ -27,6 +31,7 @@ from doge_fast.pipeline.config import (
     BaseConfig,
     CorpusConfig,
     EvaluateConfig,
+    ModelConfig,
     ProxyConfig,
     TemperatureConfig,
     TrainingConfig,
@@ -36,7 +41,7 @@ from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.reporting.statistics import change_text, paired_difference
 from doge_fast.pipeline.reporting.wording import as_ascii
 from doge_fast.pipeline.tables import table_of, text
-from doge_fast.pipeline.temperature import temperature
+from doge_fast.pipeline.temperature import sharpened, temperature
 
 Weights = dict[str, float]
 # Blocks of each domain in a step of a proxy; a base model's batch has as many in all.
@@ -59,6 +64,7 @@ class Question:
     targets: tuple[str, ...]
     """Held out; empty: the mean over all domains counts."""
     steps: int
+    model: str = "tiny"
 
     def training(self, seed: int, steps: int | None = None) -> TrainingConfig:
         """The settings that all models share."""
@@ -72,6 +78,7 @@ class Question:
         config = ProxyConfig(
             self.out / f"seed{seed}" / name,
             self.corpus,
+            model=ModelConfig(self.model),
             training=self.training(seed, steps),
             target=self.targets or ("universal",),
             sequences_per_domain=BLOCKS,
@@ -80,6 +87,12 @@ class Question:
         )
         return learn_weights(config).path
 
+    def search(self, proxy: Path, name: str, seed: int, steps: int) -> records.Json:
+        """Choose a temperature with base models of so many steps; what was written."""
+        out = self.out / f"seed{seed}" / name
+        config = TemperatureConfig(proxy, out=out, steps=steps, seeds=(seed + CHOOSING,))
+        return records.read_weights(temperature(config).path)
+
     def loss(self, name: str, weights: Mapping[str, float], seed: int) -> float:
         """Train a base model at these weights; its mean loss on the targets, or on all domains."""
         out = self.out / "runs" / f"{name}-seed{seed}"
@@ -87,6 +100,7 @@ class Question:
         config = BaseConfig(
             out,
             replace(self.corpus, domains=tuple(weights)),
+            model=ModelConfig(self.model),
             training=self.training(seed),
             weights=given,
             targets=self.targets,
@@ -120,6 +134,11 @@ def regressed(mixtures: Sequence[Weights], losses: Sequence[float], seed: int) -
     return dict(zip(names, map(float, best), strict=True))
 
 
+def points(found: records.Json) -> dict[str, float]:
+    """{1/T: mean loss} of what a search measured."""
+    return {f"{each['inverse_temperature']:g}": each["loss"] for each in found["points"]}
+
+
 def weights_of(run: Path) -> Weights:
     """{domain: weight} of a run."""
     return dict(records.weights_by_name(records.read_weights(run)))
@@ -129,16 +148,8 @@ def measured(question: Question, seed: int) -> records.Json:
     """All methods from one seed: their weights, their cost in trainings, and the judge's losses."""
     proxy = question.proxy("proxy", seed)
     own = records.read_weights(proxy)
-    alpha = weights_of(proxy)
-    search = temperature(
-        TemperatureConfig(
-            proxy,
-            out=question.out / f"seed{seed}" / "temperature",
-            steps=question.steps,
-            seeds=(seed + CHOOSING,),
-        )
-    ).path
-    found = records.read_weights(search)
+    alpha = records.weights_by_name(own)
+    found = question.search(proxy, "temperature", seed, question.steps)
     count = len(found["points"])
     mixtures = random_mixtures(list(alpha), count, seed)
     losses = [
@@ -150,7 +161,7 @@ def measured(question: Question, seed: int) -> records.Json:
         # {method: (weights, trainings of `steps` steps before the base model)}
         "uniform": (dict.fromkeys(alpha, 1 / len(alpha)), 0),
         "DoGE": (alpha, 1),
-        MEASURED: (weights_of(search), 1 + count),
+        MEASURED: (records.weights_by_name(found), 1 + count),
         "DoGE, mu / 4": (weights_of(question.proxy("proxy-mu", seed, mu=own["mu"] / 4)), 1),
         "DoGE, four times as long": (
             weights_of(question.proxy("proxy-long", seed, steps=4 * question.steps)),
@@ -162,7 +173,7 @@ def measured(question: Question, seed: int) -> records.Json:
     return {
         "seed": seed,
         "inverse_temperature": found["inverse_temperature"],
-        "points": {str(p["inverse_temperature"]): p["loss"] for p in found["points"]},
+        "points": points(found),
         "random": losses,
         "methods": {
             name: {
@@ -175,6 +186,40 @@ def measured(question: Question, seed: int) -> records.Json:
     }
 
 
+def compared_lengths(question: Question, longer: int, seed: int) -> records.Json:
+    """The search with base models of `question.steps` and of `longer` steps, along one direction.
+
+    The longer ones are also measured at the temperature that the shorter ones find.
+    """
+    proxy = question.proxy("proxy", seed)
+    searches = {}
+    for steps in (question.steps, longer):
+        found = question.search(proxy, f"temperature-{steps}", seed, steps)
+        searches[str(steps)] = {"found": found["inverse_temperature"], "points": points(found)}
+    short, long = searches.values()
+    if (place := f"{short['found']:g}") not in long["points"]:
+        mixture = sharpened(weights_of(proxy), short["found"])
+        question = replace(question, steps=longer)
+        long["points"][place] = question.loss(f"longer-{place}", mixture, seed + CHOOSING)
+    return {"seed": seed, "weights": weights_of(proxy), "searches": searches}
+
+
+def lengths_table(seed: records.Json) -> str:
+    """A row for each temperature, a column for each length; the best of a column has a star."""
+    searches = seed["searches"].values()
+    places = sorted({place for each in searches for place in each["points"]}, key=float)
+
+    def cell(search: records.Json, place: str) -> str:
+        losses = search["points"]
+        if place not in losses:
+            return ""
+        star = " *" if losses[place] == min(losses.values()) else ""
+        return f"{math.exp(losses[place]):.1f}{star}"
+
+    rows = [[place, *(cell(each, place) for each in searches)] for place in places]
+    return text(table_of(["1/T", *(f"{steps} steps" for steps in seed["searches"])], rows))
+
+
 def _slug(name: str) -> str:
     return "judge-" + "".join(c for c in name.replace(" ", "-") if c.isalnum() or c == "-")
 
@@ -182,6 +227,8 @@ def _slug(name: str) -> str:
 def table(record: records.Json) -> str:
     """A row for each method: perplexity, changes with their intervals over seeds, and cost."""
     seeds = record["seeds"]
+    if "searches" in seeds[0]:
+        return "\n".join(lengths_table(each) for each in seeds)
     losses = {
         name: [each["methods"][name]["loss"] for each in seeds] for name in seeds[0]["methods"]
     }
@@ -209,21 +256,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--domains", nargs="*", default=[], help="trained on; all unless given")
     parser.add_argument("--target", nargs="*", default=[], help="held out; universal unless given")
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--longer", type=int, help="steps of longer base models; only these")
+    parser.add_argument("--model", default="tiny")
     parser.add_argument("--vocab-size", type=int, default=2048)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     args = parser.parse_args(arguments)
     file = args.out / RECORD if args.out.is_dir() or not args.table else args.out
     if not args.table:
         corpus = CorpusConfig(args.data, tuple(args.domains), vocab_size=args.vocab_size)
-        question = Question(args.out, corpus, tuple(args.target), args.steps)
+        question = Question(args.out, corpus, tuple(args.target), args.steps, args.model)
         record = {
             "benchmark": "temperature",
             "data": Path(args.data).name,
             "domains": args.domains,
             "target": args.target,
             "steps": args.steps,
+            "model": args.model,
             "versions": records.versions(),
-            "seeds": [measured(question, seed) for seed in args.seeds],
+            "seeds": [
+                compared_lengths(question, args.longer, seed)
+                if args.longer
+                else measured(question, seed)
+                for seed in args.seeds
+            ],
         }
         records.write_json(file, record)
     print(table(json.loads(file.read_text(encoding="utf-8"))))

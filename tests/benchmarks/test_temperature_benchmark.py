@@ -61,3 +61,21 @@ def test_every_method_is_judged_by_a_seed_that_chose_nothing(
         run = judged / f"{temperature._slug(name)}-seed200"
         losses = json.loads((run / "evaluation.json").read_text())["loss"]
         assert method["loss"] == pytest.approx(sum(losses.values()) / len(losses))
+
+
+@pytest.mark.exhaustive
+def test_longer_models_are_measured_where_short_ones_found_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DOGE_FAST_CACHE", str(tmp_path / "cache"))
+    assert known.main([str(tmp_path / "known")]) == 0
+    words = ["--steps", "2", "--longer", "4", "--vocab-size", "320", "--seeds", "0"]
+    words += ["--data", str(tmp_path / "known" / "noise")]
+    assert temperature.main([str(tmp_path / "out"), *words]) == 0
+    (seed,) = json.loads((tmp_path / "out" / temperature.RECORD).read_text())["seeds"]
+    short, longer = seed["searches"]["2"], seed["searches"]["4"]
+    assert f"{short['found']:g}" in longer["points"]
+    assert {"0", "1", "2"} <= set(short["points"]) & set(longer["points"])
+    printed = capsys.readouterr().out
+    for search in (short, longer):
+        assert f"{math.exp(min(search['points'].values())):.1f} *" in printed
