@@ -144,37 +144,23 @@ def weights_of(run: Path) -> Weights:
     return dict(records.weights_by_name(records.read_weights(run)))
 
 
-def measured(question: Question, seed: int) -> records.Json:
+def measured(question: Question, seed: int, others: bool) -> records.Json:
     """All methods from one seed: their weights, their cost in trainings, and the judge's losses."""
     proxy = question.proxy("proxy", seed)
-    own = records.read_weights(proxy)
-    alpha = records.weights_by_name(own)
+    alpha = weights_of(proxy)
     found = question.search(proxy, "temperature", seed, question.steps)
-    count = len(found["points"])
-    mixtures = random_mixtures(list(alpha), count, seed)
-    losses = [
-        question.loss(f"random{number}", mixture, seed + CHOOSING)
-        for number, mixture in enumerate(mixtures)
-    ]
-    best = mixtures[int(np.argmin(losses))]
+    # {method: (weights, trainings of `steps` steps before the base model)}
     methods = {
-        # {method: (weights, trainings of `steps` steps before the base model)}
         "uniform": (dict.fromkeys(alpha, 1 / len(alpha)), 0),
         "DoGE": (alpha, 1),
-        MEASURED: (records.weights_by_name(found), 1 + count),
-        "DoGE, mu / 4": (weights_of(question.proxy("proxy-mu", seed, mu=own["mu"] / 4)), 1),
-        "DoGE, four times as long": (
-            weights_of(question.proxy("proxy-long", seed, steps=4 * question.steps)),
-            4,
-        ),
-        "best of random mixtures": (best, count),
-        "regression on them": (regressed(mixtures, losses, seed), count),
+        MEASURED: (records.weights_by_name(found), 1 + len(found["points"])),
     }
+    if others:
+        methods |= other_ways(question, proxy, len(found["points"]), seed)
     return {
         "seed": seed,
         "inverse_temperature": found["inverse_temperature"],
         "points": points(found),
-        "random": losses,
         "methods": {
             name: {
                 "weights": weights,
@@ -183,6 +169,26 @@ def measured(question: Question, seed: int) -> records.Json:
             }
             for name, (weights, trainings) in methods.items()
         },
+    }
+
+
+def other_ways(
+    question: Question, proxy: Path, count: int, seed: int
+) -> dict[str, tuple[Weights, int]]:
+    """{method: (weights, trainings)} of other proxies, and of `count` random mixtures."""
+    own = records.read_weights(proxy)
+    mixtures = random_mixtures(list(records.weights_by_name(own)), count, seed)
+    losses = [
+        question.loss(f"random{number}", mixture, seed + CHOOSING)
+        for number, mixture in enumerate(mixtures)
+    ]
+    smaller = question.proxy("proxy-mu", seed, mu=own["mu"] / 4)
+    longer = question.proxy("proxy-long", seed, steps=4 * question.steps)
+    return {
+        "DoGE, mu / 4": (weights_of(smaller), 1),
+        "DoGE, four times as long": (weights_of(longer), 4),
+        "best of random mixtures": (mixtures[int(np.argmin(losses))], count),
+        "regression on them": (regressed(mixtures, losses, seed), count),
     }
 
 
@@ -257,6 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--target", nargs="*", default=[], help="held out; universal unless given")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--longer", type=int, help="steps of longer base models; only these")
+    parser.add_argument("--no-others", action="store_true", help="leave out the other ways")
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--vocab-size", type=int, default=2048)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -276,7 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "seeds": [
                 compared_lengths(question, args.longer, seed)
                 if args.longer
-                else measured(question, seed)
+                else measured(question, seed, not args.no_others)
                 for seed in args.seeds
             ],
         }

@@ -55,7 +55,7 @@ def test_every_method_is_judged_by_a_seed_that_chose_nothing(
     judged = tmp_path / "out" / "runs"
     assert len(list(judged.glob("judge-*-seed200"))) == len(seed["methods"]) == 7
     number = len(seed["points"])
-    assert len(list(judged.glob("random*-seed100"))) == number == len(seed["random"])
+    assert len(list(judged.glob("random*-seed100"))) == number
     assert seed["methods"][temperature.MEASURED]["trainings"] == number + 1
     for name, method in seed["methods"].items():
         run = judged / f"{temperature._slug(name)}-seed200"
