@@ -26,7 +26,7 @@ from transformers.utils import logging as transformers_logging
 from doge_fast.pipeline import hub
 from doge_fast.pipeline.config import ModelConfig
 from doge_fast.pipeline.failures import FileFailure, one_line, reading
-from doge_fast.pipeline.sizes import SIZES
+from doge_fast.pipeline.sizes import SIZES, Size
 from doge_fast.pipeline.tokenizer import end_of_text_id, vocabulary_size
 
 # Matrix products want a multiple of 64 rows; 50257 becomes the paper's 50304.
@@ -101,8 +101,15 @@ def check_model(config: ModelConfig, *, block_size: int) -> Any:
     the model returns or how it is stored. A foreign one can be built and saved.
     """
     _check_pretrained(config)
+    shape = {name: getattr(config, name) for name in Size._fields}
+    shape = {name: value for name, value in shape.items() if value is not None}
     if config.model in SIZES:
-        architecture: Any = _family(config.model, block_size)
+        architecture: Any = _family(SIZES[config.model]._replace(**shape), block_size)
+    elif shape:
+        raise ValueError(
+            f"num_layers, embed_dim and num_heads (--num-layers, ...) change a size of the family; "
+            f"{config.model} is none. Change its config.json, or leave them out."
+        )
     else:
         architecture = load_architecture(config.model)
         _check_numbers(architecture.to_dict(), config.model)
@@ -127,7 +134,7 @@ def check_model(config: ModelConfig, *, block_size: int) -> Any:
     if layers > _MOST_LAYERS:
         raise ValueError(
             f"A model has at most {_MOST_LAYERS} layers, for more take minutes to build; "
-            f"{config.model} has {layers}. Name another."
+            f"{config.model} has {layers}. Name another, or fewer."
         )
     if config.model not in SIZES:
         with reading(config.model, _MEND):
@@ -153,8 +160,8 @@ def _check_heads(name: str, architecture: Any) -> None:
         return
     if heads < 1 or (width % heads and getattr(architecture, "head_dim", None) is None):
         raise ValueError(
-            f"{name}: hidden_size must be a multiple of num_attention_heads; its config.json has "
-            f"{width} and {heads}."
+            f"{name}: the width (embed_dim, hidden_size) must be a multiple of the number of heads "
+            f"(num_heads, num_attention_heads); got {width} and {heads}."
         )
     if heads % (keys := getattr(architecture, "num_key_value_heads", None) or heads):
         raise ValueError(
@@ -250,8 +257,7 @@ def padded_vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
     return -(-vocabulary_size(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
-def _family(name: str, block_size: int) -> GPT2Config:
-    size = SIZES[name]
+def _family(size: Size, block_size: int) -> GPT2Config:
     return GPT2Config(
         n_positions=block_size,
         n_layer=size.num_layers,

@@ -28,14 +28,13 @@ ELSEWHERE = {
     "block-size": ("seq-len", "seq-length", "sequence-length", "max-length", "context-length"),
     "steps": ("max-steps", "max-iters", "train-iters", "iterations", "epochs"),
     "warmup-steps": ("warmup", "warmup-iters", "warmup-ratio"),
+    "embed-dim": ("hidden-size", "n-embd", "d-model", "width"),
+    "num-layers": ("n-layer", "n-layers", "depth"),
+    "num-heads": ("n-head", "n-heads"),
     "data": ("dataset", "dataset-name", "corpus"),
     "text-column": ("text-field", "text-key"),
     "out": ("output", "output-dir", "save-dir"),
-    # A size or a config.json says these.
-    "model": (
-        *("model-name-or-path", "num-layers", "n-layer", "n-layers", "depth", "num-heads"),
-        *("n-head", "n-heads", "embed-dim", "hidden-size", "n-embd", "d-model", "width"),
-    ),
+    "model": ("model-name-or-path",),
     "dtype": ("precision", "bf16", "fp16"),
     "report-to": ("wandb", "tensorboard"),
     "save-every": ("save-steps", "save-interval", "ckpt-interval"),

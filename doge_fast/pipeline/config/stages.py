@@ -59,6 +59,12 @@ class ModelConfig:
     config.json that AutoConfig opens: a file, a folder or a Hub id."""
     pretrained: bool = False
     """Load the weights of `model` too (continued pretraining) instead of fresh ones."""
+    num_layers: Count | None = None
+    """Layers of a size of the family, instead of its own."""
+    embed_dim: Count | None = None
+    """Width of a size of the family, instead of its own."""
+    num_heads: Count | None = None
+    """Attention heads of a size of the family, instead of its own."""
 
 
 @dataclass(frozen=True)
