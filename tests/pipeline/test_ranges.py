@@ -51,6 +51,9 @@ def test_every_number_of_every_verb_has_a_range() -> None:
         ({"validation_fraction": 1.0}, "greater than 0 and less than 1"),
         # A word is several letters.
         ({"target": "verse"}, "target must be a tuple of values"),
+        ({"data": Path("folder")}, "data must be text (str); got"),
+        ({"tokenizer": None}, "tokenizer must be text (str); got None."),
+        ({"cache_dir": "cache"}, "cache_dir must be a pathlib.Path; got 'cache'."),
         ({"mode": "fast"}, "one of auto, sequential, stacked; got 'fast'."),
     ],
 )
