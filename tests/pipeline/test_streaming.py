@@ -165,16 +165,6 @@ def test_a_stream_is_packed_once_and_apart_from_the_whole(mingled, columned, mon
     assert documents(whole, "web", "train") != documents(first, "web", "train")
 
 
-def test_a_stream_warns_of_what_it_did_not_count(mingled, columned, monkeypatch, caplog):
-    answer_as_hub(monkeypatch, "owner/large", mingled)
-    (warning,) = load_corpus(columned()).warnings
-    assert warning.startswith(
-        "book, web: read as a stream (--streaming) as far as max_tokens_per_domain "
-        "(--max-tokens-per-domain), 1600."
-    )
-    assert warning in [record.getMessage() for record in caplog.records]
-
-
 def test_a_domain_that_ends_before_the_limit_is_counted(mingled, columned, monkeypatch):
     answer_as_hub(monkeypatch, "owner/large", mingled)
     config = columned(max_tokens_per_domain=100_000, validation_fraction=0.02)
