@@ -22,7 +22,7 @@ from doge_fast.pipeline import records
 from doge_fast.pipeline.config import ProxyConfig
 from doge_fast.pipeline.config.fields import filled, read_file
 from doge_fast.pipeline.config.ranges import check as check_ranges
-from doge_fast.pipeline.records import metrics, runs
+from doge_fast.pipeline.records import runs
 from doge_fast.pipeline.records.shapes import EvaluationRecord, ExperimentRecord, FewShotRecord
 
 CORPUS = Path(__file__).with_name("corpus")
@@ -60,11 +60,11 @@ def _weights(data: bytes) -> object:
 
 def _metrics(data: bytes) -> object:
     _file(runs.METRICS, data)
-    lines = metrics.read_metrics(_folder())
+    lines = runs.read_metrics(_folder())
     # What a checkpoint has noted of the file is what it goes on with.
-    written = metrics.keep_metrics(_folder())
-    metrics.append_metrics(_folder(), {"step": 9, "kind": "train"})
-    metrics.resume_metrics(_folder(), written)
+    written = runs.keep_metrics(_folder())
+    runs.append_metrics(_folder(), {"step": 9, "kind": "train"})
+    runs.resume_metrics(_folder(), written)
     assert (_folder() / runs.METRICS).read_bytes() == data
     return lines
 

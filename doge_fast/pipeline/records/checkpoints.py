@@ -20,8 +20,14 @@ from filelock import FileLock, Timeout
 from doge_fast import atomic_file
 from doge_fast.pipeline.failures import FileFailure
 from doge_fast.pipeline.records.manifest import read_manifest, write_manifest
-from doge_fast.pipeline.records.metrics import keep_metrics, resume_metrics
-from doge_fast.pipeline.records.runs import CHECKPOINTS, METRICS, WRITING, read_json
+from doge_fast.pipeline.records.runs import (
+    CHECKPOINTS,
+    METRICS,
+    WRITING,
+    keep_metrics,
+    read_json,
+    resume_metrics,
+)
 from doge_fast.weights.weights_file import write_json
 
 # How many stay.

@@ -1,24 +1,35 @@
-"""config.json, and what holds of every file of a run directory: names, schema, required keys."""
+"""The files of a run and of an experiment, but its weights: what is written, believed, compared.
+
+config.json says what was asked, metrics.jsonl has a line a step and is only appended to,
+evaluation.json and fewshot.json what was measured; experiment.json is about several runs.
+"""
 
 import contextlib
+import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from platform import python_version
-from typing import Any
+from typing import Any, Literal
 
+from doge_fast import atomic_file
 from doge_fast.pipeline.failures import FileFailure
 from doge_fast.pipeline.records.shapes import (
     CONFIG,
+    EVALUATION,
     EXPERIMENT,
     STAGES,
     WAY_OUT,
     Asked,
     ConfigRecord,
+    EvaluationRecord,
+    ExperimentRecord,
     Loaded,
+    MetricsLine,
     Stage,
     check_shape,
 )
@@ -40,6 +51,13 @@ _NOT_COMPARED = (
 )
 # Says whether to run at all.
 _NOT_KEPT = ("dry_run",)
+
+# How an experiment is run; seeds and targets may be added, which its runs show.
+_FREE = (
+    *("out", "plan", "only", "seeds", "targets", "corpus.cache_dir", "rates.device"),
+    # A search for the temperature may go on for longer.
+    *("most_runs", "budget_tokens", "device"),
+)
 
 _REPORTED_PACKAGES = (
     *("doge-fast", "torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy"),
@@ -284,3 +302,240 @@ def _is_a_lock(entry: Path) -> bool:
     """A folder of checkpoints without any: of a run that has only just begun."""
     hidden = (each.name.startswith(".") for each in entry.glob("*"))
     return entry.name == CHECKPOINTS and all(hidden)
+
+
+def append_metrics(run: Path, line: Mapping[str, Any]) -> None:
+    """Append {"step", "kind": "train" | "eval", ...}, in one write where there is room for it.
+
+    Where something else has cut the file within a line, what is left of that line goes.
+
+    Raises:
+        OSError: the line is not written, or not all of it.
+    """
+    text = json.dumps(plain(line), ensure_ascii=False, allow_nan=False) + "\n"
+    # Buffered: what the system leaves of a line is written again, which says what is wrong.
+    with (run / METRICS).open("a+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(end - 1, 0))
+        if file.read() not in (b"", b"\n"):
+            file.truncate((run / METRICS).read_bytes().rfind(b"\n") + 1)
+        file.write(text.encode())
+
+
+def keep_metrics(run: Path) -> Json:
+    """Have metrics.jsonl on the disk; its {"lines", "bytes", "sha256"}, as a checkpoint keeps them.
+
+    `resume_metrics` takes them.
+    """
+    path = run / METRICS
+    path.touch()
+    atomic_file.keep(path)
+    content = path.read_bytes()
+    return {"lines": content.count(b"\n"), "bytes": len(content), "sha256": _sha256(content)}
+
+
+def resume_metrics(run: Path, written: Any) -> None:
+    """Cut metrics.jsonl back to a checkpoint, so the record equals the uninterrupted run's.
+
+    Args:
+        run: the run directory.
+        written: what `keep_metrics` said at the checkpoint; None empties the file, for the run
+            starts from the beginning.
+
+    Raises:
+        ValueError: the file is not what it was; it is left as it is.
+    """
+    path = run / METRICS
+    content = path.read_bytes() if path.exists() else b""
+    kept = b""
+    if written is not None:
+        known = written if isinstance(written, dict) else {}
+        size, lines = known.get("bytes"), known.get("lines")
+        if not isinstance(size, int) or not isinstance(lines, int):
+            raise ValueError(f"its manifest does not say what {METRICS} held")
+        kept = content[:size]
+        if _sha256(kept) != known.get("sha256"):
+            raise ValueError(_difference(content, lines))
+    # Whatever came after the checkpoint goes, a torn last line with it.
+    if kept != content:
+        atomic_file.write(path, kept)
+
+
+def _difference(content: bytes, num_lines: int) -> str:
+    """What is wrong with a file that held so many lines."""
+    lines = content.splitlines(keepends=True)[:num_lines]
+    for number, text in enumerate(lines, start=1):
+        try:
+            json.loads(text)
+        except (ValueError, RecursionError):
+            return f"line {number} of {METRICS} is damaged"
+    if len(lines) < num_lines:
+        return f"{METRICS} holds {len(lines)} of the {num_lines} lines that it held then"
+    return f"{METRICS} holds other lines than it held then"
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def read_metrics(run: Path, *, kind: Literal["train", "eval"] | None = None) -> list[Json]:
+    """The lines of metrics.jsonl in order, of one kind or all; a torn last line is left out.
+
+    Raises:
+        ValueError: there is no such file, or a line before the last is not a metrics line.
+    """
+    return [line for line, _ in _read(run) if kind in (None, line["kind"])]
+
+
+def read_lines(run: Path) -> list[MetricsLine]:
+    """As `read_metrics`, each line of its class."""
+    return [shape for _, shape in _read(run)]
+
+
+def _read(run: Path) -> list[tuple[Json, MetricsLine]]:
+    path = run / METRICS
+    if not path.exists():
+        raise ValueError(f"{path} does not exist: the run in {run} has not logged a step.")
+    lines: list[tuple[Json, MetricsLine]] = []
+    # What follows the last line break was torn by a kill.
+    for n, text in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        where = f"{path}, line {n}"
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise FileFailure(
+                f"{where}, must hold a JSON object and does not: {error}. {WAY_OUT}"
+            ) from None
+        lines.append((line, check_shape(line, MetricsLine, f"{where},")))
+        first, _ = lines[0]
+        for key in ("alpha", "alpha_mean"):
+            if key in line and line[key].keys() != first.get(key, line[key]).keys():
+                raise FileFailure(
+                    f"{where}, is damaged: {key} is of {', '.join(line[key])}, and in line 1 of "
+                    f"{', '.join(first[key])}. {WAY_OUT}"
+                )
+    return lines
+
+
+def evaluation(
+    *, step: int, blocks: Mapping[str, int], loss: Mapping[str, float], block_size: int
+) -> Json:
+    """What evaluation.json holds, from the held-out loss of every domain.
+
+    perplexity_d        =  exp(loss_d)
+    average_perplexity  =  exp(mean_d loss_d)      not the mean of the perplexities
+    worst               =  max_d perplexity_d
+
+    Args:
+        step: optimizer steps the model has made.
+        blocks: held-out blocks measured, per domain.
+        loss: mean loss per predicted token in nats, per domain.
+        block_size: tokens in a block; the first of each is not predicted.
+
+    Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), caption of tab:universal_ppl.
+    """
+    assert loss.keys() == blocks.keys()
+    perplexity = {name: exp_or_inf(value) for name, value in loss.items()}
+    return {
+        "step": step,
+        "blocks": dict(blocks),
+        "loss": dict(loss),
+        "perplexity": perplexity,
+        "average_perplexity": exp_or_inf(math.fsum(loss.values()) / len(loss)),
+        "worst": max(perplexity.values()),
+        "tokens": {name: count * (block_size - 1) for name, count in blocks.items()},
+    }
+
+
+def exp_or_inf(value: float) -> float:
+    """exp without OverflowError: a diverged model's perplexity is infinite."""
+    return math.exp(value) if value < 709 else math.inf
+
+
+def load_evaluation(run: Path) -> EvaluationRecord:
+    """evaluation.json of a run directory; ValueError where it is absent or damaged."""
+    found = load(run, EvaluationRecord)
+    if not found.loss.keys() == found.blocks.keys() == found.perplexity.keys():
+        raise FileFailure(
+            f"{run / EVALUATION} is damaged: loss, blocks and perplexity are not of the same "
+            f"domains. {WAY_OUT}"
+        )
+    return found
+
+
+def read_evaluation(run: Path) -> Json:
+    """As `load_evaluation`, with all that the file holds."""
+    load_evaluation(run)
+    return read_json(run / EVALUATION)
+
+
+def is_measured(run: Path, blocks: int | None) -> bool:
+    """Whether evaluation.json holds every domain and target on so many blocks, or all there are."""
+    if not (run / EVALUATION).exists():
+        return False
+    corpus = load_config(run)[0].corpus
+    most = math.inf if blocks is None else blocks
+    sizes = {**corpus.domains, **corpus.targets}
+    wanted = {name: min(most, each.validation_blocks) for name, each in sizes.items()}
+    return load_evaluation(run).blocks == wanted
+
+
+def few_shot(
+    *, step: int, tasks: Mapping[str, Mapping[str, Any]], setting: Mapping[str, Any]
+) -> Json:
+    """What fewshot.json holds: the scores of every task, what decides them, and their average.
+
+    average acc         =  mean_t acc_t
+    average acc_stderr  =  sqrt(sum_t acc_stderr_t^2) / T      tasks share no document
+    """
+    number = len(tasks)
+    stderrs = [task["acc_stderr"] for task in tasks.values()]
+    # Of a single document there is none.
+    is_known = all(stderr is not None for stderr in stderrs)
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "step": step,
+        **setting,
+        "tasks": {name: dict(scores) for name, scores in tasks.items()},
+        "average": {
+            "acc": math.fsum(task["acc"] for task in tasks.values()) / number,
+            "acc_stderr": math.hypot(*stderrs) / number if is_known else None,
+            "chance": math.fsum(task["chance"] for task in tasks.values()) / number,
+        },
+    }
+
+
+def write_experiment(out: Path, record: Mapping[str, Any]) -> None:
+    """Write experiment.json, the fields of `ExperimentRecord` and `config`; all settings.
+
+    Raises:
+        ValueError: as `check_experiment`.
+    """
+    check_experiment(out, record)
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / EXPERIMENT, {"schema_version": SCHEMA_VERSION, **record})
+
+
+def check_experiment(out: Path, record: Mapping[str, Any]) -> None:
+    """Raise ValueError where a directory holds another experiment, or something else.
+
+    Runs may be added to an experiment, by more seeds. Nothing else may change.
+    """
+    if not (out / EXPERIMENT).exists():
+        check_empty(out)
+        return
+    if all(entry.name == EXPERIMENT for entry in out.iterdir()):
+        return
+    known, asked = read_experiment(out), plain(record)
+    check_same("configuration", out, known.get("config", {}), asked["config"], _FREE)
+    if missing := [name for name in known["runs"] if name not in asked["runs"]]:
+        raise ValueError(
+            f"{out} holds an experiment with further runs, as {missing[0]}. Name another "
+            "directory, or ask for its seeds and targets too."
+        )
+
+
+def read_experiment(path: Path) -> Json:
+    """All of experiment.json of a directory; ValueError where it is absent or damaged."""
+    load(path, ExperimentRecord)
+    return read_json(path / EXPERIMENT)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
-from doge_fast.pipeline.records.measures import exp_or_inf
+from doge_fast.pipeline.records.runs import exp_or_inf
 from doge_fast.pipeline.reporting.wording import Stat, percent_text
 
 CONFIDENCE = 0.95
