@@ -210,7 +210,7 @@ def _open_reference(run: Path, corpus: Corpus) -> Reference:
     record_of_it = {
         "run": str(run),
         "model": config["model"]["model"],
-        "model_sha256": _sha256(run / records.MODEL),
+        "model_sha256": _model_sha256(run),
         "parameters": model.num_parameters(),
         "steps": steps,
         "tokens": steps * config["batch_size"] * corpus.block_size,
@@ -247,10 +247,8 @@ def _reference_weights(run: Path, record: Json, corpus: Corpus) -> dict[str, flo
     return weights
 
 
-def _sha256(folder: Path) -> str:
-    """Of the model's weights, all files of them."""
-    digest = hashlib.sha256()
-    for file in sorted(folder.glob("*.safetensors")):
-        with file.open("rb") as opened:
-            digest.update(hashlib.file_digest(opened, "sha256").digest())
-    return digest.hexdigest()
+def _model_sha256(run: Path) -> str:
+    """Of its weights, all files of them."""
+    files = records.read_manifest(run / records.MODEL, is_hashed=False)["files"]
+    digests = [files[name]["sha256"] for name in sorted(files) if name.endswith(".safetensors")]
+    return hashlib.sha256(b"".join(map(bytes.fromhex, digests))).hexdigest()

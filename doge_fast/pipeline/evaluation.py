@@ -138,21 +138,12 @@ def _own(config: EvaluateConfig, record: Json) -> Mapping[str, datasets.Dataset]
             f"{config.run} was trained with the tokenizer {expected[:12]}; its corpus gives "
             f"{found[:12]} now, so its files have changed. Restore them, or train again."
         )
-    described = corpus.describe()
-    before, now = _documents(trained_on), _documents(described)
-    changed = [name for name in before if before[name] != now[name]]
-    if changed := changed or records.changed_domains(trained_on, described):
+    if changed := records.changed_domains(trained_on, corpus.describe()):
         raise ValueError(
             f"{config.run} was trained on another corpus: {own['data']} holds other text of "
             f"{', '.join(changed)} now. Restore it, or train again."
         )
     return corpus.validation
-
-
-def _documents(corpus: Json) -> dict[str, tuple[int, int]]:
-    """{domain: (documents, held-out blocks)}: what the target "mix" leaves as it is."""
-    domains = corpus["domains"] | corpus["targets"]
-    return {name: (of["documents"], of["validation_blocks"]) for name, of in domains.items()}
 
 
 def _other(config: EvaluateConfig, data: str, record: Json) -> dict[str, datasets.Dataset]:
