@@ -237,7 +237,7 @@ def test_sigterm_before_a_training_ends_as_ctrl_c_does(
     verb(told)
     said = answer(["info"], capsys)
     assert said.code == failures.TERMINATED
-    assert said.err.startswith("doge-fast: Ended by SIGTERM. A training resumes")
+    assert said.err.startswith("doge-fast: Ended by SIGTERM.")
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
