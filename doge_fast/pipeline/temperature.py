@@ -278,7 +278,9 @@ class _Search:
                 record = {
                     "method": "doge",
                     "inverse_temperature": inverse,
-                    "domains": [{"name": each, "weight": w} for each, w in weights.items()],
+                    "domains": [
+                        {"name": name, "weight": weight} for name, weight in weights.items()
+                    ],
                     "tokenizer_sha256": self.record.get("tokenizer_sha256"),
                 }
                 records.write_weights(self._mixture(inverse), record)
@@ -434,7 +436,10 @@ class _Search:
         self, points: Sequence[Point], best: Point, arms: Mapping[float, ArmRecord]
     ) -> list[Group]:
         """The tables that the search ends in."""
-        measured = [TemperaturePoint(p.inverse, arms[p.inverse], dict(p.weights)) for p in points]
+        measured = [
+            TemperaturePoint(point.inverse, arms[point.inverse], dict(point.weights))
+            for point in points
+        ]
         focus = arms[best.inverse].label if best.inverse else None
         seeds = tuple(zip(*(point.runs for point in points), strict=True))
         methods = (

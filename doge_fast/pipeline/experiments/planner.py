@@ -117,28 +117,32 @@ class Planner:
     def base(self, name: str, source: str | Runs, **more: Any) -> Runs:
         """Train at a baseline's weights, or at those that runs have learned; `more` as above."""
         told = self.config.base
+        weights: Any = source
+        if not isinstance(source, str):
+            weights = {seed: str(run) for seed, run in source.items()}
         own: dict[str, Any] = {
             "model": told.models[0],
             "steps": told.steps,
             "eval_points": told.eval_points,
             "is_measured": True,
-            "weights": source
-            if isinstance(source, str)
-            else {s: str(r) for s, r in source.items()},
+            "weights": weights,
             "batch_size": told.batch_size,
         }
         return self._add(BaseConfig, name, **(own | more))
 
     def finetuned(self, bases: Runs, target: str) -> Runs:
         """Go on with base models on the target alone."""
-        told, corpus = self.config.base, self.config.corpus
+        told = self.config.base
         models = {seed: str(base / "model") for seed, base in bases.items()}
-        names = {s: f"finetuned-{b.name.removeprefix('base-')}" for s, b in bases.items()}
+        outs, corpora = {}, {}
+        for seed, base in bases.items():
+            outs[seed] = base.with_name(f"finetuned-{base.name.removeprefix('base-')}")
+            corpora[seed] = replace(self.config.corpus, domains=(target,), tokenizer=models[seed])
         return self._add(
             BaseConfig,
             "",
-            out={seed: base.with_name(names[seed]) for seed, base in bases.items()},
-            corpus={s: replace(corpus, domains=(target,), tokenizer=m) for s, m in models.items()},
+            out=outs,
+            corpus=corpora,
             model=models,
             is_pretrained=True,
             steps=told.finetune_steps,
