@@ -526,8 +526,8 @@ class Step:
 
     def _settle_exchange(self) -> Exchange:
         """Make the exchange anew if the process group or the kind of parameters has changed."""
-        # Before the first step a trainer may have replaced the parameters found at construction.
-        params = self.parameters.look_up() if self._exchange is None else self.parameters.params
+        # Looked up: a trainer may have replaced the parameters found at construction.
+        params = self.parameters.look_up()
         made_for = default_group(), frozenset(map(type, params))
         if self._exchange is None or self._made_for != made_for:
             self._exchange, self._made_for = exchange_of(self._ranks, params), made_for

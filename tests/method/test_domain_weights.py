@@ -154,6 +154,21 @@ def test_the_record_has_the_mean_and_the_last_weights() -> None:
     }
 
 
+def test_ranks_compare_weights_where_they_may_differ_alone() -> None:
+    """Reading them waits for the device."""
+    weights = weights_of()
+
+    def compared(*, with_values: bool = False) -> object:
+        return weights.settings(with_values=with_values)["the domain weights"]
+
+    assert compared() is None
+    assert compared(with_values=True) == weights.shared_state.tolist()
+    weights.load(weights.state())
+    assert compared() == weights.shared_state.tolist()
+    move(weights, rows(2) @ rows(2).T)
+    assert compared() is None
+
+
 def learned(alpha: list[float], **arguments: Any) -> DomainWeights:
     """Weights at `alpha` after four steps with a score."""
     weights = weights_of("defg"[: len(alpha)], rule=UpdateRule(0.25), **arguments)
