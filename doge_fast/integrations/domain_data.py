@@ -217,38 +217,30 @@ class StreamLoader(DataLoader[Any]):
         cast(DomainStream, self.dataset).set_epoch(epoch)
 
 
-class CollateByDomain:
-    """Collates examples `{domain: example}` into `{domain: batch}`, without the key `column`.
+def collate_by_domain(
+    examples: list[Mapping[str, Any]],
+    collate: Collate,
+    column: str,
+    place: tuple[int, int] | None = None,
+    *,
+    all_domains: bool = False,
+) -> dict[str, Batch]:
+    """Collate examples `{domain: example}` into `{domain: batch}`, without the key `column`.
 
-    `place` is (rank, number of ranks), to collate this rank's part alone; None: everything.
+    `place` is (rank, number of ranks), for the `RankBatch` of this rank; None: everything.
     `all_domains` is that of `examples_of_rank`.
     """
+    sizes = dict.fromkeys(checked_batch(examples[0]), len(examples))
+    mine = examples_of_rank(sizes, *(place or (0, 1)), all_domains=all_domains)
+    batches = {
+        name: collate([_unnamed(each[name], column) for each in examples[first:last]])
+        for name, (first, last) in mine.items()
+    }
+    return batches if place is None else RankBatch(batches, mine, sizes)
 
-    def __init__(
-        self,
-        collate: Collate,
-        column: str,
-        place: tuple[int, int] | None = None,
-        *,
-        all_domains: bool = False,
-    ) -> None:
-        self.collate = collate
-        self.column = column
-        self.place = place
-        self.all_domains = all_domains
 
-    def __call__(self, examples: list[Mapping[str, Any]]) -> dict[str, Batch]:
-        """{domain: batch}; a `RankBatch` with a `place`."""
-        sizes = dict.fromkeys(checked_batch(examples[0]), len(examples))
-        mine = examples_of_rank(sizes, *(self.place or (0, 1)), all_domains=self.all_domains)
-        batches = {
-            name: self.collate([self._unnamed(each[name]) for each in examples[first:last]])
-            for name, (first, last) in mine.items()
-        }
-        return batches if self.place is None else RankBatch(batches, mine, sizes)
-
-    def _unnamed(self, example: Any) -> Any:
-        return _without(example, self.column) if _names_a_domain(example, self.column) else example
+def _unnamed(example: Any, column: str) -> Any:
+    return _without(example, column) if _names_a_domain(example, column) else example
 
 
 def _without(example: Mapping[str, Any], column: str) -> dict[str, Any]:

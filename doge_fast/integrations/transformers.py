@@ -13,6 +13,7 @@ sum only the number of targets of each domain in a step, and the losses for the 
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from inspect import signature
 from itertools import islice
 from typing import Any, Literal, cast, get_args
@@ -358,8 +359,12 @@ class DoGETrainer(_StepByDomain):
             dataset,
             batch_size=batch_size,
             sampler=self._get_train_sampler(dataset),
-            collate_fn=domain_data.CollateByDomain(
-                collate, column, place, all_domains=self.is_sharded
+            collate_fn=partial(
+                domain_data.collate_by_domain,
+                collate=collate,
+                column=column,
+                place=place,
+                all_domains=self.is_sharded,
             ),
             drop_last=self.args.dataloader_drop_last,
             **options,

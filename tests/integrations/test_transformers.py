@@ -475,7 +475,7 @@ def test_a_rank_reads_its_own_examples_alone() -> None:
     def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
         return {"x": torch.tensor([row["x"] for row in rows])}
 
-    found = domain_data.CollateByDomain(collate, "domain", (1, 2))([zipped[i] for i in range(4)])
+    found = domain_data.collate_by_domain([zipped[i] for i in range(4)], collate, "domain", (1, 2))
     assert {name: batch["x"].tolist() for name, batch in found.items()} == {
         "cd": [2, 3],
         "ef": [0, 1, 2, 3],
