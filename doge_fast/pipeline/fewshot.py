@@ -12,7 +12,7 @@ import json
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
@@ -26,7 +26,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from transformers import AutoTokenizer
 
-from doge_fast.pipeline import records, tables, training
+from doge_fast.pipeline import hub, records, tables, training
 from doge_fast.pipeline.config import EvaluateConfig, TasksConfig
 from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.failures import one_line, reading
@@ -235,7 +235,8 @@ def _open_task(name: str, folder: Path | None) -> Any:
         # As a member of a group, which is how lm-eval lets a registered task be changed.
         asked = {"group": "task-data", "task": [{"task": name, **changes}]}
     try:
-        return _task_manager().load(asked)["tasks"][name]
+        with hub.asked_once() if folder is None else nullcontext():
+            return _task_manager().load(asked)["tasks"][name]
     # Whatever the Hub, its cache and the network raise, or code of the task itself over documents
     # that it does not understand.
     except Exception as error:

@@ -421,7 +421,7 @@ def _from_hub(data: str) -> Iterator[None]:
     # What takes a while is announced, or has a bar of ours.
     datasets.disable_progress_bars()
     try:
-        with hub.asked_once(data):
+        with hub.asked_once():
             yield
     except Exception as error:
         raise ValueError(
