@@ -17,24 +17,6 @@ def grad(like: Tensor, seed: int) -> Tensor:
     return torch.randn(like.shape, generator=generator).to(like.dtype)
 
 
-def test_rows_hold_the_sums_of_what_was_received() -> None:
-    params = [param(3, 5), param(7), param(())]
-    buffer = FlatBuffer(3)
-    for step in range(2):
-        sums = [torch.zeros(3, p.numel()) for p in params]
-        # The last domain comes once, the others twice.
-        for row in (0, 1, 2, 0, 1):
-            for p, sum_RN in zip(params, sums, strict=True):
-                new = grad(p, int(sum_RN.any()) + 10 * row + 100 * step)
-                buffer.receive(row, p, new)
-                sum_RN[row] += new.flatten()
-        blocks = buffer.touched(params)
-        assert [block.param for block in blocks] == params
-        for block, sum_RN in zip(blocks, sums, strict=True):
-            torch.testing.assert_close(block.rows_BN, sum_RN)
-        buffer.clear()
-
-
 # A line of 64 elements; one more where rows would lie pages apart.
 @pytest.mark.parametrize(
     ("columns", "stride", "dtype"),
@@ -97,47 +79,6 @@ def test_what_waits_is_written_once_a_megabyte_is_there(monkeypatch: pytest.Monk
     assert calls == []
 
 
-def test_first_gradients_and_later_ones_are_not_written_together(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    calls = writes(monkeypatch)
-    one, other, third = param(3), param(4), param(5)
-    buffer = FlatBuffer(2)
-    buffer.receive(0, one, grad(one, 0))
-    buffer.flush()
-    buffer.receive(0, other, grad(other, 1))
-    # Adds, where what waits replaces.
-    buffer.receive(0, one, grad(one, 2))
-    assert calls == [1, 1]
-    # Replaces, where what waits adds.
-    buffer.receive(0, third, grad(third, 3))
-    assert calls == [1, 1, 1]
-    # Neither does another row of what waits.
-    buffer.receive(1, third, grad(third, 4))
-    assert calls == [1, 1, 1, 1]
-    blocks = buffer.touched([one, other, third])
-    torch.testing.assert_close(blocks[0].rows_BN[0], grad(one, 0) + grad(one, 2))
-    assert torch.equal(blocks[1].rows_BN[0], grad(other, 1))
-    assert torch.equal(blocks[2].rows_BN, torch.stack([grad(third, 3), grad(third, 4)]))
-
-
-def test_rows_are_lent_after_what_waits_is_written() -> None:
-    p = param(4)
-    buffer = FlatBuffer(3)
-    buffer.receive(0, p, grad(p, 1))
-    rows_RN, adds = buffer.slots(0, 2, p, torch.float32)
-    assert adds
-    assert torch.equal(rows_RN, torch.stack([grad(p, 1), torch.zeros(4)]))
-    rows_RN += 1
-    (block,) = buffer.touched([p])
-    assert torch.equal(block.rows_BN, torch.stack([grad(p, 1) + 1, torch.ones(4), torch.zeros(4)]))
-    # Others are lent as they are.
-    buffer.clear()
-    assert not buffer.slots(1, 2, p, torch.float32)[1]
-    assert block.written == 0b110
-    assert not buffer.slots(0, 1, p, torch.float32)[1]
-
-
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_rows_of_16_bits_that_are_lent_twice_become_wide(dtype: torch.dtype | None) -> None:
     """Unless the loop has asked for them."""
@@ -157,38 +98,6 @@ def test_rows_of_16_bits_that_are_lent_twice_become_wide(dtype: torch.dtype | No
     first, _ = buffer.slots(0, 1, wide, torch.float32)
     again, _ = buffer.slots(0, 1, wide, torch.float32)
     assert again.data_ptr() == first.data_ptr()
-
-
-def test_wider_gradients_widen_what_is_there_after_it_was_written() -> None:
-    p = param(4, dtype=torch.bfloat16)
-    buffer = FlatBuffer(2)
-    buffer.receive(0, p, grad(p, 1))
-    third = torch.full((4,), 1 / 3)
-    buffer.receive(1, p, third)
-    (block,) = buffer.touched([p])
-    assert block.rows_BN.dtype == torch.float32
-    assert torch.equal(block.rows_BN, torch.stack([grad(p, 1).float(), third]))
-    assert block.grad_dtype == torch.float32
-    # Narrower ones afterwards find the wide rows.
-    buffer.receive(0, p, grad(p, 2))
-    assert block.rows_BN.dtype == torch.float32
-    assert block.grad_dtype == torch.bfloat16
-    torch.testing.assert_close(
-        buffer.touched([p])[0].rows_BN[0], grad(p, 1).float() + grad(p, 2).float(), rtol=0, atol=0
-    )
-
-
-def test_more_rows_keep_what_is_written() -> None:
-    p, other = param(3), param(2)
-    buffer = FlatBuffer(1)
-    buffer.receive(0, p, grad(p, 1))
-    buffer.receive(0, other, grad(other, 2))
-    buffer.num_rows = 3
-    buffer.receive(2, p, grad(p, 3))
-    blocks = buffer.touched([p, other])
-    assert torch.equal(blocks[0].rows_BN, torch.stack([grad(p, 1), torch.zeros(3), grad(p, 3)]))
-    assert torch.equal(blocks[1].rows_BN, torch.stack([grad(other, 2), *torch.zeros(2, 2)]))
-    assert [len(block.rows) for block in blocks] == [3, 3]
 
 
 def test_all_at_once_is_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,20 +162,6 @@ def test_a_parameter_that_has_moved_is_refused_by_everything() -> None:
     ):
         with pytest.raises(RuntimeError, match=said):
             use()
-
-
-def test_a_combined_gradient_is_told_from_another() -> None:
-    p, other = param(3), param(3)
-    buffer = FlatBuffer(1)
-    assert not buffer.is_combined(p)
-    buffer.receive(0, p, grad(p, 0))
-    (combined,) = weighted_gradients(buffer.touched([p]), torch.ones(1, dtype=torch.float64))
-    p.grad = combined
-    assert buffer.is_combined(p)
-    p.grad = combined.clone()
-    assert not buffer.is_combined(p)
-    other.grad = combined
-    assert not buffer.is_combined(other)
 
 
 def test_gradients_in_the_memory_order_of_their_parameters() -> None:

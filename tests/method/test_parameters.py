@@ -115,20 +115,6 @@ def test_a_rate_that_is_set_after_the_weights_moved_by_another_is_refused(
     assert optimizer.last.lr == (lr if micro_batches else later)
 
 
-def test_parameters_are_named_as_their_groups_name_them() -> None:
-    named, nameless = param(2), param(3, 4)
-    ours = tracked([("first", named)])
-    assert ours.name_of(named) == "the parameter first"
-    assert ours.name_of(nameless) == "a parameter of shape [3, 4]"
-    # A host may leave fewer names than parameters.
-    short = tracked([("one", param(2)), ("two", param(2))])
-    short.groups[0]["param_names"] = ["one"]
-    assert [short.name_of(each) for each in short.params] == [
-        "the parameter one",
-        "a parameter of shape [2]",
-    ]
-
-
 def test_a_selection_names_what_is_trained() -> None:
     trained, frozen = param(2), param(2)
     by_name = {"trained": trained, "frozen": frozen}
@@ -151,26 +137,3 @@ def test_a_selection_names_what_is_trained() -> None:
 
 def hooks_of(each: Tensor) -> int:
     return len(each._post_accumulate_grad_hooks or {})  # type: ignore[attr-defined]
-
-
-def test_each_tracked_parameter_has_one_hook_and_no_other_has() -> None:
-    one, other = param(2), param(2)
-    ours = tracked([one, other])
-    received: list[Tensor] = []
-    ours.receive = received.append
-    ours.scan()
-    ours.scan()
-    assert (hooks_of(one), hooks_of(other)) == (1, 1)
-    other.requires_grad_(False)
-    assert ours.scan() == ours.params == [one]
-    assert (hooks_of(one), hooks_of(other)) == (1, 0)
-    one.sum().backward()
-    assert received == [one]
-    ours.note(one)
-    ours.release()
-    assert not ours.has_noted
-    assert (hooks_of(one), hooks_of(other)) == (0, 0)
-    # They come back with the next look.
-    other.requires_grad_(True)
-    ours.scan()
-    assert (hooks_of(one), hooks_of(other)) == (1, 1)
