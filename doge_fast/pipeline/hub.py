@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import datasets
-from huggingface_hub import HfApi, constants
-from huggingface_hub.utils import get_session
+from huggingface_hub import HfApi, constants, get_session
 
 Opened = TypeVar("Opened")
 

@@ -106,5 +106,6 @@ def _check(name: str, value: Any, hint: Any) -> None:
         if told := limits.refusal(value, is_whole=number is int):
             raise ValueError(f"{name} {told}")
     elif hint is not bool and isinstance(hint, type) and not isinstance(value, hint):
-        kind_told = {str: "text (str)", Path: "a pathlib.Path"}.get(hint, f"a {hint.__name__}")
+        words: dict[Any, str] = {str: "text (str)", Path: "a pathlib.Path"}
+        kind_told = words.get(hint, f"a {hint.__name__}")
         raise ValueError(f"{name} must be {kind_told}; got {value!r}.")
