@@ -7,7 +7,6 @@ script speak of the same things.
 import functools
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -43,7 +42,6 @@ TRUTH_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
 CHUNK_COLUMNS = 4096
 # A separate product per pair of rows is no formulation beyond this.
 MAX_ROWS_IN_PAIRS = 7
-MAX_ROWS_COMPILED = 22
 BIAS_COLUMNS = NORM_WIDTH = 768
 # Of the paper's steps.
 STEP_TOKENS = 65_536
@@ -90,9 +88,7 @@ def timed_implementations(device: torch.device | str, *, with_torch: bool = Fals
     return [*found, "torch"] if with_torch or not found else found
 
 
-def gram_case(
-    arena: Arena, problem: OperatorProblem, names: Sequence[str], *, compiled: bool = False
-) -> Case:
+def gram_case(arena: Arena, problem: OperatorProblem, names: Sequence[str]) -> Case:
     """All inner products of the rows."""
     blocks = arena.blocks(problem)
     operand = blocks[0] if problem.shape == MATRIX else blocks
@@ -116,13 +112,11 @@ def gram_case(
         tolerance=GRAM_TOLERANCE,
         yardsticks=_reads(arena, problem) if arena.device.type == "cpu" else _copies(arena),
         ours={name: functools.partial(gram, operand, implementation=name) for name in names},
-        plain=_plain_grams(blocks, compiled=compiled),
+        plain=_plain_grams(blocks),
     )
 
 
-def weighted_sum_case(
-    arena: Arena, problem: OperatorProblem, names: Sequence[str], *, compiled: bool = False
-) -> Case:
+def weighted_sum_case(arena: Arena, problem: OperatorProblem, names: Sequence[str]) -> Case:
     """The combined gradient."""
     blocks = arena.blocks(problem)
     outs = arena.outputs(problem.sizes)
@@ -152,7 +146,7 @@ def weighted_sum_case(
             name: functools.partial(weighted_sum, blocks, c_K, out=outs, implementation=name)
             for name in names
         },
-        plain=_plain_sums(blocks, c_K, outs, compiled=compiled),
+        plain=_plain_sums(blocks, c_K, outs),
     )
 
 
@@ -368,7 +362,7 @@ def _cut_rows(memory: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     return [memory[first : first + size] for first, size in zip(firsts, sizes, strict=False)]
 
 
-def _plain_grams(blocks: list[Tensor], *, compiled: bool) -> dict[str, Call]:
+def _plain_grams(blocks: list[Tensor]) -> dict[str, Call]:
     if len(blocks) > 1:
         return {
             "mm of each block": lambda: _sum_of_products(blocks),
@@ -384,8 +378,6 @@ def _plain_grams(blocks: list[Tensor], *, compiled: bool) -> dict[str, Call]:
         found["x.float(), mm"] = lambda: _product(x_KN.float())
     if len(x_KN) <= MAX_ROWS_IN_PAIRS:
         found["dot of each pair"] = lambda: _pairs_of_rows(x_KN)
-        if compiled:
-            found["compiled pairs"] = _compiled(_pair_sums, x_KN)
     return found
 
 
@@ -422,17 +414,7 @@ def _pairs_of_rows(x_KN: Tensor) -> Tensor:
     return total_KK
 
 
-def _pair_sums(x_KN: Tensor) -> Tensor:
-    rows = x_KN.float() if x_KN.dtype.itemsize == 2 else x_KN
-    rows_of_sums = [
-        torch.stack([(rows[i] * rows[j]).sum() for j in range(len(rows))]) for i in range(len(rows))
-    ]
-    return torch.stack(rows_of_sums)
-
-
-def _plain_sums(
-    blocks: list[Tensor], c_K: Tensor, outs: list[Tensor], *, compiled: bool
-) -> dict[str, Call]:
+def _plain_sums(blocks: list[Tensor], c_K: Tensor, outs: list[Tensor]) -> dict[str, Call]:
     a_K = c_K.to(blocks[0].dtype)
     numbers = c_K.tolist()
     rows = [[block[k] for block in blocks] for k in range(len(numbers))]
@@ -447,14 +429,7 @@ def _plain_sums(
         for row, number in zip(rows[1:], numbers[1:], strict=True):
             torch._foreach_add_(outs, row, alpha=number)
 
-    found: dict[str, Call] = {"a @ x": products, "foreach mul, add": foreach}
-    if len(blocks) == 1 and compiled and len(numbers) <= MAX_ROWS_COMPILED:
-        found["compiled sum"] = _compiled(_weighted, blocks[0], a_K, outs[0])
-    return found
-
-
-def _weighted(x_KN: Tensor, a_K: Tensor, out_N: Tensor) -> Tensor:
-    return out_N.copy_((a_K[:, None] * x_KN).sum(0))
+    return {"a @ x": products, "foreach mul, add": foreach}
 
 
 def _plain_accumulations(grads: list[Tensor], rows: list[Tensor], *, add: bool) -> dict[str, Call]:
@@ -466,16 +441,3 @@ def _plain_accumulations(grads: list[Tensor], rows: list[Tensor], *, add: bool) 
         torch._foreach_add_(rows, grads) if add else torch._foreach_copy_(rows, grads)
 
     return {"foreach": foreach, "loop": loop}
-
-
-def _compiled(run: Callable[..., Tensor], *arguments: Tensor) -> Call:
-    """Compiled at its first call, for these shapes."""
-    compiled = torch.compile(run, dynamic=False)
-
-    def call() -> Tensor:
-        # What the compiler has to say about its own code is not about ours.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return compiled(*arguments)
-
-    return call

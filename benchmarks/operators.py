@@ -61,20 +61,18 @@ def all_cases(
     num_rows: Sequence[int] = NUM_ROWS,
     dtypes: Sequence[torch.dtype] = DTYPES,
     shapes: Sequence[str] = SHAPES,
-    compiled: bool = False,
     with_fallback: bool = False,
 ) -> Iterator[Case]:
     """Every case, made when its turn comes, since each dtype fills the memory anew.
 
     Args:
         num_bytes: of the rows.
-        compiled: with `torch.compile` among the formulations, where it is feasible.
         with_fallback: with our plain torch among ours.
     """
     names = cases.timed_implementations(device, with_torch=with_fallback)
     for dtype in dtypes if set(operators) - {"reweight"} else ():
         arena = Arena(dtype, num_bytes, device)
-        yield from _cases_of(arena, names, operators, num_rows, shapes, compiled)
+        yield from _cases_of(arena, names, operators, num_rows, shapes)
         del arena
     if "reweight" in operators:
         for each in num_rows:
@@ -90,14 +88,13 @@ def _cases_of(
     operators: Sequence[str],
     num_rows: Sequence[int],
     shapes: Sequence[str],
-    compiled: bool,
 ) -> Iterator[Case]:
     makers = {"gram": cases.gram_case, "weighted_sum": cases.weighted_sum_case}
     for operator in (name for name in makers if name in operators):
         for shape in shapes:
             for each in num_rows:
                 problem = arena.problem(each, shape)
-                yield makers[operator](arena, problem, names, compiled=compiled)
+                yield makers[operator](arena, problem, names)
     if arena.dtype == torch.float32:
         small = cases.bias_cases(arena, names)
         yield from (case for case in small if case.operator in operators)
@@ -465,7 +462,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=SHAPES)
     parser.add_argument("--rounds", type=int, default=11, help="at most, per row")
     parser.add_argument("--seconds", type=float, default=1.5, help="at most, per row")
-    parser.add_argument("--compile", action="store_true", help="torch.compile competes too")
     parser.add_argument("--json", type=Path, help="where to write the record")
     args = parser.parse_args(arguments)
     device = torch.device(args.device)
@@ -477,7 +473,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         num_rows=args.rows,
         dtypes=[getattr(torch, name) for name in args.dtypes] if args.dtypes else DTYPES,
         shapes=args.shapes,
-        compiled=args.compile,
     )
     clock = Clock()
     rows: list[Row] = []

@@ -78,18 +78,6 @@ def test_sums_of_segments_are_compared_and_their_traffic_counted(dtype: torch.dt
     assert case.num_bytes == num_tokens * (2 * 768 * dtype.itemsize + 8) + out_bytes
 
 
-def test_a_compiled_formulation_takes_part(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    # What inductor would make of it takes many seconds.
-    monkeypatch.setattr(torch, "compile", lambda run, **_: run)
-    problem = arena.problem(7, MATRIX)
-    for make, name in (
-        (cases.gram_case, "compiled pairs"),
-        (cases.weighted_sum_case, "compiled sum"),
-    ):
-        case = make(arena, problem, ["torch"], compiled=True)
-        assert case.error(case.plain[name]) < 1e-5
-
-
 def test_traffic_and_arithmetic_are_counted(arena: Arena) -> None:
     problem = arena.problem(7, MATRIX)
     columns = problem.num_columns
