@@ -3,7 +3,6 @@
     python -m benchmarks.evidence pack experiments/ood benchmarks/results/evidence-ood.json
     python -m benchmarks.evidence unpack benchmarks/results/evidence-ood.json experiments/ood-again
     doge-fast report --runs experiments/ood-again
-    python -m benchmarks.evidence compare experiments/ood-unbiased experiments/ood-again
     python -m benchmarks.evidence compare experiments/universal
 
 What `doge-fast experiment` printed and drew can be made anew from such a file, without the corpus
@@ -18,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from doge_fast.pipeline import records
-from doge_fast.pipeline.records.shapes import PerplexityGroup, TargetsGroup
+from doge_fast.pipeline.records.shapes import PerplexityGroup
 from doge_fast.pipeline.reporting.runs import open_runs
-from doge_fast.pipeline.reporting.statistics import Arm, change_text
+from doge_fast.pipeline.reporting.statistics import change_text
 from doge_fast.pipeline.reporting.study import open_study
 from doge_fast.pipeline.reporting.wording import as_ascii
 from doge_fast.pipeline.tables import table_of, text
@@ -110,31 +109,6 @@ def _rounded(value: Any) -> Any:
     return [_rounded(each) for each in value] if isinstance(value, list) else value
 
 
-def compared(own: Path, other: Path) -> str:
-    """Base models of one experiment against those of another, on each target, seed by seed.
-
-    Args:
-        own: directory of an experiment with tables of targets.
-        other: of another one, with the same targets.
-
-    Returns:
-        A row for each target; a column for each arm of both that is not the same in both: own
-        perplexity against the other's, with the interval of the paired differences.
-    """
-    mine, theirs = _arms_by_target(own), _arms_by_target(other)
-    columns = {
-        label: [mine[target][label].against(theirs[target][label], [target]) for target in mine]
-        for label in next(iter(mine.values()))
-    }
-    told = {
-        label: map(change_text, each)
-        for label, each in columns.items()
-        if any(d.mean for d in each)
-    }
-    rows = [list(row) for row in zip(mine, *told.values(), strict=True)]
-    return as_ascii(text(table_of(["target", *told], rows)))
-
-
 def against_doge(experiment: Path) -> str:
     """Base models of one experiment against those at DoGE's weights, seed by seed.
 
@@ -153,22 +127,15 @@ def against_doge(experiment: Path) -> str:
     return as_ascii(text(table_of(["weights", "average against DoGE"], rows)))
 
 
-def _arms_by_target(experiment: Path) -> dict[str, dict[str, Arm]]:
-    """{target: {label: its base models}}."""
-    study = open_study([experiment])
-    lines = (line for group in study.of(TargetsGroup) for line in study.lines(group))
-    return {line.label: dict(line.arms) for line in lines}
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Pack, unpack or compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("do", choices=("pack", "unpack", "compare"))
     parser.add_argument("source", type=Path)
-    parser.add_argument("out", type=Path, nargs="?", help="not for the arms of one experiment")
+    parser.add_argument("out", type=Path, nargs="?", help="of pack and unpack")
     args = parser.parse_args(arguments)
     if args.do == "compare":
-        print(compared(args.source, args.out) if args.out else against_doge(args.source))
+        print(against_doge(args.source))
         return 0
     if args.out is None:
         parser.error(f"{args.do} needs the name of what it writes.")

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything to know about the library on this machine's GPU; see benchmarks/gpu/__main__.py.
 #   benchmarks/gpu.sh                 all parts, one after another
-#   benchmarks/gpu.sh PART ...        correctness, steps, sizes, operators, job, ranks: at most 8 minutes each
+#   benchmarks/gpu.sh PART ...        correctness, steps, sizes, operators, profile, job, ranks: at most 8 minutes each
 #   --commit COMMIT                   where the checkout has no git
 #   --out FOLDER                      where record and table go
 #   --corpus FOLDER                   what the job trains on

@@ -11,14 +11,11 @@ K x N buffer.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import memory, models, protocol, steps
 from benchmarks.models import PAPER, Shape
@@ -143,9 +140,9 @@ def line(row: dict[str, Any]) -> str:
 
 
 def problems_of(args: argparse.Namespace) -> Sequence[Problem]:
-    """What the arguments ask for; the standing rows where they ask for nothing."""
+    """The standing rows on a CPU; the paper's sizes on a GPU, or where they are named."""
     on_gpu = torch.device(args.device).type == "cuda"
-    if not args.domains and not args.model and not on_gpu:
+    if not args.model and not on_gpu:
         return CPU_PROBLEMS
     options = {
         "autocast": args.autocast or ("bfloat16" if on_gpu else None),
@@ -155,17 +152,11 @@ def problems_of(args: argparse.Namespace) -> Sequence[Problem]:
     }
     if options["autocast"] == "float32":
         options["autocast"] = None
-    if args.model or on_gpu:
-        sequences = {"num_sequences": args.sequences} if args.sequences else {}
-        return [
-            paper_problem(model, num_domains, **options, **sequences)
-            for model in args.model or PAPER
-            for num_domains in args.domains or (7, 22, 50)
-        ]
-    shape = Shape(args.layers, max(1, args.width // 64), args.width, args.vocabulary, 128)
+    sequences = {"num_sequences": args.sequences} if args.sequences else {}
     return [
-        Problem(shape, each, args.sequences or each * (args.tokens // shape.sequence), **options)
-        for each in args.domains
+        paper_problem(model, num_domains, **options, **sequences)
+        for model in args.model or PAPER
+        for num_domains in args.domains
     ]
 
 
@@ -176,16 +167,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--pairs", type=int, default=21, help="timed pairs of steps per row")
     parser.add_argument("--json", type=Path, help="where to write the record")
     parser.add_argument("--model", nargs="+", choices=PAPER, help="sizes of the paper")
-    parser.add_argument("--domains", nargs="+", type=int, help="K")
+    parser.add_argument("--domains", nargs="+", type=int, default=[7, 22, 50], help="K")
     parser.add_argument("--sequences", type=int, help="per step, of all domains together")
     parser.add_argument("--autocast", help="bfloat16 on a GPU unless given; float32 for none")
     parser.add_argument("--buffer-dtype", help="of the stored domain gradients")
     parser.add_argument("--mode", choices=steps.MODES, default=steps.SEQUENTIAL)
     parser.add_argument("--package", choices=["torch", "transformers"], help="of the model")
-    parser.add_argument("--tokens", type=int, default=512, help="per domain, for a model of your")
-    parser.add_argument("--layers", type=int, default=4, help="own sizes")
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--no-memory", action="store_true", help="leave the peaks out")
     args = parser.parse_args(arguments)
     rows = []

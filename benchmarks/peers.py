@@ -346,10 +346,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
     parser.add_argument("--model", choices=PAPER, help="a size of the paper")
-    parser.add_argument("--layers", type=int, default=CPU_PROBLEM.shape.num_layers)
-    parser.add_argument("--width", type=int, default=CPU_PROBLEM.shape.width)
-    parser.add_argument("--vocabulary", type=int, default=CPU_PROBLEM.shape.vocab_size)
-    parser.add_argument("--sequence", type=int, default=CPU_PROBLEM.shape.sequence)
     parser.add_argument("--domains", type=int, default=7, help="K")
     parser.add_argument("--sequences", type=int, default=7, help="per step, of all domains")
     parser.add_argument("--autocast", help="a dtype of torch, as bfloat16")
@@ -359,9 +355,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--no-memory", action="store_true", help="leave the peaks out")
     parser.add_argument("--json", type=Path, help="where to write the record")
     args = parser.parse_args(arguments)
-    shape = Shape(args.layers, max(1, args.width // 64), args.width, args.vocabulary, args.sequence)
-    if args.model:
-        shape = PAPER[args.model]
+    shape = PAPER[args.model] if args.model else CPU_PROBLEM.shape
     problem = Problem(
         shape, args.domains, args.sequences, autocast=args.autocast, package=args.package
     )

@@ -27,6 +27,7 @@ from benchmarks.gpu.session import CORPUS, Row, Session
 from doge_fast.alternation import Clock
 from doge_fast.kernels import implementations
 from doge_fast.kernels.dispatch import chosen
+from doge_fast.pipeline.roofline import bandwidth
 
 # Of a part. With the start of torch and the last row, which is not cut, that is under 8.
 MINUTES = 6.5
@@ -50,6 +51,7 @@ PARTS: dict[str, dict[str, ScriptSection]] = {
     "steps": {"steps": ScriptSection(times.first_steps)},
     "sizes": {"sizes": ScriptSection(times.further_steps)},
     "operators": {"operators": ScriptSection(times.operator_times)},
+    "profile": {"profile": ScriptSection(job.profiles)},
     "job": {"job": ScriptSection(job.job)},
     "ranks": {"ranks": ScriptSection(ranks.ranks)},
 }
@@ -74,6 +76,8 @@ def run_section(rows: Callable[[Session], Iterator[Row]], session: Session, seco
     """
     clock = Clock(seconds)
     found: Row = {"rows": [], "cut": False}
+    if session.on_gpu:
+        torch.cuda.reset_peak_memory_stats(session.device)
     try:
         for row in rows(session):
             if found["rows"] and clock.expired():
@@ -88,6 +92,10 @@ def run_section(rows: Callable[[Session], Iterator[Row]], session: Session, seco
         found["failure"] = f"{type(failure).__name__}: {failure}"
         found["traceback"] = traceback.format_exc().splitlines()[-8:]
     found["seconds"] = round(clock.spent, 1)
+    if session.on_gpu:
+        # Some rows measure a peak of their own, and begin it anew.
+        peaks = [row["peak_bytes"] for row in found["rows"] if "peak_bytes" in row]
+        found["peak_bytes"] = max([torch.cuda.max_memory_allocated(session.device), *peaks])
     protocol.release(session.device)
     return found
 
@@ -108,6 +116,9 @@ def begin(session: Session, commit: str | None) -> Row:
         operator: chosen(session.device, operator) for operator in operators.OPERATORS
     }
     record["build_seconds"] = round(clock.spent, 1)
+    limits = bandwidth(session.device, 1 << 20 if session.quick else None)
+    record["read_gb_per_s"], record["copy_gb_per_s"] = (round(each / 1e9, 1) for each in limits[:2])
+    protocol.release(session.device)
     return record
 
 

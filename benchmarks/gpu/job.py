@@ -1,7 +1,9 @@
-"""The main job as a user starts it: `doge-fast proxy` on text, beside plain training."""
+"""What a user starts: `doge-fast proxy` on text beside plain training, and `doge-fast profile`."""
 
+import itertools
 import json
 import math
+import re
 import statistics
 import subprocess
 import sys
@@ -9,15 +11,20 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks import steps
 from benchmarks.gpu.session import Row, Session
 
 ROOT = Path(__file__).resolve().parents[2]
 # What the commands import; a checkout with torch alone trains no language model.
-NEEDED = "import doge_fast.cli, doge_fast.pipeline.base, doge_fast.pipeline.proxy"
+NEEDED = "import doge_fast.cli, doge_fast.pipeline.profiling, doge_fast.pipeline.proxy"
 # Of a command: text is read and packed once, then some steps are taken.
 SECONDS = 200
 # Lines of steps that are left out: memory is allocated and kernels are compiled.
 WARM_UP_LINES = 1
+# Of a domain: as many as plain training, which takes all of a step's at once, has room for.
+SEQUENCES = (18, 9, 4, 2)
+# Of plain training: bfloat16 logits, float32 ones and their gradient, and the activations of 82M.
+BYTES_PER_TOKEN = 50_304 * 12 + 150_000
 
 
 def job(session: Session) -> Iterator[Row]:
@@ -49,9 +56,17 @@ def _missing() -> str | None:
     return done.stderr.strip().splitlines()[-1]
 
 
+def sequences_of(session: Session, num_domains: int) -> int:
+    """Of each domain in a step."""
+    if session.quick:
+        return 1
+    room = 0.8 * session.free_bytes() / (num_domains * 512 * BYTES_PER_TOKEN)
+    return next((each for each in SEQUENCES if each <= room), SEQUENCES[-1])
+
+
 def command(stage: str, session: Session, corpus: Path, num_domains: int, out: Path) -> list[str]:
-    """Of a stage: 82M on 126 x 512 tokens of seven domains; tiny where it is only tried out."""
-    sequences = 1 if session.quick else 18
+    """Of a stage: 82M on blocks of 512 tokens; tiny where it is only tried out."""
+    sequences = sequences_of(session, num_domains)
     words: dict[str, object] = {
         "data": corpus,
         "model": "tiny" if session.quick else "82M",
@@ -80,31 +95,15 @@ def command(stage: str, session: Session, corpus: Path, num_domains: int, out: P
 def run(stage: str, session: Session, corpus: Path, num_domains: int, folder: Path) -> Row:
     """One command; right if it ends well, its losses are numbers and its weights sum to one."""
     out = folder / stage
-    words = command(stage, session, corpus, num_domains, out)
-    row: Row = {"run": stage, "command": " ".join(["doge-fast", *words[3:]]), "correct": False}
-    try:
-        done = subprocess.run(
-            words,
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return row | {"problem": f"it did not end within {SECONDS} s"}
-    if done.returncode != 0:
-        said = done.stdout.strip().splitlines()[-6:]
-        if "out of memory" in done.stdout:
-            del row["correct"]
-            return row | {"skipped": "out of memory", "lines": said}
-        return row | {"problem": f"code {done.returncode}", "lines": said}
+    row = {"run": stage} | ended(command(stage, session, corpus, num_domains, out))
+    if "correct" in row or "skipped" in row:
+        return row
+    del row["lines"]
     text = (out / "metrics.jsonl").read_text(encoding="utf-8")
     lines = [json.loads(line) for line in text.splitlines()]
     seconds = [line["seconds"] for line in lines if "seconds" in line][WARM_UP_LINES:]
     (losses,) = [line["loss"] for line in lines if line["kind"] == "eval"][-1:]
-    tokens = num_domains * (1 if session.quick else 18) * (32 if session.quick else 512)
+    tokens = num_domains * sequences_of(session, num_domains) * (32 if session.quick else 512)
     step_s = statistics.median(seconds)
     row |= {
         "step_ms": round(1e3 * step_s, 2),
@@ -116,3 +115,50 @@ def run(stage: str, session: Session, corpus: Path, num_domains: int, folder: Pa
         row["weights"] = [line for line in lines if "alpha_mean" in line][-1]["alpha_mean"]
         row["correct"] &= math.isclose(sum(row["weights"].values()), 1, rel_tol=1e-6)
     return row
+
+
+def ended(words: list[str]) -> Row:
+    """What there is to say of a command that has run; not whether it is right, if it ended well."""
+    row: Row = {"command": " ".join(["doge-fast", *words[3:]])}
+    try:
+        done = subprocess.run(
+            words,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return row | {"correct": False, "problem": f"it did not end within {SECONDS} s"}
+    lines = done.stdout.strip().splitlines()
+    if done.returncode == 0:
+        return row | {"lines": lines}
+    row["lines"] = lines[-6:]
+    if re.search("(not enough|out of) memory", done.stdout):
+        return row | {"skipped": "out of memory"}
+    return row | {"correct": False, "problem": f"code {done.returncode}"}
+
+
+def profiles(session: Session) -> Iterator[Row]:
+    """What generalization estimation costs, phase by phase, over plain training."""
+    missing = _missing()
+    if missing is not None:
+        yield {"skipped": f"the pipeline needs more packages: {missing}"}
+        return
+    for num_domains, mode in itertools.product((7,) if session.quick else (7, 22), steps.MODES):
+        words: dict[str, object] = {"domains": num_domains, "mode": mode, "steps": 3}
+        words |= {"sequences": 2, "device": session.device.type}
+        if not session.quick:
+            sequences = sequences_of(session, num_domains)
+            words |= {"model": "82M", "sequence-length": 512, "sequences": sequences}
+            words |= {"steps": 9, "dtype": "bfloat16"}
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "profile.json"
+            flags = [f"--{name}={value}" for name, value in {**words, "json": path}.items()]
+            row = ended([sys.executable, "-m", "doge_fast", "profile", *flags])
+            row |= {"domains": num_domains, "mode": mode}
+            if path.is_file():
+                row |= {"profile": json.loads(path.read_text(encoding="utf-8")), "correct": True}
+        yield row

@@ -35,7 +35,8 @@ def markdown(record: Row) -> str:
         f"# {record['device']}",
         "",
         f"{', '.join(origin)}. Implementations: {', '.join(record['implementations'])}; chosen: "
-        f"{', '.join(choices)}.",
+        f"{', '.join(choices)}. Memory is read at {record['read_gb_per_s']} GB/s and copied at "
+        f"{record['copy_gb_per_s']}.",
         "",
         *[f"Missing: {line}\n" for line in missing_lines(record)],
         f"Everything checked was {'right' if record['correct'] else 'NOT RIGHT'}.",
@@ -60,8 +61,9 @@ def missing_lines(record: Row) -> list[str]:
 
 
 def how_it_went(section: Row) -> str:
-    """Rows, time, and what ended it early."""
+    """Rows, time, the peak of this process's memory on a GPU, and what ended it early."""
     text = f"{len(section['rows'])} rows in {section['seconds']:.0f} s"
+    text += f", at most {section['peak_bytes'] / 1e9:.1f} GB" if "peak_bytes" in section else ""
     text += ", CUT FOR TIME: what comes later is missing" if section["cut"] else ""
     return text + (f"; FAILED: {section['failure']}" if "failure" in section else "") + "."
 
@@ -72,6 +74,8 @@ def line_of(row: Row) -> str | None:
         return "WRONG " + ", ".join(text_of(row[key]) for key in KEYS if row.get(key) is not None)
     if "skipped" in row:
         return f"skipped {' '.join(_title(row))}: {row['skipped']}".replace(" :", ":")
+    if "profile" in row:
+        return " ".join([*_title(row), *row["lines"][-2:]])
     if "model" in row:
         return f"{' '.join(_title(row))}: {_spread(row)} of {row['baseline_ms']:.1f} ms"
     if "step_ms" in row:
@@ -151,6 +155,15 @@ def _operator_table(rows: Sequence[Row]) -> list[str]:
     return _table(OPERATOR_HEADER, body)
 
 
+def _profile_text(rows: Sequence[Row]) -> list[str]:
+    """As the command prints it."""
+    lines = _check_table([row for row in rows if "profile" not in row])
+    for row in rows:
+        if "profile" in row:
+            lines += ["", f"{row['command']}:", "", *[f"    {line}" for line in row["lines"]]]
+    return lines
+
+
 def _job_table(rows: Sequence[Row]) -> list[str]:
     done = [row for row in rows if "step_ms" in row]
     rest = [row for row in rows if "step_ms" not in row]
@@ -170,6 +183,7 @@ _WRITERS: dict[str, Callable[[Sequence[Row]], list[str]]] = {
     "steps": _step_table,
     "sizes": _step_table,
     "operators": _operator_table,
+    "profile": _profile_text,
     "job": _job_table,
     "ranks": _rank_table,
 }

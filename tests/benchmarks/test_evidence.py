@@ -1,7 +1,6 @@
 """What is kept of an experiment tells the same story as the runs did."""
 
 import json
-import math
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -90,22 +89,6 @@ def test_percentages_in_running_text_stand_in_a_table(told: dict[str, str]) -> N
         percent = re.findall(r"(\d+\.\d+)\s%", text)
         assert percent
         assert set(percent) <= numbers
-
-
-def test_experiments_are_compared_arm_by_arm(tmp_path: Path) -> None:
-    """Own seed against the other's, on each target; arms that are the same in both are left out."""
-    kept, changed = tmp_path / "kept", tmp_path / "changed"
-    record = json.loads((RESULTS / "evidence-wiki40b.json").read_text(encoding="utf-8"))
-    evidence.unpack(record, kept)
-    for seed in range(3):
-        loss = record["runs"][f"base-doge-for-nl-seed{seed}"]["evaluation.json"]["loss"]
-        loss["nl"] += math.log(1.1)
-    evidence.unpack(record, changed)
-    assert [line.split() for line in evidence.compared(changed, kept).splitlines()][::2] == [
-        ["target", "DoGE"],
-        ["ca", "+0.0", "%", "[+0.0,", "+0.0]"],
-    ]
-    assert evidence.compared(changed, kept).endswith("nl      +10.0 % [+10.0, +10.0]")
 
 
 def test_few_lines_of_a_training_are_kept_and_all_its_evaluations(tmp_path: Path) -> None:

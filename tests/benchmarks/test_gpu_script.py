@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import cases, optimizer_step, protocol
+from benchmarks import cases, optimizer_step, protocol, steps
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import bars, job, report, sanitizer, session, times
 from benchmarks.gpu.__main__ import ScriptSection
@@ -374,11 +374,43 @@ def test_a_job_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not row["correct"]
     assert row["problem"] == "code 1"
     assert row["lines"] == ["no such corpus"]
-    words[-1] = "raise SystemExit('CUDA out of memory')"
-    assert job.run("base", CPU, tmp_path, 2, tmp_path)["skipped"] == "out of memory"
+    # As torch says it, and as the command does.
+    for said in ("CUDA out of memory", "There is not enough memory: Tried to allocate 13 GiB"):
+        words[-1] = f"raise SystemExit('{said}')"
+        row = job.run("base", CPU, tmp_path, 2, tmp_path)
+        assert row["skipped"] == "out of memory"
+        # Nothing is wrong.
+        assert bars.is_correct({"job": {"rows": [row], "cut": False}})
     monkeypatch.setattr(job, "_missing", lambda: "ModuleNotFoundError: No module named 'datasets'")
     (skipped,) = job.job(Session(torch.device("cpu"), True, tmp_path))
     assert "No module named 'datasets'" in skipped["skipped"]
+
+
+@pytest.mark.parametrize(("gigabytes", "sequences"), [(80, 18), (40, 9), (24, 4), (2, 2)])
+def test_the_job_takes_as_many_tokens_as_there_is_room_for(
+    gigabytes: int, sequences: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Session, "free_bytes", lambda _: gigabytes << 30)
+    whole = Session(torch.device("cpu"), quick=False)
+    words = {stage: job.command(stage, whole, ROOT, 7, ROOT) for stage in ("base", "proxy")}
+    # As many on both sides.
+    assert words["base"][-1] == str(7 * sequences)
+    assert words["proxy"][-1] == str(sequences)
+
+
+@pytest.mark.exhaustive
+def test_the_profile_says_what_each_phase_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "MODES", (steps.STACKED,))
+    found = gpu.run_section(job.profiles, CPU, 300.0)
+    (row,) = found["rows"]
+    assert row["correct"], row
+    assert {"gram", "reweight", "weighted_sum"} <= {
+        each["name"] for each in row["profile"]["phases"]
+    }
+    text = "\n".join(report._profile_text(found["rows"]))
+    assert "doge-fast profile --domains=7" in text
+    assert "of bandwidth" in text
+    assert "DoGE step" in str(report.line_of(row))
 
 
 def test_without_a_gpu_it_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,11 +102,12 @@ def test_a_wrong_gradient_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.exhaustive
 def test_the_command_measures_what_it_is_asked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "steps.json"
-    sizes = "--layers 1 --width 64 --vocabulary 64 --tokens 128 --domains 2 --package torch"
-    optimizer_step.main(f"--device cpu --pairs 2 --json {out} {sizes}".split())
+    problem = Problem(Shape(1, 1, 64, 64, 128), 2, 2, package="torch")
+    monkeypatch.setattr(optimizer_step, "CPU_PROBLEMS", (problem,))
+    optimizer_step.main(f"--device cpu --pairs 2 --json {out}".split())
     record = json.loads(out.read_text())
     (row,) = record["rows"]
     assert row["buffer_bytes"] == 2 * row["parameters"] * 4
@@ -180,9 +181,10 @@ def test_a_peer_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.exhaustive
-def test_peers_memory_and_record(tmp_path: Path) -> None:
+def test_peers_memory_and_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "peers.json"
-    sizes = "--layers 1 --width 64 --vocabulary 256 --sequence 16 --domains 2 --sequences 2"
+    monkeypatch.setattr(peers, "CPU_PROBLEM", Problem(Shape(1, 1, 64, 256, 16), 2, 2))
+    sizes = "--domains 2 --sequences 2"
     arguments = f"--device cpu --pairs 2 --seconds 0 --json {out} {sizes}".split()
     peers.main([*arguments, "--peers", "plain training", "doge_fast"])
     plain, ours = json.loads(out.read_text())["rows"]
