@@ -3,8 +3,10 @@
 Run as a program without TRITON_INTERPRET, which would leave nothing to compile:
 
     python -m tests.ahead_of_time PART PARTS
+    python -m tests.ahead_of_time spills
 
-takes every PARTS-th compilation, from PART on.
+takes every PARTS-th compilation, from PART on; or those that need the most registers, for all GPUs.
+Another version of Triton, from `pip install --no-deps --target FOLDER`, goes first in PYTHONPATH.
 """
 
 import importlib
@@ -66,6 +68,13 @@ SOME_GRAMS = (
     (129, FLOAT32),
     (129, BFLOAT16),
 )
+# Those with the most registers, for GPUs of all kinds: A100, A40, L40, H100, RTX of Blackwell.
+LARGE_GRAMS = (
+    *itertools.product((12, 22, 50, 64, 128, 129), (FLOAT32,)),
+    (129, BFLOAT16),
+    (22, FLOAT64),
+)
+EVERY_ARCHITECTURE = (80, 86, 89, 90, 120)
 SOME_PAIRS = ((FLOAT32, FLOAT32), (BFLOAT16, FLOAT32), (BFLOAT16, BFLOAT16), (FLOAT64, FLOAT64))
 
 
@@ -219,6 +228,22 @@ def cases() -> Iterator[Case]:
     yield from segment_sum_cases(FLOAT32, FLOAT32, 512, 7)
 
 
+def spills() -> dict[str, list[int | None]]:
+    """Bytes of a thread's stack, for each of `EVERY_ARCHITECTURE`; None: it does not compile."""
+    found: dict[str, list[int | None]] = {}
+    large = [case for rows_dtype in LARGE_GRAMS for case in gram_cases(*rows_dtype, True)]
+    for case in [*large, *reweight_cases(64)]:
+        name = case.name.replace("torch.", "").replace(", aligned", "")
+        found[name] = []
+        for architecture in EVERY_ARCHITECTURE:
+            try:
+                stack_bytes = inspect(compiled(case, architecture))["stack_bytes"]
+            except triton.CompilationError:
+                stack_bytes = None
+            found[name].append(stack_bytes)
+    return found
+
+
 def compiled(case: Case, architecture: int) -> Any:
     """Triton's kernel for one compute capability."""
     names = case.kernel.arg_names
@@ -267,6 +292,9 @@ def run(*command: Path | str) -> str:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["spills"]:
+        print(json.dumps(spills()))
+        sys.exit()
     part, parts = map(int, sys.argv[1:])
     every = itertools.product(cases(), ARCHITECTURES)
     print(

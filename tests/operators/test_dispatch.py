@@ -136,6 +136,61 @@ def test_a_forced_implementation_does_not_give_way(monkeypatch: pytest.MonkeyPat
         gram(GRADS_KN, implementation="cpp")
 
 
+@pytest.fixture
+def triton_is_chosen(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Triton's interpreter before plain torch, unasked, and nothing has failed yet."""
+    pytest.importorskip("triton")
+    monkeypatch.delenv("DOGE_FAST_BACKEND", raising=False)
+    monkeypatch.setattr(dispatch, "PREFERENCE", {"cpu": ("triton", "torch")})
+    monkeypatch.setattr(dispatch, "_chosen", {})
+    monkeypatch.setattr(dispatch, "_failed", set())
+    if implementations("cpu")["triton"] is not None:
+        pytest.skip("Triton's interpreter is off")
+    assert torch.equal(gram(GRADS_KN), GRAM_KK)
+    return importlib.import_module("doge_fast.kernels.gram")
+
+
+def out_of_shared_memory(*args: object, **options: object) -> None:
+    from triton.runtime.errors import OutOfResources
+
+    raise OutOfResources(114_688, 101_376, "shared memory")
+
+
+def test_a_later_launch_that_has_too_little_memory_falls_back(
+    triton_is_chosen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_is_chosen, "gram_pairs", {(1,): out_of_shared_memory})
+    with pytest.warns(RuntimeWarning, match="gram with torch .* 101376"):
+        assert torch.equal(gram(GRADS_KN), GRAM_KK)
+    # One warning, in all; other operators have not failed.
+    assert torch.equal(gram(GRADS_KN), GRAM_KK)
+    assert dispatch._failed == {"gram"}
+
+
+def test_a_later_launch_that_does_not_compile_falls_back(
+    triton_is_chosen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Triton takes powers of two alone.
+    monkeypatch.setattr(triton_is_chosen, "columns_of", lambda *_: {"BLOCK": 100, "DOUBLINGS": 2})
+    with pytest.warns(RuntimeWarning, match="power of 2"):
+        assert torch.equal(gram(GRADS_KN), GRAM_KK)
+    # Forced, it does not give way.
+    with pytest.raises(Exception, match="power of 2"):
+        gram(GRADS_KN, implementation="triton")
+
+
+def test_an_error_of_ours_is_no_failure_of_triton(
+    triton_is_chosen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(*args: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(triton_is_chosen, "chunk_tables", out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        gram(GRADS_KN)
+    assert not dispatch._failed
+
+
 def test_an_implementation_that_an_operator_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Named in a call it is refused; named for all operators, plain torch takes its place."""
     with pytest.raises(ValueError, match="segment_sum is not written in cpp, but in triton"):

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.processes import printed_by
+
 ROOT = Path(__file__).resolve().parents[2]
 NUM_PROCESSES = 2
 
@@ -19,6 +21,31 @@ pytestmark = pytest.mark.skipif(
 
 
 Kernels = dict[str, dict[str, int]]
+
+# Bytes of stack that spilled registers take, for sm_80, 86, 89, 90 and 120, by version of Triton;
+# what is not named has none. None: it does not compile, and plain torch takes over.
+SPILLS: dict[str, dict[str, list[int | None]]] = {
+    "3.4": {
+        "gram of 64 rows, float32": [32, 40, 40, 40, 32],
+        "gram of 128 rows, float32": [376, 376, 376, 160, 320],
+        "gram of 22 rows, float64": [None, None, None, None, None],
+        "reweight of 64 of 64 rows, paper": [656, 656, 656, 728, 600],
+        "reweight of 32 of 64 rows, published": [960, 608, 608, 632, 632],
+    },
+    "3.6": {
+        "gram of 128 rows, float32": [0, 0, 0, 0, 184],
+        "reweight of 64 of 64 rows, paper": [736, 736, 736, 736, 608],
+        "reweight of 32 of 64 rows, published": [968, 624, 624, 648, 648],
+    },
+    "3.7": {
+        "gram of 50 rows, float32": [0, 0, 0, 0, 24],
+        "gram of 64 rows, float32": [0, 0, 0, 0, 32],
+        "gram of 128 rows, float32": [0, 0, 0, 0, 208],
+    },
+    "3.9": {
+        "gram of 128 rows, float32": [0, 0, 0, 0, 208],
+    },
+}
 
 
 @pytest.mark.exhaustive
@@ -31,6 +58,32 @@ def test_kernels_load_wide_and_do_not_spill(tmp_path: Path) -> None:
     # four instructions. The whole square takes 128.
     of_50_rows = kernels[f"gram of 50 rows, {torch.float32}, aligned, sm_80"]
     assert of_50_rows["matrix_products"] == 4 * (4 * 2 + 6 * 3)
+
+
+@pytest.mark.exhaustive
+def test_registers_spill_where_the_table_says(tmp_path: Path) -> None:
+    """The most that a kernel holds, for GPUs of all kinds, by the Triton that is installed."""
+    import triton
+
+    version = ".".join(triton.__version__.split(".")[:2])
+    if version not in SPILLS:
+        pytest.skip(f"Triton {version} is not in the table")
+    found = json.loads(
+        printed_by(
+            *(sys.executable, "-m", "tests.ahead_of_time", "spills"),
+            cwd=ROOT,
+            env=outside(tmp_path),
+        )
+    )
+    assert "gram of 50 rows, float32" in found
+    assert {name: bytes_ for name, bytes_ in found.items() if set(bytes_) != {0}} == SPILLS[version]
+
+
+def outside(cache: Path) -> dict[str, str]:
+    """The environment of a process that Triton compiles in."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    # Nobody's cache: what was compiled before must not hide what no longer compiles.
+    return environment | {"TRITON_CACHE_DIR": str(cache)}
 
 
 def is_right(measured: dict[str, int]) -> bool:
@@ -47,9 +100,7 @@ def is_right(measured: dict[str, int]) -> bool:
 
 def compiled(cache: Path) -> Kernels:
     """What tests/ahead_of_time.py finds; in processes of their own, that Triton compiles."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    # Nobody's cache: what was compiled before must not hide what no longer compiles.
-    environment["TRITON_CACHE_DIR"] = str(cache)
+    environment = outside(cache)
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.ahead_of_time", str(part), str(NUM_PROCESSES)],
