@@ -1,12 +1,13 @@
 """Hugging Face's Trainer on the fake device; tests/method/test_fake_cuda.py starts it."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
 from doge_fast.integrations.transformers import DoGETrainer
 from tests import fake_cuda
@@ -15,7 +16,7 @@ DOMAINS = ["a", "b"]
 
 
 class Model(nn.Module):
-    """Ours, because models of transformers read masks and positions on the host."""
+    """Ours, which reads nothing on the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,9 +27,32 @@ class Model(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels.flatten())}
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_a_step_of_trainer_waits_for_nothing(
-    micro_batches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def gpt2() -> nn.Module:
+    """Of transformers, whose blocks are full: its batches have no mask."""
+    sizes = {"n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 40, "n_positions": 8}
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    config = GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0)
+    return GPT2LMHeadModel._from_config(config, attn_implementation="eager")
+
+
+@pytest.mark.parametrize(
+    ("make", "mode", "micro_batches", "waits"),
+    [
+        (Model, "sequential", 1, 0),
+        (Model, "sequential", 2, 0),
+        # In each forward transformers looks whether positions are those of packed sequences.
+        (gpt2, "sequential", 1, 2),
+        (gpt2, "sequential", 2, 4),
+        (gpt2, "stacked", 1, 1),
+    ],
+)
+def test_a_step_of_trainer_waits_for_nothing_of_ours(
+    make: Callable[[], nn.Module],
+    mode: Any,
+    micro_batches: int,
+    waits: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tokens = torch.randint(40, (16, 8), generator=torch.Generator().manual_seed(0))
     arguments = TrainingArguments(
@@ -46,7 +70,11 @@ def test_a_step_of_trainer_waits_for_nothing(
     arguments._n_gpu = 1
     rows = [{"input_ids": each, "labels": each} for each in tokens]
     trainer = DoGETrainer(
-        model=Model(), args=arguments, train_dataset=dict.fromkeys(DOMAINS, rows), domains=DOMAINS
+        model=make(),
+        args=arguments,
+        train_dataset=dict.fromkeys(DOMAINS, rows),
+        domains=DOMAINS,
+        mode=mode,
     )
     found: list[list[str]] = []
     zero_grad = trainer.create_optimizer().zero_grad
@@ -61,5 +89,5 @@ def test_a_step_of_trainer_waits_for_nothing(
     assert next(trainer.model.parameters()).is_cuda
     # From the loader to the end of the step; in the first ones tables are uploaded, and whether
     # the loss divides by the number of targets is measured.
-    assert found[-2:] == [[], []]
+    assert [len(each) for each in found[-2:]] == [waits, waits], found
     assert sum(trainer.weights.values()) == pytest.approx(1)
