@@ -94,7 +94,7 @@ class Received:
     rows have the order of the keys.
     """
     is_dropped: bool = False
-    """Whether an exception inside a domain has dropped the gradients."""
+    """Whether an exception has dropped the step: in a domain, or on several ranks before one."""
     is_told: bool = False
     """Whether the other ranks know that."""
 
@@ -545,6 +545,9 @@ class Step:
             # Each rank raises once for a step; a second word would meet its next one.
             if not self._received.is_told and (unreachable := self.exchange.fail()):
                 error.add_note(unreachable)
+            if self.exchange.num_ranks > 1:
+                # Who catches this must not combine a step that the others have dropped.
+                self._received.is_dropped = self._received.is_told = True
             raise
 
     # What is refused.

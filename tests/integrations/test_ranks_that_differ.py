@@ -48,15 +48,17 @@ def raised(work: Callable[[], object]) -> str:
     return ""
 
 
-def with_caught_exception() -> tuple[str, int]:
+def with_caught_exception(name: str) -> tuple[str, int]:
     """Both ranks step; the one that dropped its domains has seen all that it has. Then they go on.
+
+    Inside domain `name`; of a name that is no domain's the exception is ours.
 
     Returns:
         What the first step said, and how many have been taken since.
     """
     model, optimizer = built()
     if dist.get_rank():
-        with suppress(KeyError), optimizer.domain("b"):
+        with suppress(KeyError, ValueError), optimizer.domain(name):
             raise KeyError("mine")
     said = []
     for _ in range(3):
@@ -68,8 +70,9 @@ def with_caught_exception() -> tuple[str, int]:
     return said[0], optimizer.num_steps
 
 
-def test_a_rank_that_dropped_its_step_raises_with_the_others(ranks: Ranks) -> None:
-    (one, num_steps), (other, of_other) = ranks.run(2, with_caught_exception)
+@pytest.mark.parametrize("name", ["b", "typo"])
+def test_a_rank_that_dropped_its_step_raises_with_the_others(ranks: Ranks, name: str) -> None:
+    (one, num_steps), (other, of_other) = ranks.run(2, with_caught_exception, name)
     assert num_steps == of_other == 2
     assert "dropped on all ranks, since rank 1 raised" in one
     assert other.startswith(DROPPED)
