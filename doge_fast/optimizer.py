@@ -285,8 +285,8 @@ class DoGEOptimizer(OptimizerWrapper):
 
         Raises:
             ValueError: `name` is not one of this step's rows, or `count` is not positive and
-            finite. RuntimeError: another domain is active; this one has been entered
-            `micro_batches` times;
+                finite.
+            RuntimeError: another domain is active; this one has been entered `micro_batches` times;
                 `p.grad` still holds a gradient; no parameter received a gradient inside; or the
                 model reduces gradients over ranks.
         """

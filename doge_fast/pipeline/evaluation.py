@@ -73,6 +73,7 @@ def evaluate(config: EvaluateConfig) -> Json:
         )
     if config.data is not None:
         result["data"] = _place(config.data)
+        result["text_column"], result["domain_column"] = config.text_column, config.domain_column
     file = _file(config)
     if ranks.is_first():
         records.write_json(file, result)
@@ -103,10 +104,14 @@ def _check(config: EvaluateConfig, record: Json) -> None:
         )
     file = _file(config)
     is_there = config.data is not None and config.out is None and file.exists()
-    if is_there and _place(records.read_json(file).get("data")) != _place(config.data):
-        raise ValueError(
-            f"{file} holds the perplexities of other text; name a file with out (--out)."
-        )
+    if is_there:
+        kept = records.read_json(file)
+        columns = kept.get("text_column", "text"), kept.get("domain_column")
+        asked = config.text_column, config.domain_column
+        if _place(kept.get("data")) != _place(config.data) or columns != asked:
+            raise ValueError(
+                f"{file} holds the perplexities of other text; name a file with out (--out)."
+            )
     if config.out is not None:
         if config.out.is_dir():
             raise ValueError(f"out must be a file; {config.out} is a directory. Name one in it.")

@@ -122,6 +122,9 @@ def test_other_text_is_measured_whole_or_by_its_validation_split(
     same_name = shutil.copytree(other, other.parent / "elsewhere" / other.name)
     with pytest.raises(ValueError, match="--out"):
         evaluate(EvaluateConfig(run=run.out, data=str(same_name), device="cpu"))
+    # Nor does another column of the same text.
+    with pytest.raises(ValueError, match="--out"):
+        evaluate(EvaluateConfig(run=run.out, data=str(other), text_column="body", device="cpu"))
     monkeypatch.chdir(other.parent)
     assert evaluate(EvaluateConfig(run=run.out, data=other.name, device="cpu")) == result
     monkeypatch.chdir(same_name.parent)

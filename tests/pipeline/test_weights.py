@@ -250,10 +250,11 @@ def test_weights_are_a_file_a_run_a_plain_object_or_typed(
     plain = tmp_path / "plain.json"
     plain.write_text('{"code": 0.5, "prose": 0.3, "verse": 0.2}')
     typed = "code=0.5,prose=0.3,verse=0.2"
+    mixed = "code=0.5; prose=30% verse=0.2"
     loose = " prose = 30%, code=50 % ,verse=0.0002k, "
-    sources = [tmp_path / "run", tmp_path / "run" / "weights.json", plain, typed, loose]
+    sources = [tmp_path / "run", tmp_path / "run" / "weights.json", plain, typed, loose, mixed]
     tables = [cells(said(capsys, "show", source), "code")[0] for source in sources]
-    assert tables == ["0.5000"] * 5
+    assert tables == ["0.5000"] * 6
     text = said(capsys, "diff", plain, typed)
     assert "Total variation 0.0000" in text
     assert "sum to 1" in said(capsys, "show", "code=0.5,prose=0.3", code=failures.WORLD)

@@ -5,6 +5,7 @@ may write more. docs/weights.md says what each means and who writes it.
 """
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ _WAY_TO_WEIGHTS = (
     ' A file needs {"schema_version": 1, "domains": [{"name": "web", "weight": 1.0}]} or '
     '{"web": 1.0} at least.'
 )
+# Typed weights: a comma, or a semicolon or space after a number and before another name.
+_BETWEEN = re.compile(r",|(?<=[\d%.])\s*;\s*|(?<=[\d%.])\s+(?=[^\s=,;][^=,;]*=)")
 _CORRECT = "Correct it, or leave the field out."
 # What a run directory keeps of its run.
 _OWN = (CONFIG, METRICS, WEIGHTS, EVALUATION, FEWSHOT)
@@ -79,7 +82,7 @@ def read_weights(source: str | Path, *, domains: Sequence[str] | None = None) ->
     path = Path(source)
     file = str(path / WEIGHTS if path.is_dir() else path)
     if is_typed(source):
-        words = [word for word in str(source).split(",") if word.strip()]
+        words = [word for word in _BETWEEN.split(str(source)) if word.strip()]
         record = _of_numbers(named.numbers(words, "weights"), file)
     else:
         record = read_json(Path(file))

@@ -355,6 +355,12 @@ def _groups(bases: Sequence[RecordedRun], proxies: Sequence[Proxy]) -> Iterator[
         if proxy.weights
     }
     sources = {run.name: _source(run, proxies) for run in bases}
+    # A text of many domains is no label.
+    typed = list(dict.fromkeys(each for each in sources.values() if records.is_typed(each)))
+    short = {each: f"typed weights {number + 1}" for number, each in enumerate(typed)}
+    if len(typed) == 1:
+        short = {typed[0]: "typed weights"}
+    sources = {name: short.get(each, each) for name, each in sources.items()}
     # A baseline before what was learned, and that before weights of other files.
     labels = dict.fromkeys((*_BASELINES, *learned, *sources.values()))
     arms = []
