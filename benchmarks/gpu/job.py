@@ -39,9 +39,11 @@ def job(session: Session) -> Iterator[Row]:
         return
     domains = sorted(path.stem for path in corpus.iterdir() if not path.name.startswith("."))
     with tempfile.TemporaryDirectory() as folder:
-        plain = run("base", session, corpus, len(domains), Path(folder))
+        # Once: what is free may change, and both sides take as many.
+        sequences = sequences_of(session, len(domains))
+        plain = run("base", session, corpus, len(domains), sequences, Path(folder))
         yield plain
-        doge = run("proxy", session, corpus, len(domains), Path(folder))
+        doge = run("proxy", session, corpus, len(domains), sequences, Path(folder))
         if "step_ms" in plain and "step_ms" in doge:
             doge["ratio"] = round(doge["step_ms"] / plain["step_ms"], 4)
         yield doge
@@ -64,9 +66,10 @@ def sequences_of(session: Session, num_domains: int) -> int:
     return next((each for each in SEQUENCES if each <= room), SEQUENCES[-1])
 
 
-def command(stage: str, session: Session, corpus: Path, num_domains: int, out: Path) -> list[str]:
+def command(
+    stage: str, session: Session, corpus: Path, num_domains: int, sequences: int, out: Path
+) -> list[str]:
     """Of a stage: 82M on blocks of 512 tokens; tiny where it is only tried out."""
-    sequences = sequences_of(session, num_domains)
     words: dict[str, object] = {
         "data": corpus,
         "model": "tiny" if session.quick else "82M",
@@ -92,10 +95,12 @@ def command(stage: str, session: Session, corpus: Path, num_domains: int, out: P
     return [sys.executable, "-m", "doge_fast", stage, *flags]
 
 
-def run(stage: str, session: Session, corpus: Path, num_domains: int, folder: Path) -> Row:
+def run(
+    stage: str, session: Session, corpus: Path, num_domains: int, sequences: int, folder: Path
+) -> Row:
     """One command; right if it ends well, its losses are numbers and its weights sum to one."""
     out = folder / stage
-    row = {"run": stage} | ended(command(stage, session, corpus, num_domains, out))
+    row = {"run": stage} | ended(command(stage, session, corpus, num_domains, sequences, out))
     if "correct" in row or "skipped" in row:
         return row
     del row["lines"]
@@ -103,7 +108,7 @@ def run(stage: str, session: Session, corpus: Path, num_domains: int, folder: Pa
     lines = [json.loads(line) for line in text.splitlines()]
     seconds = [line["seconds"] for line in lines if "seconds" in line][WARM_UP_LINES:]
     (losses,) = [line["loss"] for line in lines if line["kind"] == "eval"][-1:]
-    tokens = num_domains * sequences_of(session, num_domains) * (32 if session.quick else 512)
+    tokens = num_domains * sequences * (32 if session.quick else 512)
     step_s = statistics.median(seconds)
     row |= {
         "step_ms": round(1e3 * step_s, 2),

@@ -370,14 +370,14 @@ def test_the_job_trains_as_a_user_would(tmp_path: Path) -> None:
 def test_a_job_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = [sys.executable, "-c", "raise SystemExit('no such corpus')"]
     monkeypatch.setattr(job, "command", lambda *_: words)
-    row = job.run("proxy", CPU, tmp_path, 2, tmp_path)
+    row = job.run("proxy", CPU, tmp_path, 2, 1, tmp_path)
     assert not row["correct"]
     assert row["problem"] == "code 1"
     assert row["lines"] == ["no such corpus"]
     # As torch says it, and as the command does.
     for said in ("CUDA out of memory", "There is not enough memory: Tried to allocate 13 GiB"):
         words[-1] = f"raise SystemExit('{said}')"
-        row = job.run("base", CPU, tmp_path, 2, tmp_path)
+        row = job.run("base", CPU, tmp_path, 2, 1, tmp_path)
         assert row["skipped"] == "out of memory"
         # Nothing is wrong.
         assert bars.is_correct({"job": {"rows": [row], "cut": False}})
@@ -392,7 +392,10 @@ def test_the_job_takes_as_many_tokens_as_there_is_room_for(
 ) -> None:
     monkeypatch.setattr(Session, "free_bytes", lambda _: gigabytes << 30)
     whole = Session(torch.device("cpu"), quick=False)
-    words = {stage: job.command(stage, whole, ROOT, 7, ROOT) for stage in ("base", "proxy")}
+    assert job.sequences_of(whole, 7) == sequences
+    words = {
+        stage: job.command(stage, whole, ROOT, 7, sequences, ROOT) for stage in ("base", "proxy")
+    }
     # As many on both sides.
     assert words["base"][-1] == str(7 * sequences)
     assert words["proxy"][-1] == str(sequences)
