@@ -294,6 +294,16 @@ def test_weights_of_files_are_arms_of_their_own(tmp_path: Path) -> None:
     assert cells(page.source, "Domain weights")["stdlib"][:3] == ["0.143"] * 3
 
 
+def test_typed_weights_have_short_labels_and_stay_apart(tmp_path: Path) -> None:
+    write_base(tmp_path / "uniform")
+    for place, typed in enumerate(("stdlib=0.5,tests=0.5", "stdlib=0.2,tests=0.8"), start=1):
+        write_base(tmp_path / f"run-{place}", weights=typed, change=-0.1 * place)
+    page = page_of(tmp_path)
+    assert "typed weights 1: perplexity 9.5\N{NO-BREAK SPACE}% lower than uniform" in page.source
+    assert "typed weights 2" in page.source
+    assert len(set(cells(page.source, "Perplexity per domain: Base models")["average"])) == 3
+
+
 def test_what_is_missing_is_told(tmp_path: Path) -> None:
     proxy = write_proxy(tmp_path / "proxy", last_step=50, is_finished=False)
     write_base(tmp_path / "uniform", blocks=64)
