@@ -42,8 +42,7 @@ class MixtureCounts:
     about sqrt(t).
 
     Each count is the floor or the ceiling of B * w_k, and its expectation over seeds is B * w_k.
-    With weights that change in every batch, rows drawn and rows asked for drift apart by about the
-    square root of the number of batches (at most 410 rows in 100,000 batches of 32).
+    With weights that change in every batch, the rounding errors can add up.
 
     The order of `names` is that of every axis K here; the first of the phases begins at step 0.
 
