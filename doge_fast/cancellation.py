@@ -22,9 +22,6 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from doge_fast.stacked.example_norms import ExampleNorms, without_rule
-from doge_fast.stacked.layers.batch import refuse_coupled_examples
-
 Reading = Literal["norms-over-change", "sum-over-change", "change-over-sum", "change-over-norms"]
 """What C(w) sums over the steps.
 
@@ -44,7 +41,7 @@ DEFAULT_READING: Reading = "norms-over-change"
 
 
 class _Watched(NamedTuple):
-    """Sums over the micro-batches of the step so far."""
+    """Sums over the examples of the step so far."""
 
     norms_P: Tensor
     """[P] sums over the examples of their gradients' norms."""
@@ -60,8 +57,9 @@ class CancellationEffect:
         effect = CancellationEffect(model, optimizer)
         for batch in batches:
             optimizer.zero_grad()
-            with effect.watching(len(batch)):
-                model(batch).backward()
+            for example in batch:
+                with effect.watching(weight=1 / len(batch)):
+                    (loss_of(model, example) / len(batch)).backward()
             optimizer.step()
         select(effect.scores(), "high30", columns=effect.columns).names
 
@@ -71,8 +69,7 @@ class CancellationEffect:
     Needs memory for a copy of the parameters.
 
     Raises:
-        ValueError: model and optimizer share no parameter, or a module couples the examples of a
-            batch.
+        ValueError: model and optimizer share no parameter.
 
     Source: DoGE, eq. (cancellation).
     """
@@ -89,17 +86,13 @@ class CancellationEffect:
                 "CancellationEffect needs an optimizer over the model's parameters; they share "
                 "none."
             )
-        refuse_coupled_examples(model)
-        self.without_rule = without_rule(model, self._params)
-        """Modules without a rule: with any of them `watching` takes one example at a time."""
-        self._norms = None if self.without_rule else ExampleNorms(model, self._params)
         device = next(iter(self._params.values())).device
         shape = len(READINGS), len(self._params)
         self._scores_RP = torch.zeros(shape, dtype=torch.float64, device=device)
         self._terms_RP = torch.zeros(shape, dtype=torch.int64, device=device)
         self.num_steps = 0
         self._copies: dict[str, Tensor] = {}
-        # None before the first micro-batch of a step.
+        # None before the first example of a step.
         self._watched: _Watched | None = None
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -112,37 +105,38 @@ class CancellationEffect:
         return {name: param.numel() for name, param in self._params.items()}
 
     @contextmanager
-    def watching(self, num_examples: int, *, weight: float | None = None) -> Iterator[None]:
-        """Forward and backward of one micro-batch; a step may have several.
+    def watching(self, *, weight: float = 1.0) -> Iterator[None]:
+        """Forward and backward of one example; a step has several.
 
-        The gradient of a single example is the change of `p.grad`, for any model. Several examples
-        need modules with rules that treat examples one by one (`doge_fast.stacked.example_norms`).
+        Its gradient is the change of `p.grad`, for any model.
 
         Args:
-            num_examples: > 0; examples of the micro-batch.
-            weight: > 0; the factor of each l(x_i) in the loss, constant within a step.
-                None: 1 / num_examples, for a mean.
+            weight: > 0; the factor of l(x_i) in the loss, constant within a step: 1 / B for a mean
+                over B examples.
 
         Raises:
-            ValueError: a number is out of range, the weight differs from that of the step's earlier
-                micro-batches, or there are several examples and a module without a rule.
-            RuntimeError: as `ExampleNorms.recording`.
+            ValueError: the weight is out of range, or differs within a step.
         """
-        weight = self._check(num_examples, weight)
-        if num_examples == 1:
-            with self._one_example() as squared:
-                yield
-        else:
-            assert self._norms is not None
-            with self._norms.recording(num_examples):
-                yield
-            squared = self._norms.squared
-        device = self._scores_RP.device
-        norms = [squared[name].double().sqrt().sum().to(device) for name in self._params]
+        if not 0 < weight < math.inf:
+            raise ValueError(f"weight must be a number greater than zero; got {weight}.")
+        if self._watched is not None and self._watched.weight != weight:
+            raise ValueError(
+                "All examples of a step must have the same weight; this one has "
+                f"{weight}, the one before {self._watched.weight}."
+            )
+        before = {
+            name: None if param.grad is None else param.grad.clone()
+            for name, param in self._params.items()
+        }
+        yield
+        gained: dict[str, Tensor | None] = {}
+        for name, param in self._params.items():
+            grad, old = param.grad, before.pop(name)
+            gained[name] = grad if grad is None or old is None else old.sub_(grad)
         earlier_P = 0 if self._watched is None else self._watched.norms_P
-        # p.grad holds all micro-batches so far, and nothing has clipped it yet.
+        # p.grad holds all examples so far, and nothing has clipped it yet.
         sum_P = self._norms_of({name: p.grad for name, p in self._params.items()}) / weight
-        self._watched = _Watched(torch.stack(norms) / weight + earlier_P, sum_P, weight)
+        self._watched = _Watched(self._norms_of(gained) / weight + earlier_P, sum_P, weight)
 
     def sum_over_ranks(self, summed: Callable[[Tensor], Tensor]) -> None:
         """Sum `p.grad` and the norms of this step over all ranks with `summed`, before the step.
@@ -174,7 +168,7 @@ class CancellationEffect:
         return self._by_name(self._terms_RP, reading)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Copies of all sums so far. Call it between steps, not between micro-batches."""
+        """Copies of all sums so far. Call it between steps, not within one."""
         return {
             "scores": self._scores_RP.clone(),
             "terms": self._terms_RP.clone(),
@@ -205,42 +199,10 @@ class CancellationEffect:
             raise ValueError(f"reading must be one of {', '.join(READINGS)}; got {reading!r}.")
         if self.num_steps == 0:
             raise RuntimeError(
-                "No step has been watched. Run backward inside effect.watching(num_examples) and "
-                "step the optimizer."
+                "No step has been watched. Run backward inside effect.watching() and step the "
+                "optimizer."
             )
         return dict(zip(self._params, values_RP[READINGS.index(reading)].tolist(), strict=True))
-
-    def _check(self, num_examples: int, weight: float | None) -> float:
-        if num_examples < 1:
-            raise ValueError(f"num_examples must be at least 1; got {num_examples}.")
-        weight = 1 / num_examples if weight is None else weight
-        if not 0 < weight < math.inf:
-            raise ValueError(f"weight must be a number greater than zero; got {weight}.")
-        if self._watched is not None and self._watched.weight != weight:
-            raise ValueError(
-                "All micro-batches of a step must have the same weight; this one has "
-                f"{weight}, the one before {self._watched.weight}. Pass weight."
-            )
-        if num_examples > 1 and self.without_rule:
-            raise ValueError(
-                f"Norms per example need a rule for {', '.join(self.without_rule[:3])}. Run one "
-                "example after another, each inside watching(1, weight=...)."
-            )
-        return weight
-
-    @contextmanager
-    def _one_example(self) -> Iterator[dict[str, Tensor]]:
-        """Squared norms of the changes of `p.grad` inside; filled at the end."""
-        squared: dict[str, Tensor] = {}
-        before = {
-            name: None if param.grad is None else param.grad.clone()
-            for name, param in self._params.items()
-        }
-        yield squared
-        for name, param in self._params.items():
-            grad, old = param.grad, before.pop(name)
-            gained = grad if grad is None or old is None else old.sub_(grad)
-            squared[name] = self._norm(name, gained).square()
 
     def _before_step(self, *_: Any) -> None:
         if self._watched is None:

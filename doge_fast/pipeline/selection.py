@@ -5,13 +5,11 @@ parameter tensor is scored on the way. The model is then of no more use; what st
 and the lists of names that `doge-fast proxy --selection` reads.
 """
 
-import logging
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from doge_fast.cancellation import (
     DEFAULT_READING,
@@ -29,13 +27,9 @@ from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.records.shapes import CancellationRecord
 from doge_fast.pipeline.stage import ExistingRun
 from doge_fast.pipeline.trainer import MixtureTrainer, from_first
-from doge_fast.stacked.example_norms import ExampleNorms
-from doge_fast.stacked.layers.batch import refuse_coupled_examples
 from doge_fast.weights import weights_file
 
 CANCELLATION = "cancellation.json"
-
-_log = logging.getLogger("doge_fast")
 
 
 def measure_cancellation(config: SelectConfig) -> Path:
@@ -81,11 +75,6 @@ def _existing_run(config: SelectConfig) -> ExistingRun:
             "strategies must be distinct, and at least one; got "
             f"{' '.join(config.strategies) or 'none'}."
         )
-    if config.training.compile:
-        raise ValueError(
-            "The cancellation effect is read off between the modules of the model, which a "
-            "compiler fuses. Run select without compile."
-        )
     return stage.existing_run(config, is_finished=_is_scored)
 
 
@@ -94,15 +83,12 @@ def _is_scored(run: Path) -> bool:
 
 
 def prepare(config: SelectConfig, existing: ExistingRun) -> "SelectionTrainer":
-    """The trainer of a run, with a model whose examples can be told apart."""
+    """The trainer of a run."""
     corpus = stage.read_corpus(config, existing)
     model = stage.make_model(config, corpus)
     _check_strategies(config, sum(param.requires_grad for param in model.parameters()))
-    refuse_coupled_examples(model)
     phase = Phase(0, baselines.uniform(corpus.tokens))
-    trainer = SelectionTrainer(config, corpus, model, (phase,))
-    trainer.is_together = _is_together(config, model, trainer.batch(0))
-    return trainer
+    return SelectionTrainer(config, corpus, model, (phase,))
 
 
 def is_selected(config: SelectConfig) -> bool:
@@ -138,8 +124,6 @@ class SelectionTrainer(MixtureTrainer):
 
     state_file = "cancellation.safetensors"
     config: SelectConfig
-    is_together: bool
-    """Whether the examples of a batch go through the model at once."""
     effect: CancellationEffect
     """The scores; there once training has begun."""
 
@@ -153,34 +137,23 @@ class SelectionTrainer(MixtureTrainer):
     def training_step(
         self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None
     ) -> Tensor:
-        """Trainer's, watched: for the whole batch, or one example after another."""
-        num_ranks = self.args.world_size
+        """Trainer's, watched, for one example after another."""
+        num_ranks, num_examples = self.args.world_size, len(inputs["input_ids"])
+        losses = []
         # The gradients of this rank's examples, before they are those of all.
         with self.accelerator.no_sync(model):
-            loss, divisor = self._watched_step(model, inputs, num_items_in_batch)
-        if num_ranks > 1:
-            self.effect.sum_over_ranks(self.accelerator.reduce)
-        for param in model.parameters() if divisor * num_ranks > 1 else ():
-            if param.grad is not None:
-                param.grad.div_(divisor * num_ranks)
-        return loss
-
-    def _watched_step(
-        self, model: nn.Module, inputs: Batch, num_items_in_batch: Any
-    ) -> tuple[Tensor, int]:
-        """The mean loss, and by what the gradients are too large."""
-        num_examples = len(inputs["input_ids"])
-        if self.is_together:
-            with self.effect.watching(num_examples):
-                return super().training_step(model, inputs, num_items_in_batch), 1
-        losses = []
-        for row in range(num_examples):
-            example = {key: value[row : row + 1] for key, value in inputs.items()}
-            with self.effect.watching(1, weight=1.0):
-                losses.append(super().training_step(model, example, num_items_in_batch))
+            for row in range(num_examples):
+                example = {key: value[row : row + 1] for key, value in inputs.items()}
+                with self.effect.watching():
+                    losses.append(super().training_step(model, example, num_items_in_batch))
         mean = torch.stack(losses).mean()
         self.step_loss = self.mean_of_ranks(mean)
-        return mean, num_examples
+        if num_ranks > 1:
+            self.effect.sum_over_ranks(self.accelerator.reduce)
+        for param in model.parameters():
+            if param.grad is not None:
+                param.grad.div_(num_examples * num_ranks)
+        return mean
 
     def own_state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The sums so far."""
@@ -214,25 +187,6 @@ def _check_strategies(config: SelectConfig, num_parameters: int) -> None:
                 f"{strategy} selects more parameters than the model's {num_parameters}. Ask for "
                 "fewer."
             )
-
-
-def _is_together(config: SelectConfig, model: PreTrainedModel, batch: Batch) -> bool:
-    """Whether norms per example can be had from a pass over the batch, and are wanted so."""
-    if config.mode == "single":
-        return False
-    two = {key: value[:2] for key, value in batch.items()}
-    params = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    try:
-        with ExampleNorms(model, params).recording(len(two["input_ids"])):
-            model(**two).loss.backward()
-    except (ValueError, RuntimeError) as error:
-        if config.mode == "together":
-            raise ValueError(f"mode is together, and that cannot be: {error}") from error
-        _log.info("%s: one example after another. %s", config.out, error)
-        return False
-    finally:
-        model.zero_grad()
-    return True
 
 
 def _write_selections(config: SelectConfig) -> None:

@@ -228,16 +228,13 @@ class Own(Tiny):
         return logits
 
 
-WITH_RULES: dict[str, Callable[[], nn.Module]] = {
+ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     "tied": lambda: Tiny(tied=True),
     "untied": Tiny,
     "no bias": lambda: Tiny(tied=True, bias=False),
     "twice": Twice,
     "shapes": Shapes,
     "own rules": Own,
-}
-ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
-    **WITH_RULES,
     "frozen": Frozen,
     "without rules": Composite,
     "root": Root,

@@ -1,31 +1,16 @@
-"""Norms per example equal those of one backward per example, and scores are the paper's sums."""
+"""Scores are the paper's sums of norms of every example's gradient."""
 
 import math
-from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from doge_fast.cancellation import READINGS, CancellationEffect, Reading, select
-from doge_fast.stacked import example_norms
-from doge_fast.stacked.example_norms import ExampleNorms
-from doge_fast.stacked.layers import registry
-from tests.method.architectures import OWN_RULES, WITH_RULES, ids_of, made, mean_loss
-from tests.models import domain_tokens, tied_transformer
+from tests.models import domain_tokens
 from tests.packages import installed
 
 transformers = installed("transformers")
-
-
-@pytest.fixture
-def own_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_RULES", {**registry._RULES, **OWN_RULES})
-
-
-# Of sums of products of float64, over thousands of terms.
-EXACT = {"rtol": 1e-10, "atol": 1e-22}
 
 
 def gpt2() -> nn.Module:
@@ -37,35 +22,15 @@ def gpt2() -> nn.Module:
     return transformers.GPT2LMHeadModel(config).double()
 
 
-def llama() -> nn.Module:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=32,
-    )
-    return transformers.LlamaForCausalLM(config).double()
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "gpt2": gpt2,
-    "llama": llama,
-    **{kind: partial(made, kind) for kind in WITH_RULES},
-}
-
-
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    """The mean over tokens, of a model of transformers or of ours."""
+    """The mean over tokens."""
     # transformers' own loss is in float32, whatever the model is in.
-    logits = model(input_ids=tokens).logits if hasattr(model, "config") else model(tokens)
-    return logits if logits.dim() == 0 else mean_loss(logits, tokens)
+    logits = model(input_ids=tokens).logits[:, :-1]
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def tokens_of(num_examples: int = 3, step: int = 0, length: int = 12) -> Tensor:
-    return domain_tokens(0, step, batch=num_examples, length=length)
+def tokens_of(step: int) -> Tensor:
+    return domain_tokens(0, step, batch=3, length=12)
 
 
 def by_loop(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
@@ -82,90 +47,6 @@ def norms(grads: Tensor) -> Tensor:
     return grads.flatten(1).norm(dim=1)
 
 
-def recorded(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
-    """{name: [B]} norms of the gradients of a mean over examples, times B."""
-    recorder = ExampleNorms(model, dict(model.named_parameters()))
-    with recorder.recording(len(tokens)):
-        loss_of(model, tokens).backward()
-    return {name: squared.sqrt() * len(tokens) for name, squared in recorder.squared.items()}
-
-
-@pytest.mark.parametrize("most", [1 << 25, 2 * 16 * 40, 1], ids=["at once", "in twos", "single"])
-@pytest.mark.parametrize("kind", MODELS)
-def test_norms_are_those_of_one_backward_per_example(
-    kind: str, most: int, own_rules: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(example_norms, "MOST_ELEMENTS", most)
-    model = MODELS[kind]()
-    tokens = tokens_of() if kind in ("gpt2", "llama") else ids_of({"a": 3})
-    found, exact = recorded(model, tokens), by_loop(model, tokens)
-    assert found.keys() == exact.keys()
-    # llama's norms are in float32 inside.
-    bounds = {"rtol": 1e-5, "atol": 1e-9} if kind == "llama" else EXACT
-    for name, grads in exact.items():
-        torch.testing.assert_close(found[name], norms(grads), **bounds, msg=name)
-
-
-def test_the_gradient_itself_is_untouched_and_no_hook_stays() -> None:
-    plain, model, tokens = gpt2(), gpt2(), tokens_of()
-    loss_of(plain, tokens).backward()
-    recorded(model, tokens)
-    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-13, atol=1e-18)
-    assert not any(module._forward_hooks for module in model.modules())
-
-
-def test_bfloat16_norms_are_as_good_as_its_gradients() -> None:
-    model, tokens = gpt2().float(), tokens_of()
-    # Backward under autocast too, which must not reach the products of ours.
-    with torch.autocast("cpu", torch.bfloat16):
-        exact = by_loop(model, tokens)
-        found = recorded(model, tokens)
-    for name, grads in exact.items():
-        if "attn.c_attn.bias" in name:
-            continue
-        # Roundings of half an ulp, 2^-9, at each of the few products on the way.
-        torch.testing.assert_close(found[name], norms(grads), rtol=2**-4, atol=1e-4, msg=name)
-
-
-def test_a_parameter_that_something_else_uses_is_noticed() -> None:
-    """In the first pass; what `p.grad` held before does not matter."""
-    for model, is_right in ((tied_transformer(), False), (gpt2(), True)):
-        loss_of(model, tokens_of(step=1)).backward()
-        if is_right:
-            recorded(model, tokens_of())
-        else:
-            with pytest.raises(RuntimeError, match=r"embedding\.weight"):
-                recorded(model, tokens_of())
-
-
-def test_a_gradient_of_rounding_errors_alone_is_no_other_use() -> None:
-    """What a softmax does not see, as the bias of an attention's keys."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
-    recorder = ExampleNorms(model, dict(model.named_parameters()))
-    x = torch.randn(4, 50, 8)
-    with recorder.recording(4):
-        model(x).squeeze(-1).softmax(1).square().sum().backward()
-    assert (recorder.squared["1.bias"] < 1e-10).all()
-    assert (recorder.squared["1.weight"] > 1e-8).all()
-
-
-def test_what_has_no_norms_per_example_is_refused() -> None:
-    single = nn.Linear(3, 1)
-    recorder = ExampleNorms(single, dict(single.named_parameters()))
-    says = r"the 4 examples.* Linear .*\[7, 3\]"
-    with pytest.raises(RuntimeError, match=says), recorder.recording(4):
-        single(torch.randn(7, 3))
-    with pytest.raises(RuntimeError, match="single backward pass"), recorder.recording(2):
-        backward_twice(single(torch.randn(2, 3)).mean())
-
-
-def backward_twice(loss: Tensor) -> None:
-    loss.backward(retain_graph=True)
-    loss.backward()
-
-
 # The score.
 
 
@@ -178,7 +59,7 @@ def by_definition(steps: int, *, lr: float = 0.1) -> dict[Reading, dict[str, flo
     }
     for step in range(steps):
         optimizer.zero_grad()
-        tokens = tokens_of(step=step)
+        tokens = tokens_of(step)
         grads = by_loop(model, tokens)
         before = {name: param.detach().clone() for name, param in model.named_parameters()}
         loss_of(model, tokens).backward()
@@ -195,37 +76,30 @@ def by_definition(steps: int, *, lr: float = 0.1) -> dict[Reading, dict[str, flo
     return found
 
 
-def follow(
-    steps: int, *, parts: tuple[int, ...] = (3,), model: nn.Module | None = None, first: int = 0
-) -> tuple[CancellationEffect, nn.Module, torch.optim.Optimizer]:
-    """The same loop with the batch in parts of so many examples."""
-    model = gpt2() if model is None else model
+def follow(steps: int) -> tuple[CancellationEffect, nn.Module, torch.optim.Optimizer]:
+    """The same loop, watched."""
+    model = gpt2()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
     effect = CancellationEffect(model, optimizer)
-    go_on(effect, model, optimizer, range(first, first + steps), parts)
+    go_on(effect, model, optimizer, range(steps))
     return effect, model, optimizer
 
 
 def go_on(
-    effect: CancellationEffect,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    steps: range,
-    parts: tuple[int, ...] = (3,),
+    effect: CancellationEffect, model: nn.Module, optimizer: torch.optim.Optimizer, steps: range
 ) -> None:
     for step in steps:
         optimizer.zero_grad()
-        for tokens in tokens_of(step=step).split(parts):
-            with effect.watching(len(tokens), weight=1 / 3):
-                (loss_of(model, tokens) * len(tokens) / 3).backward()
+        for tokens in tokens_of(step).split(1):
+            with effect.watching(weight=1 / 3):
+                (loss_of(model, tokens) / 3).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
 
 
-@pytest.mark.parametrize("parts", [(3,), (2, 1), (1, 1, 1)], ids=str)
-def test_every_reading_is_its_definition(parts: tuple[int, ...]) -> None:
+def test_every_reading_is_its_definition() -> None:
     exact = by_definition(3)
-    effect, _, _ = follow(3, parts=parts)
+    effect, _, _ = follow(3)
     for reading in READINGS:
         scores = effect.scores(reading)
         assert list(scores) == list(exact[reading])
@@ -274,21 +148,11 @@ def test_parameters_that_are_not_stepped_are_not_scored() -> None:
     model[1].bias.requires_grad_(False)
     optimizer = torch.optim.SGD([model[0].bias, *model[1].parameters()], lr=0.1)
     effect = CancellationEffect(model, optimizer)
-    with effect.watching(3):
-        model(torch.randn(3, 2)).mean().backward()
+    with effect.watching():
+        model(torch.randn(1, 2)).mean().backward()
     optimizer.step()
     assert effect.columns == {"0.bias": 2, "1.weight": 2}
     assert all(score > 0 for score in effect.scores().values())
-
-
-def test_the_model_without_rule_is_refused_for_several_examples_only() -> None:
-    model = nn.Bilinear(3, 3, 1)
-    effect = CancellationEffect(model, torch.optim.SGD(model.parameters()))
-    assert effect.without_rule == ["the model (Bilinear)"]
-    with pytest.raises(ValueError, match="Bilinear"), effect.watching(2):
-        pass
-    with effect.watching(1):
-        model(torch.randn(1, 3), torch.randn(1, 3)).sum().backward()
 
 
 def test_misuse_speaks() -> None:
@@ -297,22 +161,17 @@ def test_misuse_speaks() -> None:
     effect = CancellationEffect(model, optimizer)
     with pytest.raises(RuntimeError, match="No step has been watched"):
         effect.scores()
-    for count, weight, said in ((0, None, "at least 1; got 0"), (1, -1, "than zero; got -1")):
-        with pytest.raises(ValueError, match=said), effect.watching(count, weight=weight):
-            pass
-    with effect.watching(2):
-        model(torch.randn(2, 2)).mean().backward()
-    with pytest.raises(ValueError, match="weight"), effect.watching(4):
+    with pytest.raises(ValueError, match="than zero; got -1"), effect.watching(weight=-1):
+        pass
+    with effect.watching(weight=0.5):
+        model(torch.randn(1, 2)).mean().backward()
+    with pytest.raises(ValueError, match="same weight"), effect.watching():
         pass
     optimizer.step()
     with pytest.raises(ValueError, match=r"reading must be one of norms-over-change, .*'words'"):
         effect.scores("words")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="they share none"):
         CancellationEffect(nn.Linear(1, 1), optimizer)
-    coupled = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    with pytest.raises(ValueError, match="1 is a BatchNorm1d, whose statistics mix"):
-        CancellationEffect(coupled, torch.optim.SGD(coupled.parameters()))
-    CancellationEffect(coupled.eval(), torch.optim.SGD(coupled.parameters()))
 
 
 # Selection.
@@ -352,4 +211,3 @@ def test_the_paper_s_proxy_has_76_modules() -> None:
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=6, n_embd=768))
         effect = CancellationEffect(model, torch.optim.SGD(model.parameters()))
     assert len(effect.columns) == 76
-    assert effect.without_rule == []

@@ -161,23 +161,3 @@ def test_a_training_that_diverged_ranks_nothing(asked: Make) -> None:
     records.write_json(run / "cancellation.json", record)
     with pytest.raises(ValueError, match=r"that of transformer.ln_f.bias is nan.* has diverged"):
         measure_cancellation(asked())
-
-
-def test_a_model_with_bare_parameters_is_run_one_example_at_a_time(
-    asked: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
-
-    original = GPT2MLP.forward
-
-    def scaled(self: Any, hidden: Any) -> Any:
-        # A use that hooks between the modules do not see.
-        return original(self, hidden) + 0.1 * (hidden @ self.c_proj.weight.mT @ self.c_fc.weight.mT)
-
-    monkeypatch.setattr(GPT2MLP, "forward", scaled)
-    with pytest.raises(ValueError, match=r"mode is together, and that cannot be: .*c_fc.weight"):
-        measure_cancellation(asked(mode="together", steps=2))
-    assert not asked().out.exists()
-    auto = scores_of(measure_cancellation(asked("auto", steps=2)))
-    single = scores_of(measure_cancellation(asked("single", steps=2, mode="single")))
-    assert auto == single

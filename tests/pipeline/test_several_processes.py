@@ -136,10 +136,6 @@ def stage_of(
             measure_cancellation,
             SelectConfig(out=out, batch_size=8, strategies=("low5",), **settings),
         ),
-        "select one by one": (
-            measure_cancellation,
-            SelectConfig(out=out, batch_size=8, strategies=("low5",), mode="single", **settings),
-        ),
     }
     if name == "doremi":
         assert reference is not None
@@ -154,7 +150,6 @@ def stage_of(
         ("proxy", 2),
         pytest.param("base", 2, marks=EXHAUSTIVE),
         pytest.param("select", 2, marks=EXHAUSTIVE),
-        pytest.param("select one by one", 2, marks=EXHAUSTIVE),
     ],
 )
 def test_ranks_leave_what_one_process_leaves(

@@ -258,9 +258,6 @@ class SelectConfig(_Stage):
     gradient norms over the norm of the weight change. sum-over-change: the norm of the gradients'
     sum over it. change-over-sum (the paper's formula) and change-over-norms: the inverses. Every
     run measures all four; this one is ranked."""
-    mode: Literal["auto", "together", "single"] = "auto"
-    """together: run the examples of a batch in one pass. single: one after another, slower, for any
-    model. auto: together if the model's modules allow it."""
     targets: tuple[str, ...] = ()
     """Domains that are evaluated and never trained on, as in the proxy."""
     batch_size: Count = 28

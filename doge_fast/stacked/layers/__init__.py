@@ -1,4 +1,4 @@
-"""Rules of module classes, for the rows of a stacked pass and for gradient norms per example."""
+"""Rules of module classes, for the rows of a stacked pass."""
 
 from doge_fast.stacked.layers.embedding import Lookup
 from doge_fast.stacked.layers.linear import Outer

@@ -53,8 +53,6 @@ class LinearRule(LayerRule):
         self, module: Any, grad: Tensor, x: Tensor, *saved: Tensor
     ) -> Iterator[tuple[nn.Parameter | None, TokenSum]]:
         """The gradients of weight and bias."""
-        # Norms per example call `prepare` outside autocast, so x may be wider than the gradient.
-        x = x.to(grad.dtype)
         yield module.weight, Outer(x, grad) if self.is_transposed else Outer(grad, x)
         yield module.bias, Sum(grad)
 

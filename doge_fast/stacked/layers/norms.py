@@ -42,10 +42,6 @@ class LayerNormRule(LayerRule):
     ) -> Iterator[tuple[nn.Parameter | None, TokenSum]]:
         """The gradients of gain and bias."""
         dtype = module.weight.dtype
-        if not saved:
-            # Norms per example run outside autocast and without `forward`.
-            grad, x = grad.to(dtype), x.to(dtype)
-            saved = tuple(self.forward(module, x)[1])
         yield module.weight, _Gain(grad, x, dtype, saved)
         yield module.bias, Sum(grad.to(dtype))
 

@@ -21,7 +21,7 @@ _RULES: dict[str | type[nn.Module], LayerRule] = {
 
 
 def register(module_class: type[nn.Module] | str, rule: LayerRule) -> None:
-    """Use `rule` for modules of a class, in stacked passes and for norms per example.
+    """Use `rule` for modules of a class in stacked passes.
 
     The rule applies in this process, from the next stacked pass on. It replaces an earlier rule of
     the class; subclasses do not inherit it. In a stacked pass modules without a rule run once per

@@ -13,7 +13,7 @@ class LayerRule(ABC):
     """The rule of a module class whose forward takes one tensor and treats examples one by one.
 
     A stacked pass runs `forward` and `input_gradient` once for all examples. From the terms of
-    `gradients` come the row of every domain, and the norm of every example's gradient.
+    `gradients` comes the row of every domain.
 
     A rule defines `forward`, `gradients`, `input_gradient` unless the input is indices, and
     `params` unless these are weight and bias. x is [B, ..., features], [B * T, features] if the
@@ -54,7 +54,4 @@ class LayerRule(ABC):
     def gradients(
         self, module: Any, grad: Tensor, x: Tensor, *saved: Tensor
     ) -> Iterator[tuple[nn.Parameter | None, TokenSum]]:
-        """Each parameter (None if the module lacks it) with its `Outer`, `Lookup` or `Sum`.
-
-        `saved` is empty for norms per example, which skip `forward`.
-        """
+        """Each parameter (None if the module lacks it) with its `Outer`, `Lookup` or `Sum`."""

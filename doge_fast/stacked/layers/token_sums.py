@@ -4,8 +4,7 @@
     Lookup   sum_t onehot(id_t) right_t^T    a table of vectors (`embedding.py`)
     Sum      sum_t values_t                  gains and biases
 
-The row of a domain is the sum over its tokens. The gradient of one example is the sum over its own
-tokens, so norms per example come from runs in which every example has a row.
+The row of a domain is the sum over its tokens.
 """
 
 from typing import NamedTuple, Protocol
