@@ -43,19 +43,6 @@ def test_mix_is_never_trained_on(corpus, mixed):
     assert len(mixed.train["verse"]) == len(corpus.train["verse"])
 
 
-@pytest.mark.parametrize(
-    ("domains", "targets", "word"),
-    [
-        (("code", "cobol"), (), "domains must name domains of .*; cobol is not among them"),
-        (("code", "prose", "code"), (), "names code twice"),
-        ((), ("catalan",), "target must name domains of .*; catalan is not among them"),
-        ((), ("code", "prose", "verse"), "Training needs a domain"),
-    ],
-)
-def test_domains_and_targets_that_cannot_be(config, domains, targets, word):
-    check_refused(rename(config, domains=domains), word, targets=targets)
-
-
 def test_a_domain_named_like_a_target_word(tmp_path, config):
     write_jsonl(tmp_path / "mix.jsonl", texts("mix"))
     check_refused(rename(config, data=str(tmp_path)), 'No domain may be named "mix"')

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -95,19 +94,6 @@ def test_a_hub_ids_configurations_are_domains(tmp_path, config, monkeypatch):
     assert documents(loaded, "ca", "validation")[0] == text_of("held-out ca", 0)
 
 
-def test_a_hub_that_does_not_answer(config, monkeypatch):
-    def unreachable(*_: Any, **__: Any) -> None:
-        raise ConnectionError("Couldn't reach the Hub\nwith a long trace")
-
-    monkeypatch.setattr(datasets, "get_dataset_config_names", unreachable)
-    with pytest.raises(
-        ValueError,
-        match=r"^owner/nothing is neither a path here nor a data set that could be opened: "
-        r"Couldn't reach the Hub\.$",
-    ):
-        load_corpus(rename(config, data="owner/nothing"))
-
-
 @pytest.mark.parametrize("is_off", [True, False])
 def test_a_hub_that_does_not_answer_is_asked_once(config, monkeypatch, is_off):
     """datasets would ask five times more, for half a minute and with thirty lines."""
@@ -120,34 +106,28 @@ def test_a_hub_that_does_not_answer_is_asked_once(config, monkeypatch, is_off):
 
     def look(_: str) -> list[str]:
         seen.append(constants.is_offline_mode() and datasets.config.HF_HUB_OFFLINE)
-        raise ConnectionError("no route")
+        raise ConnectionError("Couldn't reach the Hub\nwith a long trace")
 
     for switch in (constants, datasets.config):
         monkeypatch.setattr(switch, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub, "get_session", Session)
     monkeypatch.setattr(datasets, "get_dataset_config_names", look)
-    with pytest.raises(ValueError, match="owner/nothing is neither"):
+    with pytest.raises(
+        ValueError, match=r"^owner/nothing is neither .*: Couldn't reach the Hub\.$"
+    ):
         load_corpus(rename(config, data="owner/nothing"))
     assert seen == [is_off]
     assert not constants.is_offline_mode()
 
 
-def test_text_files_are_cut_at_blank_lines(tmp_path, config):
+def test_text_files_are_cut_at_blank_lines(tmp_path):
     paragraphs = [f"{text_of('p', index)}\n\n" for index in range(400)]
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "book.txt").write_text("".join(paragraphs))
-    write_jsonl(tmp_path / "data" / "b.jsonl", texts("b"))
-    found = cut(tmp_path / "data" / "book.txt")
+    (tmp_path / "book.txt").write_text("".join(paragraphs))
+    found = cut(tmp_path / "book.txt")
     assert "".join(found) == "".join(paragraphs)
     assert len(found) > 4
     assert all(text.endswith("\n\n") for text in found)
     assert all(len(text) >= 16_384 for text in found[:-1])
-    loaded = load_corpus(rename(config, data=str(tmp_path / "data")))
-    # About 64 documents of text of this size, a tenth of them held out.
-    chars = sum(map(len, paragraphs)) // 64
-    pieces = cut(tmp_path / "data" / "book.txt", chars)
-    assert 48 <= len(pieces) <= 64
-    assert loaded.documents["book"] == len(pieces) - round(0.1 * len(pieces))
 
 
 def test_a_text_of_one_long_line_is_cut(tmp_path, config):
@@ -182,19 +162,13 @@ def test_a_small_text_file_has_documents_to_hold_out(tmp_path, config, num_parag
 @pytest.mark.parametrize(
     ("name", "split"),
     [
-        ("train.parquet", "train"),
-        ("dev.jsonl", "validation"),
         ("Test.jsonl", "test"),
         ("c4-validation.00000-of-00001.jsonl", "validation"),
         # As the Hub names them.
         ("validation-00000-of-00001-913ba403f8a7a3ae.parquet", "validation"),
-        ("train-00000-of-00001-b42a775f407cee45.parquet", "train"),
-        ("c4-eval.jsonl", "test"),
         ("web-heldout.jsonl", "validation"),
         ("evaluation-of-bridges.jsonl", None),
         ("en_test_12.jsonl.gz", "test"),
-        ("dev-blog.jsonl", None),
-        ("val-d-isere", None),
         ("trains.txt", None),
     ],
 )
@@ -498,38 +472,6 @@ def test_splits_with_a_common_beginning_are_all_read(config, monkeypatch):
     assert [text for _, text in parts["web"].validation()] == texts("dev_a", 5) + texts("dev_b", 4)
 
 
-def make_hollow(folder: Path, form: str) -> Path:
-    """Something that looks like a domain and holds no text."""
-    path = folder / ("gone.jsonl" if form in ("link", "pipe", "folder") else "gone")
-    if form == "link":
-        path.symlink_to(folder / "nowhere.jsonl")
-    elif form == "pipe":
-        os.mkfifo(path)
-    else:
-        path.mkdir()
-    if form == "loop":
-        write_jsonl(path / "train.jsonl", texts("gone"))
-        path = path / "again"
-        path.symlink_to(folder)
-    return path
-
-
-@pytest.mark.parametrize(
-    ("form", "sentence"),
-    [
-        ("link", "is a link to nothing"),
-        ("pipe", "or no file"),
-        ("loop", "is a link to a folder around it"),
-        ("folder", "has the name of a file and is a folder"),
-        ("empty folder", "holds no file of"),
-    ],
-)
-def test_no_domain_vanishes(tmp_path, config, form, sentence):
-    write_jsonl(tmp_path / "good.jsonl", texts("good"))
-    path = make_hollow(tmp_path, form)
-    check_refused(rename(config, data=str(tmp_path)), f"{path} .*{sentence}")
-
-
 def test_a_folder_without_text_is_left_out_where_domains_are_named(tmp_path, config):
     write_jsonl(tmp_path / "good.jsonl", texts("good"))
     (tmp_path / "scripts").mkdir()
@@ -549,14 +491,6 @@ def test_links_to_folders_are_followed(tmp_path, config):
     assert loaded.documents == {"a": 72}
 
 
-def test_a_domain_of_blanks(tmp_path, config):
-    write_jsonl(tmp_path / "good.jsonl", texts("good"))
-    write_jsonl(tmp_path / "hollow.jsonl", ["", "  \n"])
-    check_refused(
-        rename(config, data=str(tmp_path)), "needs text; the train split of hollow is empty"
-    )
-
-
 def test_a_parquet_without_the_text_column(tmp_path, config):
     write_parquet(tmp_path / "a.parquet", content=texts("a"), url=["x"] * 40)
     check_refused(
@@ -564,15 +498,4 @@ def test_a_parquet_without_the_text_column(tmp_path, config):
         r'a.parquet has no column "text"; its columns are content, url\. Name the right one with '
         r"text_column \(--text-column\)",
     )
-    loaded = load_corpus(rename(config, data=str(tmp_path), text_column="content"))
-    assert documents(loaded, "a", "train")
-
-
-def test_a_text_column_that_turns_into_numbers(tmp_path, config):
-    path = write_jsonl(tmp_path / "a.jsonl", texts("a", 200))
-    with path.open("a") as file:
-        file.write('{"text": 5}\n')
-    with pytest.raises(
-        ValueError, match=r'column "text" must hold text; that of .*a.jsonl, row 201 holds int'
-    ):
-        load_corpus(rename(config, data=str(tmp_path)))
+    assert load_corpus(rename(config, data=str(tmp_path), text_column="content")).documents

@@ -185,6 +185,15 @@ class Damage(NamedTuple):
         self._delete(file, "")
         file.symlink_to("nothing-there")
 
+    def _around(self, file: Path, _: str) -> None:
+        """A link to a folder that holds it."""
+        self._delete(file, "")
+        file.symlink_to("..")
+
+    def _pipe(self, file: Path, _: str) -> None:
+        self._delete(file, "")
+        os.mkfifo(file)
+
     def _loop(self, file: Path, _: str) -> None:
         self._delete(file, "")
         file.symlink_to(file.name)
