@@ -124,12 +124,6 @@ def test_no_package_is_all_of_a_domain(roots):
     assert "called header 11\n" in text
 
 
-def test_a_source_that_is_missing_leaves_its_domain_out(roots):
-    for index in range(12):
-        (roots["site"] / f"package{index}/include/{index}.h").unlink()
-    assert tuple(local_corpus.load(**roots)) == tuple(name for name in ALL if name != "headers")
-
-
 def test_what_cannot_be_read_is_left_out(roots):
     for index in range(12):
         path = roots["stdlib"] / f"module{index}.py"

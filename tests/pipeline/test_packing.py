@@ -24,11 +24,6 @@ from tests.pipeline.corpora import (
     write_jsonl,
 )
 
-SHARED = Path(__file__).resolve().parents[2] / "../shared/data"
-needs_shared = pytest.mark.skipif(
-    not SHARED.is_dir(), reason="the corpora and tokenizers of shared/data are not here"
-)
-
 
 def test_blocks_are_the_documents_and_nothing_else(corpus):
     expected = {"train": texts("code", 30) + texts("more code", 30), "validation": None}
@@ -40,13 +35,6 @@ def test_blocks_are_the_documents_and_nothing_else(corpus):
         # Only the tokens that do not fill a block are lost.
         ids = corpus.tokenizer("\n".join(originals))["input_ids"]
         assert len(tokens(getattr(corpus, split)["code"])) > len(ids) - 2 * corpus.block_size
-
-
-def test_held_out_documents_are_a_tenth_and_on_one_side(corpus):
-    train = {text.split(":")[0] for text in documents(corpus, "prose", "train")}
-    held_out = {text.split(":")[0] for text in documents(corpus, "prose", "validation")}
-    assert len(held_out) == 5
-    assert not train & held_out
 
 
 def lopsided(folder: Path) -> Path:
@@ -148,19 +136,19 @@ def test_packed_once(config, corpus, packings):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"block_size": 12}, {"vocab_size": 310}, {"max_tokens_per_domain": 64}],
+    ("change", "packed"),
+    [
+        ({"block_size": 12}, ["code", "prose", "verse"]),
+        ({"vocab_size": 310}, ["code", "prose", "verse"]),
+        ({"max_tokens_per_domain": 64}, ["code", "prose", "verse"]),
+        # code brings its own validation split.
+        ({"validation_fraction": 0.25}, ["prose", "verse"]),
+    ],
     ids=str,
 )
-def test_another_packing_is_packed_anew(config, packings, change):
+def test_another_packing_packs_what_it_concerns(config, corpus, packings, change, packed):
     load_corpus(rename(config, **change))
-    assert sorted(packings) == ["code", "prose", "verse"]
-
-
-def test_another_validation_fraction_packs_what_it_concerns(config, corpus, packings):
-    load_corpus(rename(config, validation_fraction=0.25))
-    # code brings its own validation split.
-    assert sorted(packings) == ["prose", "verse"]
+    assert sorted(packings) == packed
 
 
 def test_a_text_written_over_with_its_size_and_time_kept_is_seen(tmp_path, config, packings):
@@ -307,9 +295,3 @@ def test_a_document_cannot_forge_its_end(tmp_path, config):
     write_jsonl(tmp_path / "data" / "b.jsonl", texts("b"))
     loaded = load_corpus(rename(config, data=str(tmp_path / "data")))
     assert tokens(loaded.train["a"]).count(loaded.tokenizer.eos_token_id) <= loaded.documents["a"]
-
-
-def test_one_document_cannot_be_split(tmp_path, config):
-    write_jsonl(tmp_path / "a.jsonl", texts("a", 1))
-    with pytest.raises(ValueError, match="holds out documents; a has only one"):
-        load_corpus(rename(config, data=str(tmp_path)))
