@@ -311,11 +311,3 @@ def test_an_emptied_model_is_not_complete_and_is_made_again(base_run: BaseConfig
         records.check_finished(base_run.out)
     train_base(base_run)
     assert {file.name: file.read_bytes() for file in model.iterdir()} == before
-
-
-def test_a_bit_of_a_model_is_noticed_where_it_is_read(base_run: BaseConfig) -> None:
-    Damage("flip 0.5")(base_run.out / "model" / "model.safetensors")
-    # Not each time that somebody asks whether a run is there.
-    assert records.is_finished(base_run.out)
-    with pytest.raises(ValueError, match=r"model\.safetensors is not what was written"):
-        records.check_finished(base_run.out)

@@ -42,11 +42,6 @@ def weights(**changes: object) -> dict[str, object]:
     return record | changes
 
 
-def write_weights_unchecked(path: Path, record: dict[str, object]) -> Path:
-    path.write_text(json.dumps(record))
-    return path
-
-
 def test_a_new_run_records_what_was_asked(tmp_path):
     out = tmp_path / "runs" / "proxy"
     assert records.check_run(out, stage="proxy", config=proxy_config(out)) is None
@@ -74,27 +69,6 @@ def test_the_same_run_resumes_wherever_it_lies_now(tmp_path):
     found = records.check_run(moved.out, stage="proxy", config=moved)
     assert found == records.read_config(moved.out)
     assert found["created"] == created
-
-
-def test_another_stage_is_refused(tmp_path):
-    config = proxy_config(tmp_path)
-    records.open_run(config.out, stage="proxy", config=config, corpus=CORPUS)
-    with pytest.raises(ValueError, match="holds a proxy run; this is the base stage"):
-        records.check_run(config.out, stage="base", config=config)
-
-
-def test_another_configuration_is_refused_and_named(tmp_path):
-    config = proxy_config(tmp_path)
-    records.open_run(config.out, stage="proxy", config=config, corpus=CORPUS)
-    before = (tmp_path / "config.json").read_bytes()
-    other = replace(config, mu=0.5, training=replace(config.training, steps=400))
-    with pytest.raises(
-        ValueError,
-        match=r"holds another run: the configuration's training.steps is 300 there and 400 here "
-        r"\(also mu\)\. Name another directory, or repeat the recorded run",
-    ):
-        records.check_run(config.out, stage="proxy", config=other)
-    assert (tmp_path / "config.json").read_bytes() == before
 
 
 def test_a_path_is_the_same_however_it_is_said_and_no_word(tmp_path, monkeypatch):
@@ -168,14 +142,6 @@ def test_another_tokenizer_or_text_is_refused(tmp_path):
         records.check_corpus(config.out, recorded, corpus("b"))
     # Earlier releases recorded none.
     records.check_corpus(config.out, recorded | {"corpus": CORPUS}, corpus("b"))
-
-
-def test_what_is_no_directory_for_a_run_is_refused(tmp_path):
-    (tmp_path / "thesis.tex").write_text("x")
-    for path, word in ((tmp_path, "thesis.tex"), (tmp_path / "thesis.tex", "is a file")):
-        with pytest.raises(ValueError, match=word):
-            records.check_run(path, stage="base", config={})
-    assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 def test_a_run_killed_while_it_began_can_begin_again(tmp_path):
@@ -298,8 +264,9 @@ def test_weights_that_cannot_be_believed_are_neither_read_nor_written(tmp_path, 
     with pytest.raises(ValueError, match=word):
         records.write_weights(tmp_path, record)
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "w.json").write_text(json.dumps(record))
     with pytest.raises(ValueError, match=word):
-        records.read_weights(write_weights_unchecked(tmp_path / "w.json", record))
+        records.read_weights(tmp_path / "w.json")
 
 
 def test_what_is_unknown_or_not_known_is_kept(tmp_path):
@@ -309,16 +276,6 @@ def test_what_is_unknown_or_not_known_is_kept(tmp_path):
     record = weights(**nothing) | {"domains": [entry | nothing], "mood": [1, None]}
     records.write_weights(tmp_path, record)
     assert records.read_weights(tmp_path) == record
-
-
-def test_weights_of_other_domains_are_refused(tmp_path):
-    records.write_weights(tmp_path, weights())
-    with pytest.raises(
-        ValueError,
-        match=r"must weigh exactly the domains of this corpus \(b, c\); it has no weight for c "
-        r"and weights for a, which are not trained on\. Train on the domains of the file",
-    ):
-        records.read_weights(tmp_path, domains=["b", "c"])
 
 
 def test_the_average_perplexity_is_the_papers(tmp_path):
