@@ -4,19 +4,18 @@ Domains are sampled with the weights; the loss is the ordinary one. The weights 
 run, a file, or a baseline, and are written beside the model before the first step.
 """
 
-import functools
 import hashlib
 import json
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from doge_fast.mixture.counts import Phase
 from doge_fast.pipeline import records, stage
 from doge_fast.pipeline.baselines import BASELINES
-from doge_fast.pipeline.config import BaseConfig, ModelConfig
+from doge_fast.pipeline.config import BaseConfig
 from doge_fast.pipeline.domains import Corpus
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.run import Run
@@ -46,7 +45,7 @@ def train_base(config: BaseConfig) -> Run:
 
     Source: DoGE, stage two of the method.
     """
-    existing = existing_run(config)
+    existing = stage.existing_run(config)
     if existing.is_complete:
         return Run(config.out)
     trainer = prepare(config, existing)
@@ -58,27 +57,6 @@ def train_base(config: BaseConfig) -> Run:
         trainer.go_on(checkpoint)
         from_first(lambda: stage.leave_model(trainer))
     return Run(config.out)
-
-
-def existing_run(config: BaseConfig) -> ExistingRun:
-    """What the directory holds; ValueError where a setting is wrong."""
-    return stage.existing_run(config, further=functools.partial(_further, config))
-
-
-def _further(config: BaseConfig, steps: int) -> BaseConfig:
-    """A run that trains the model of this one for more steps, in a directory of its own."""
-    model, told = str(config.out / records.MODEL), config.training
-    warmup = told.warmup_steps if (told.warmup_steps or 0) < steps else None
-    return replace(
-        config,
-        out=Path("NEW"),
-        corpus=replace(config.corpus, tokenizer=model),
-        model=ModelConfig(model, pretrained=True),
-        # Another seed: other blocks, in another order.
-        training=replace(told, steps=steps, warmup_steps=warmup, seed=told.seed + 1),
-        weights=str(config.out),
-        stages=1,
-    )
 
 
 def prepare(config: BaseConfig, existing: ExistingRun) -> MixtureTrainer:

@@ -7,11 +7,9 @@ is resumed by the same call, and a complete one is left as it is.
 
 import logging
 import os
-import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -21,7 +19,7 @@ from transformers import PreTrainedModel, set_seed
 
 from doge_fast import atomic_file
 from doge_fast.pipeline import baselines, domains, memory, ranks, records, training
-from doge_fast.pipeline.config import StageConfig, checks, flags
+from doge_fast.pipeline.config import StageConfig, checks
 from doge_fast.pipeline.domains import Corpus
 from doge_fast.pipeline.failures import FileFailure
 from doge_fast.pipeline.model import build_model, check_model, without_bars
@@ -62,11 +60,8 @@ def existing_run(
     config: StageConfig,
     *,
     is_finished: Callable[[Path], bool] = is_finished,
-    further: Callable[[int], StageConfig] | None = None,
 ) -> ExistingRun:
     """Check the settings, and look at the directory; reads no corpus and writes nothing.
-
-    `further` makes a run of so many steps that starts from the model of this one.
 
     Raises:
         ValueError: a setting is out of its range, or the directory holds another run.
@@ -80,12 +75,7 @@ def existing_run(
             f"batch_size must be a multiple of the {ranks.number()} processes that share it; got "
             f"{cast(Any, config).batch_size}."
         )
-    try:
-        record = records.check_run(config.out, stage=config.stage, config=config)
-    except ValueError:
-        if is_finished(config.out):
-            _refuse_more_steps(config, further)
-        raise
+    record = records.check_run(config.out, stage=config.stage, config=config)
     is_complete = record is not None and is_finished(config.out)
     if is_complete:
         _log.info("%s: complete already, nothing to do", config.out)
@@ -93,32 +83,6 @@ def existing_run(
             # A kill may have left them after the last step.
             shutil.rmtree(config.out / records.CHECKPOINTS, ignore_errors=True)
     return ExistingRun(record or {}, is_complete)
-
-
-def _refuse_more_steps(config: StageConfig, further: Callable[[int], StageConfig] | None) -> None:
-    """Say why a complete run cannot have more steps, where that is what is asked for."""
-    out = config.out
-    done, asked = records.read_config(out)["config"]["training"]["steps"], config.training.steps
-    shorter = replace(config, training=replace(config.training, steps=done))
-    try:
-        records.check_run(out, stage=config.stage, config=shorter)
-    except ValueError:
-        # Something else differs too.
-        return
-    if asked < done:
-        return
-    way_out = ""
-    if further is not None:
-        words = ["doge-fast", config.stage, *flags.words_of(further(asked - done))]
-        way_out = (
-            " Or train its model further, with a learning rate that starts anew and the other "
-            f"settings as they were: {shlex.join(words)}"
-        )
-    raise ValueError(
-        f"{out} is complete after {done} steps, and {asked} are asked for. Its learning rate has "
-        f"come to its end and its optimizer's state is gone, so it cannot become a run of {asked} "
-        f"steps. Name another directory to make one.{way_out}"
-    )
 
 
 def read_corpus(config: StageConfig, existing: ExistingRun) -> Corpus:

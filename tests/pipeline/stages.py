@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from doge_fast.pipeline import records
+from doge_fast.pipeline.config import flags
+from doge_fast.pipeline.config.fields import required
 
 # The domains of `small_corpus`.
 NAMES = ["code", "prose", "table", "verse"]
@@ -36,6 +38,23 @@ def write_weights(path: Path, weights: Mapping[str, float]) -> Path:
     entries = [{"name": name, "weight": weight} for name, weight in weights.items()]
     records.write_weights(path, {"domains": entries})
     return path
+
+
+def words_of(config: Any) -> list[str]:
+    """The words after a verb that make this dataclass: of each field that is not its default."""
+    kind = type(config)
+    unsaid = kind(**dict.fromkeys(required(kind), flags._UNSAID))
+    words: list[str] = []
+    for option in flags.options_of(unsaid, False):
+        value = flags._value(config, option.path)
+        if value == option.default:
+            continue
+        if isinstance(value, bool):
+            words.append(option.flag if value else option.flag.replace("--", "--no-", 1))
+        else:
+            several = value if option.is_several else (value,)
+            words += [option.flag, *map(str, several)]
+    return words
 
 
 class Killed(BaseException):

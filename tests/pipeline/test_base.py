@@ -2,7 +2,6 @@
 
 import math
 import os
-import shlex
 import shutil
 import signal
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from doge_fast.pipeline.config import BaseConfig, ProxyConfig
 from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.trainer import RecordedTrainer
 from doge_fast.weights.weights_file import write_json
-from tests.pipeline.stages import NAMES, assert_same_run, killed_at, write_weights
+from tests.pipeline.stages import NAMES, assert_same_run, killed_at, words_of, write_weights
 
 Make = Callable[..., BaseConfig]
 OWNER = (
@@ -241,50 +240,21 @@ def test_dropout_goes_on_where_it_stood(
     assert_same_run(cut.out, whole.out)
 
 
-def test_more_steps_for_a_complete_run_are_refused_with_the_way_out(
-    base: Make,
-    proxy: Callable[..., ProxyConfig],
-    trained_base: Path,
-    trained_proxy: Path,
-    small_corpus: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_a_complete_run_takes_no_more_steps_and_its_model_is_trained_further(
+    base: Make, trained_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    data = shutil.copytree(small_corpus, tmp_path / 'it\'s [my] "corpus" $1')
-    first = base("my run", data=data.name, targets=("verse",), warmup_steps=3)
-    first = replace(first, out=Path("my run"))
-    train_base(first)
-    with pytest.raises(ValueError, match="complete after 8 steps, and 11 are asked") as refusal:
-        train_base(replace(first, training=replace(first.training, steps=11)))
-    # What is to be done can be typed, and all but what it names is as it was.
-    _, _, command = str(refusal.value).partition("settings as they were: doge-fast ")
-    assert cli.main(shlex.split(command)) == 0, capsys.readouterr().err
-    held = {each: records.read_config(Path(each))["config"] for each in ("my run", "NEW")}
-    before, after = held.values()
-    assert after["training"].pop("steps") == 3
-    for part, *names in (
-        ("training", "steps", "seed", "warmup_steps"),
-        ("corpus", "tokenizer"),
-        ("model", *vars(first.model)),
-    ):
-        for name in names:
-            for each in held.values():
-                each[part].pop(name, None)
-    for each in held.values():
-        each.pop("out"), each.pop("weights")
-    assert before == after
-    last, first_loss = (
-        records.read_metrics(Path(run), kind="eval")[-1]["loss"] for run in ("NEW", "my run")
-    )
-    assert sum(last.values()) < sum(first_loss.values())
     config = base()
     shutil.copytree(trained_base, config.out)
-    for changes in ({"steps": 7}, {"steps": 11, "batch_size": 4}):
+    for changes in ({"steps": 11}, {"steps": 7}, {"steps": 11, "batch_size": 4}):
         with pytest.raises(ValueError, match="holds another run: the configuration's"):
             train_base(base(**changes))
     assert_same_run(config.out, trained_base)
-    shutil.copytree(trained_proxy, proxy().out)
-    with pytest.raises(ValueError, match="is complete after 8 steps, and 10 are asked for"):
-        learn_weights(proxy(steps=10))
+    # As the page on resuming says.
+    model, further = str(config.out / "model"), replace(config, out=tmp_path / "further")
+    words = ["--model", model, "--pretrained", "--tokenizer", model, "--seed", "1"]
+    typed = [*words_of(further), *words, "--weights", str(config.out)]
+    assert cli.main(["base", *typed]) == 0, capsys.readouterr().err
+    last, first = (
+        records.read_metrics(run, kind="eval")[-1]["loss"] for run in (further.out, config.out)
+    )
+    assert sum(last.values()) < sum(first.values())

@@ -17,12 +17,11 @@ from doge_fast import cli
 from doge_fast.pipeline import cache, records
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import BaseConfig, ProxyConfig
-from doge_fast.pipeline.config.flags import words_of
 from doge_fast.pipeline.proxy import ProxyTrainer, learn_weights
 from doge_fast.pipeline.records import manifest
 from tests.grids import grid
 from tests.pipeline.conftest import settings_of
-from tests.pipeline.stages import assert_same_run, killed_at
+from tests.pipeline.stages import assert_same_run, killed_at, words_of
 from tests.pipeline.workshop import Damage
 
 NEWEST, BEFORE = "checkpoint-6", "checkpoint-4"

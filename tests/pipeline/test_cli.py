@@ -27,8 +27,9 @@ from doge_fast.pipeline.config import (
     TrainingConfig,
 )
 from doge_fast.pipeline.config.fields import filled, read_file
-from doge_fast.pipeline.config.flags import PREFIXED, words_of
+from doge_fast.pipeline.config.flags import PREFIXED
 from doge_fast.pipeline.experiments.presets import preset_of
+from tests.pipeline.stages import words_of
 
 
 def fields_of(config: type, prefix: str = "") -> list[str]:

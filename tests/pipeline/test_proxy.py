@@ -13,7 +13,6 @@ from transformers.utils import logging
 from doge_fast import cli
 from doge_fast.pipeline import records
 from doge_fast.pipeline.config import ProxyConfig
-from doge_fast.pipeline.config.flags import words_of
 from doge_fast.pipeline.model import open_model
 from doge_fast.pipeline.proxy import (
     ProxyTrainer,
@@ -28,6 +27,7 @@ from tests.pipeline.stages import (
     assert_same_run,
     killed_at,
     lines_of,
+    words_of,
 )
 
 Make = Callable[..., ProxyConfig]

@@ -11,12 +11,11 @@ from doge_fast import cli
 from doge_fast.pipeline import records
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import BaseConfig, ProxyConfig
-from doge_fast.pipeline.config.flags import words_of
 from doge_fast.pipeline.proxy import ProxyTrainer, learn_weights
 from doge_fast.pipeline.rehearsal import TIMED_STEPS, rehearse
 from doge_fast.pipeline.trainer import RecordedTrainer
 from tests.pipeline.corpora import texts, write_jsonl
-from tests.pipeline.stages import killed_at
+from tests.pipeline.stages import killed_at, words_of
 
 
 def flat(text: str) -> str:

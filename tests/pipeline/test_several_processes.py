@@ -27,14 +27,13 @@ from doge_fast.pipeline.config import (
     SelectConfig,
     TemperatureConfig,
 )
-from doge_fast.pipeline.config.flags import words_of
 from doge_fast.pipeline.doremi import learn_by_excess_loss
 from doge_fast.pipeline.evaluation import evaluate
 from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.selection import measure_cancellation
 from doge_fast.pipeline.temperature import lines_of, temperature
 from doge_fast.pipeline.trainer import RecordedTrainer
-from tests.pipeline.stages import assert_same_run
+from tests.pipeline.stages import assert_same_run, words_of
 from tests.ranks import Ranks, as_launched
 
 EXHAUSTIVE = pytest.mark.exhaustive

@@ -12,12 +12,12 @@ import pytest
 from doge_fast import cli
 from doge_fast.pipeline import records
 from doge_fast.pipeline.config import BaseConfig, ProxyConfig, TargetConfig
-from doge_fast.pipeline.config.flags import words_of
 from tests.pipeline.task_documents import write_documents
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: the extra fewshot")
 
 from doge_fast.pipeline.task_target import write_target
+from tests.pipeline.stages import words_of
 
 REAL_DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "fewshot"
 

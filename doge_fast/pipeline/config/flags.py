@@ -119,22 +119,6 @@ def parse(words: Sequence[str], config: type, *, verb: str, is_positional: bool)
     return result
 
 
-def words_of(config: Any) -> list[str]:
-    """The words after a verb that make this dataclass: of each field that is not its default."""
-    unsaid = type(config)(**dict.fromkeys(required(type(config)), _UNSAID))
-    words: list[str] = []
-    for option in options_of(unsaid, False):
-        value = _value(config, option.path)
-        if value == option.default:
-            continue
-        if isinstance(value, bool):
-            words.append(option.flag if value else option.flag.replace("--", "--no-", 1))
-        else:
-            several = value if option.is_several else (value,)
-            words += [option.flag, *map(str, several)]
-    return words
-
-
 def options_of(
     config: Any, is_positional: bool, prefix: str = "", path: tuple[str, ...] = ()
 ) -> list[Option]:
