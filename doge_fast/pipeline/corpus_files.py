@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from doge_fast.pipeline import cache
 
@@ -121,7 +121,7 @@ def list_files(data: Path, chosen: Collection[str] | None) -> Listing:
         found.append(CorpusFile(path, domain, split, kind_of(path)))
         if split == "train" and any(map(_begins_as_held_out, told)):
             doubtful.append(str(inside))
-    _check_twice(found)
+    _check_twice(file for file in found if not chosen or file.domain in chosen)
     files = {name: [f for f in found if f.domain == name] for name in _unique(found)}
     if chosen is not None:
         _check_domains(data, files, chosen)
@@ -180,9 +180,8 @@ def _walk(folder: Path, around: Sequence[Path] = ()) -> Iterator[Path]:
     if any(outer.is_relative_to(here) for outer in around):
         raise ValueError(f"{folder} is a link to a folder around it. Remove it.")
     for path in sorted(folder.iterdir()):
-        if path.name.startswith(".") and _kind(path.name) is None:
-            continue
-        if path.is_file():
+        # What is hidden is told of, whatever it is.
+        if path.name.startswith(".") or path.is_file():
             yield path
         elif not path.is_dir():
             raise ValueError(f"{path} is a link to nothing, or no file. Mend it, or remove it.")
@@ -231,15 +230,17 @@ def _unique(files: Iterable[CorpusFile]) -> list[str]:
     return list(dict.fromkeys(file.domain for file in files))
 
 
-def _check_twice(files: Sequence[CorpusFile]) -> None:
-    """A file and its compressed twin would count twice."""
-    plain = {_without(str(file.path), COMPRESSIONS): file.path for file in files}
+def _check_twice(files: Iterable[CorpusFile]) -> None:
+    """A text that is there in two forms, or under two names, would count twice."""
+    seen: dict[Any, Path] = {}
     for file in files:
-        if (other := plain[_without(str(file.path), COMPRESSIONS)]) != file.path:
-            raise ValueError(
-                f"A text counts once; {file.path} and {other} differ in their compression alone. "
-                "Remove one, or rename it."
-            )
+        path, stat = file.path, file.path.stat()
+        for key in (path.with_name(stem_of(path.name)), (stat.st_dev, stat.st_ino)):
+            if (other := seen.setdefault(key, path)) != path:
+                told = "are one file" if other.samefile(path) else "differ in their endings alone"
+                raise ValueError(
+                    f"A text counts once; {other} and {path} {told}. Remove one, or rename it."
+                )
 
 
 def _check_domains(

@@ -246,6 +246,7 @@ def _row_warnings(
 ) -> Iterator[str]:
     """Of rows that are no documents."""
     for names in groups.values():
+        where = ", ".join(names) if config.domain_column is None else config.data
         rows = max((packed[name].rows for name in names), key=lambda rows: rows.get(ROWS, 0))
         for kind, column in (
             (WITHOUT_TEXT, config.text_column),
@@ -253,7 +254,7 @@ def _row_warnings(
         ):
             if count := rows.get(kind, 0):
                 yield (
-                    f"{', '.join(names)}: {count} of {rows[ROWS]} rows are {kind}, that is with "
+                    f"{where}: {count} of {rows[ROWS]} rows are {kind}, that is with "
                     f'nothing in the column "{column}", and are left out.'
                 )
 

@@ -20,6 +20,7 @@ from doge_fast.pipeline.corpus_files import COMPRESSIONS, CorpusFile
 from doge_fast.pipeline.failures import FileFailure, reading
 
 MEND = "Restore the file, or take it out of the corpus."
+_ENCODE = "Write it in UTF-8, or take it out of the corpus."
 # A text file is cut at the first blank line past this many characters, so that it has
 # documents to hold out; and anywhere past sixteen times as many.
 TEXT_DOCUMENT_CHARS = 16_384
@@ -100,11 +101,13 @@ def reach(row: Mapping[str, Any], column: str, inside: str = "") -> Any:
     struct = row[root]
     if isinstance(struct, Mapping):
         return reach(struct, rest, f"{inside}.{root}" if inside else root)
-    return struct if struct is None else Absent(f"{root} holds no struct but {_kind_told(struct)}")
+    return struct if struct is None else Absent(f"{root} holds no struct but {kind_told(struct)}")
 
 
-def _kind_told(value: Any) -> str:
-    return {str: "text", list: "a list", bool: "true or false"}.get(type(value), "a number")
+def kind_told(value: Any) -> str:
+    """What a value is, in words."""
+    told = {str: "text", list: "a list", bool: "true or false", dict: "a struct", bytes: "bytes"}
+    return told.get(type(value), "a number")
 
 
 def _arrow_batches(
@@ -116,7 +119,7 @@ def _arrow_batches(
         kept = needed(reader.schema.names, columns)
         parts = (batch.select(kept) for batch in reader)
         return reader.schema, itertools.chain.from_iterable(map(_in_parts, parts))
-    opened = pq.ParquetFile(file.path)
+    opened = pq.ParquetFile(file.path, page_checksum_verification=True)
     kept = needed(opened.schema_arrow.names, columns)
     return opened.schema_arrow, opened.iter_batches(batch_size=_ROWS_PER_READ, columns=kept)
 
@@ -151,20 +154,19 @@ def _json_rows(file: CorpusFile, columns: list[str]) -> Iterator[tuple[int, Mapp
         first = next(filled, None)
         if first is None:
             return
-        # Some editors begin a file with a mark of its encoding.
-        start = first[1].removeprefix(codecs.BOM_UTF8)
-        if start.lstrip().startswith(b"["):
-            array = _loaded(start + handle.read(), file.path, 1)
+        if first[1].removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+            array = _loaded(first[1] + handle.read(), file.path, 1)
             for n, row in enumerate(array, start=1):
                 yield n, _checked(row, columns, file.path, n)
             return
-        for number, line in itertools.chain([(first[0], start)], filled):
+        for number, line in itertools.chain([first], filled):
             yield number, _checked(_loaded(line, file.path, number), columns, file.path, number)
 
 
 def _loaded(text: bytes, path: Path, number: int) -> Any:
     try:
-        decoded = text.decode()
+        # Some editors begin a file with a mark of its encoding, and files are joined.
+        decoded = text.decode("utf-8-sig")
         try:
             return json.loads(decoded, object_pairs_hook=_object)
         except json.JSONDecodeError:
@@ -177,7 +179,8 @@ def _loaded(text: bytes, path: Path, number: int) -> Any:
             f"{path}, line {number} cannot be read: it is nested too deep. {MEND}"
         ) from None
     except ValueError as error:
-        raise FileFailure(f"{path}, line {number} cannot be read: {error}. {MEND}") from None
+        way_out = _ENCODE if isinstance(error, UnicodeDecodeError) else MEND
+        raise FileFailure(f"{path}, line {number} cannot be read: {error}. {way_out}") from None
 
 
 def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
@@ -236,14 +239,16 @@ def text_documents(file: CorpusFile, chars: int) -> Iterator[DocumentRow]:
     """A text file cut into documents: at blank lines past `chars`, anywhere past 16 times that."""
     with reading(file.path, MEND), io.TextIOWrapper(opened(file.path), "utf-8-sig") as handle:
         try:
-            # A disk that was full may leave zeros.
-            filled = (text for text in _cut(handle, chars) if text.strip().strip("\0"))
-            yield from (
-                DocumentRow(number, None, text) for number, text in enumerate(filled, start=1)
-            )
+            for number, text in enumerate(filter(str.strip, _cut(handle, chars)), start=1):
+                if text.count("\0") > len(text) / 10:
+                    raise FileFailure(
+                        f"A text file must be UTF-8; {file.path} holds zeros, as UTF-16 has them "
+                        f"and a disk that was full leaves them. {_ENCODE}"
+                    )
+                yield DocumentRow(number, None, text)
         except UnicodeDecodeError as error:
             raise FileFailure(
-                f"A text file must be UTF-8; {file.path} is not: {error}. {MEND}"
+                f"A text file must be UTF-8; {file.path} is not: {error}. {_ENCODE}"
             ) from None
 
 

@@ -32,7 +32,7 @@ def check_visible(names: Iterable[str], where: str) -> None:
     """
     alike: dict[str, str] = {}
     for name in names:
-        if not name or _INVISIBLE.search(name):
+        if not name.strip() or _INVISIBLE.search(name):
             raise ValueError(
                 f"A domain's name must be of characters that are written; {where} has {name!a}. "
                 "Rename it."

@@ -39,7 +39,7 @@ from doge_fast.pipeline.tokenizer import (
 _log = logging.getLogger("doge_fast")
 
 # Part of every cache key: changes when the same input would be packed to other blocks.
-_FORMAT = 2
+_FORMAT = 3
 # Characters of a domain that show how much of its text the tokenizer knows.
 _SAMPLE_CHARS = 100_000
 # Documents whose hashes decide where the border of the held-out share lies.
@@ -139,9 +139,11 @@ def _pack_part(
         writer.close()
         # Else it cannot be trained on or measured.
         if writer.tokens < writer.block_size:
+            is_named = writer.documents or config.domain_column is None
+            told = f"{writer.tokens} tokens" if is_named else f"no row in {config.data}"
             raise ValueError(
                 f"A domain needs a block of {writer.block_size} tokens in every split; the "
-                f"{split} split of {name} has {writer.tokens} tokens. Give it more text, or "
+                f"{split} split of {name} has {told}. Give it more text, or "
                 "choose a smaller block_size (--block-size) or another validation_fraction "
                 "(--validation-fraction)."
             )
@@ -187,7 +189,8 @@ def _holdout_borders(config: CorpusConfig, part: Part, names: Sequence[str]) -> 
         if len(found) == 1:
             raise ValueError(
                 f"A domain without a validation split holds out documents; {name} has only one. "
-                "Give it a validation file, or more documents (a text file is cut at blank lines)."
+                "Give it a validation file, more documents (a text file is cut at blank lines), or "
+                "leave it out (--domains)."
             )
         if found:
             count = max(1, round(config.validation_fraction * len(found)))

@@ -10,6 +10,7 @@ import functools
 import itertools
 import json
 import logging
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ from doge_fast.pipeline import cache, corpus_files, file_rows, hub, local_corpus
 from doge_fast.pipeline.config import CorpusConfig
 from doge_fast.pipeline.corpus_files import CorpusFile
 from doge_fast.pipeline.failures import FileFailure, one_line, reading
-from doge_fast.pipeline.file_rows import MEND, Absent, DocumentRow, needed, picked, reach
+from doge_fast.pipeline.file_rows import MEND, Absent, DocumentRow, kind_told, needed, picked, reach
 
 _log = logging.getLogger("doge_fast")
 
@@ -156,7 +157,9 @@ def _files_part(config: CorpusConfig, domain: str | None, files: Sequence[Corpus
         domain,
         shards,
         cache.digest(facts),
-        held_out=corpus_files.shortened([file.path.name for file in held]),
+        held_out=corpus_files.shortened(
+            [f"{file.path.parent.name}/{file.path.name}" for file in held]
+        ),
         is_held_by_name=bool(held),
         is_cut=any(file.kind == "text" for file in splits["train"]),
     )
@@ -240,6 +243,7 @@ def _pairs(
     unseen: dict[str, Absent | None] = {"text_column": None}
     if domain is None:
         unseen["domain_column"] = None
+    row = None
     for row in shard.read():
         for option in tuple(unseen):
             value = row.text if option == "text_column" else row.domain
@@ -253,6 +257,8 @@ def _pairs(
             kinds[type(row.domain)] = row.domain, where
             _refuse_two_kinds(kinds, config)
         yield name, _text_of(row.text, where, config)
+    if row is None:
+        corpus_files.tell_once(f"{shard.where} holds no row.")
     for option, absent in unseen.items():
         if absent is not None:
             raise ValueError(
@@ -272,31 +278,40 @@ def _refuse_two_kinds(kinds: Mapping[type, tuple[Any, str]], config: CorpusConfi
 
 
 def _name_of(value: Any, where: str, config: CorpusConfig) -> str | None:
-    if value is None or isinstance(value, Absent):
+    if _is_nothing(value):
         return None
-    if isinstance(value, Mapping | list):
-        inside = f"{config.domain_column}.{next(iter(value), '')}"
+    if isinstance(value, Mapping | list | bytes):
+        what = "another column"
+        if isinstance(value, Mapping):
+            what = f"what is inside, as {config.domain_column}.{next(iter(value), '')},"
         raise ValueError(
             f'The column "{config.domain_column}" must hold a name; that of {where} holds '
-            f"{'a struct' if isinstance(value, Mapping) else 'a list'}. Name what is inside, as "
-            f"{inside}, with domain_column (--domain-column)."
+            f"{kind_told(value)}. Name {what} with domain_column (--domain-column)."
         )
     return str(value)
 
 
+def _is_nothing(value: Any) -> bool:
+    """NaN is what pandas has in the place of a text that is missing."""
+    is_nan = isinstance(value, float) and math.isnan(value)
+    return is_nan or value is None or isinstance(value, Absent)
+
+
 def _text_of(value: Any, where: str, config: CorpusConfig) -> str | None:
-    if value is None or isinstance(value, Absent):
+    if _is_nothing(value):
         return None
     if not isinstance(value, str):
         raise ValueError(
             f'The column "{config.text_column}" must hold text; that of {where} holds '
-            f"{type(value).__name__}. Name the right one with text_column (--text-column)."
+            f"{kind_told(value)}. Name the right one with text_column (--text-column)."
         )
     if not value.isascii():
         try:
             value.encode()
         except UnicodeEncodeError as error:
             raise FileFailure(f"{where} cannot be read: {one_line(error)}. {MEND}") from None
+    # A mark of the encoding of the file that it came from.
+    value = value.removeprefix("\ufeff")
     return value if value.strip() else None
 
 

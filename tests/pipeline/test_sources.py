@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,10 @@ def test_what_is_read_held_out_and_left_out_is_said(tmp_path, config, caplog):
     (tmp_path / "prose" / "1.json.gz").write_bytes(
         gzip.compress("\n".join(json.dumps({"text": each}) for each in texts("more")).encode())
     )
+    write_jsonl(tmp_path / "prose" / ".ipynb_checkpoints" / "0.jsonl", texts("old"))
     for name in ("prose/2.csv", "prose/README.txt", ".hidden.jsonl", "LICENSE"):
         (tmp_path / name).write_text("terms of use")
+    (tmp_path / "prose" / "3.jsonl").write_text("")
     write_jsonl(tmp_path / "code2" / "train.jsonl", texts("code2"))
     write_jsonl(tmp_path / "code2" / "code2-validation.jsonl", texts("held-out", 9))
     write_jsonl(tmp_path / "code2" / "test.jsonl", texts("never read", 9))
@@ -51,7 +54,7 @@ def test_what_is_read_held_out_and_left_out_is_said(tmp_path, config, caplog):
         loaded = load_corpus(rename(config, data=str(tmp_path)))
     assert loaded.documents == {"code": 27, "code2": 40, "prose": 63, "verse": 27}
     (held,) = [line for line in caplog.messages if ": held out, " in line]
-    assert "code2 code2-validation.jsonl" in held
+    assert "code2 code2/code2-validation.jsonl" in held
     assert "code, prose, verse" in held
     left = "\n".join(line for line in caplog.messages if "not read" in line)
     for name in (
@@ -61,8 +64,10 @@ def test_what_is_read_held_out_and_left_out_is_said(tmp_path, config, caplog):
         ".hidden.jsonl",
         "LICENSE",
         "test.jsonl",
+        ".ipynb_checkpoints",
     ):
         assert name in left
+    assert "prose/3.jsonl holds no row" in caplog.text
     assert "prose/1.json.gz" in caplog.text
 
 
@@ -196,6 +201,7 @@ def test_a_test_split_is_held_out_only_where_there_is_no_validation(tmp_path, co
         (["a.txt"], "a.txt", "d", "A text file has no columns"),
         (["a.jsonl", "a/x.jsonl"], "", None, "holds several named a"),
         (["a/x.jsonl", "a/x.jsonl.gz"], "", None, r"x.jsonl and .*x.jsonl.gz differ"),
+        (["a/x.jsonl", "a/x.json"], "", None, r"x.json and .*x.jsonl differ"),
         (["a/test.jsonl"], "", None, "a needs training files; .* only test.jsonl"),
         (["a.jsonl"], "a.jsonl", "meta.set", 'has no column "meta.set"; .*--domain-column'),
     ],
@@ -351,7 +357,10 @@ def test_rows_without_text_or_domain_are_counted(tmp_path, config):
     rows = [{"text": text, "source": "web"} for text in texts("web")]
     rows += [{"text": text, "source": None} for text in texts("null", 30)]
     rows += [{"text": text} for text in texts("absent", 20)]
-    rows += [{"body": "x", "source": "web"}] * 7 + [{"text": " \n", "source": "web"}] * 4
+    rows += [{"body": "x", "source": "web"}] * 7 + [{"text": " \n", "source": "web"}] * 3
+    # As pandas writes what is missing.
+    rows += [{"text": math.nan, "source": math.nan}]
+    rows[-13]["source"] = math.nan
     path = tmp_path / "all.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     for _ in ("packed", "found in the cache"):
@@ -436,9 +445,20 @@ def test_a_mark_of_the_encoding_is_no_text(tmp_path, config):
     for name in ("a.jsonl", "b.txt"):
         write_jsonl(tmp_path / name, texts("a"))
         (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + (tmp_path / name).read_bytes())
+    # Of a file of two that were joined, and in a text that was read with it.
+    (tmp_path / "a.jsonl").write_bytes((tmp_path / "a.jsonl").read_bytes() * 2)
+    write_jsonl(tmp_path / "c.jsonl", ["\ufeff" + text for text in texts("a")])
     loaded = load_corpus(rename(config, data=str(tmp_path)))
     for name in loaded.names:
         assert not any("\ufeff" in text for text in documents(loaded, name, "train"))
+
+
+def test_text_that_is_not_utf_8_is_refused(tmp_path, config):
+    """UTF-16 without a mark is UTF-8 too, with zeros."""
+    cases = (b"caf\xe9 ", "byte 0xe9"), (b"c\0a\0f\0e\0", "holds zeros")
+    for written, word in cases:
+        (tmp_path / "a.txt").write_bytes(written * 9000)
+        check_refused(rename(config, data=str(tmp_path)), f"a.txt .*{word}.*Write it in UTF-8")
 
 
 @pytest.mark.parametrize("names", [("caf\u00e9", "cafe\u0301"), ("web", "web\u200b")])
@@ -470,6 +490,12 @@ def test_splits_with_a_common_beginning_are_all_read(config, monkeypatch):
     read = [text for _, text in parts["web"].train()]
     assert read == texts("train_a", 30) + texts("train_b", 20)
     assert [text for _, text in parts["web"].validation()] == texts("dev_a", 5) + texts("dev_b", 4)
+
+
+def test_a_file_counts_once(tmp_path, config):
+    path = write_jsonl(tmp_path / "a" / "x.jsonl", texts("a"))
+    (tmp_path / "a" / "y.jsonl").symlink_to(path)
+    check_refused(rename(config, data=str(tmp_path)), "x.jsonl and .*y.jsonl are one file")
 
 
 def test_a_folder_without_text_is_left_out_where_domains_are_named(tmp_path, config):
