@@ -226,8 +226,6 @@ _SHELL: dict[str, Callable[[list[str]], str]] = {
     "ls": _run,
     "cat": _run,
     "head": _run,
-    "tensorboard": _program,
-    "trackio": _program,
     "git": _program,
     "cd": _program,
 }

@@ -48,8 +48,7 @@ def rehearse(config: ProxyConfig | BaseConfig) -> str:
     Raises:
         ValueError: what the run would refuse.
     """
-    # Nobody is told of the steps that are timed.
-    config = replace(config, training=replace(config.training, report_to=()), dry_run=False)
+    config = replace(config, dry_run=False)
     existing = stage.existing_run(config)
     if existing.is_complete:
         return f"{config.out}: complete already, nothing to do"

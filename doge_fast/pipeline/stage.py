@@ -69,7 +69,7 @@ def existing_run(
     if getattr(config, "dry_run", False):
         raise ValueError("A dry run trains nothing: call rehearsal.rehearse, or leave out dry_run.")
     checks.check(config)
-    training.check(config)
+    training.stage_device(config)
     if getattr(config, "batch_size", 0) % ranks.number():
         raise ValueError(
             f"batch_size must be a multiple of the {ranks.number()} processes that share it; got "

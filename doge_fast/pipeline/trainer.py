@@ -5,7 +5,6 @@ replays nothing. Checkpoints are in Trainer's own format; `records.checkpoints` 
 them.
 """
 
-import copy
 import functools
 import logging
 import signal
@@ -32,7 +31,6 @@ from transformers import (
     TrainerState,
     set_seed,
 )
-from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.trainer_callback import PrinterCallback
 
 from doge_fast.mixture.counts import Phase
@@ -42,9 +40,7 @@ from doge_fast.pipeline.domains import Batch, Batches, BlockSampler, Corpus
 from doge_fast.pipeline.failures import FileFailure
 from doge_fast.pipeline.named import visible
 from doge_fast.pipeline.records import Json
-from doge_fast.weights import weights_file
 
-TENSORBOARD = "tensorboard"
 # A line waits this long on the device at most: reading it makes the host wait for the step.
 FLUSH_SECONDS = 1.0
 # A second signal within this time is the first one again: torchrun passes on what a cluster has
@@ -125,10 +121,6 @@ class RecordedTrainer(Trainer):
         self.step_loss: Tensor | None = None
         self.step_lr = 0.0
         self.remove_callback(PrinterCallback)
-        for callback in self.callback_handler.callbacks:
-            # Its own choice lies among the checkpoints, which are removed in the end.
-            if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None:
-                callback.logging_dir = str(config.out / TENSORBOARD)
 
     def go_on(self, checkpoint: Path | None) -> None:
         """Train to the end, from a checkpoint or from the beginning.
@@ -401,13 +393,6 @@ class Recorder(TrainerCallback):
                 largest = max(mean, key=mean.__getitem__)
                 self._largest = {visible(largest): f"{mean[largest]:.3f}"}
             records.append_metrics(self.run, plain)
-            if trainer.args.report_to:
-                told = weights_file.plain(plain)
-                # At the line's own step.
-                state = copy.copy(trainer.state)
-                state.global_step = told["step"]
-                handler = trainer.callback_handler
-                handler.on_log(trainer.args, state, trainer.control, scalars_of(told))
 
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         """Weights before the first step, and the bar."""
@@ -502,23 +487,6 @@ class Recorder(TrainerCallback):
         }
         self._pending.append(line)
         self._last_line, self._last_step = now, step
-
-
-def scalars_of(line: Mapping[str, Any]) -> dict[str, float]:
-    """What of a line of metrics.jsonl a tracker is told: {"alpha/arxiv": 0.3, "lr": 5e-4, ...}.
-
-    Numbers keep their names; numbers by domain are FIELD/DOMAIN. Trainer's trackers put "train/" in
-    front of these, and "eval/" in the place of the "eval_" that lines of held-out losses begin
-    with. Lists, matrices and nulls are left to the file.
-    """
-    prefix = "eval_" if line["kind"] == "eval" else ""
-    flat: dict[str, Any] = {}
-    for field, value in line.items():
-        if isinstance(value, Mapping):
-            flat |= {f"{prefix}{field}/{name}": number for name, number in value.items()}
-        elif field != "step":
-            flat[prefix + field] = value
-    return {name: float(each) for name, each in flat.items() if isinstance(each, int | float)}
 
 
 def held_out_losses(

@@ -6,18 +6,10 @@ from typing import cast
 import torch
 from accelerate import PartialState
 from transformers import TrainingArguments
-from transformers.integrations.integration_utils import (
-    INTEGRATION_TO_CALLBACK,
-    get_available_reporting_integrations,
-)
 
 from doge_fast.pipeline import ranks, records
 from doge_fast.pipeline.config import BaseConfig, StageConfig, TrainingConfig
 
-# The project of a tracker that sorts runs into projects, where its own variable names no other.
-PROJECT = "doge-fast"
-# What to install for a tracker whose name is not that of its package.
-_PACKAGES = {"azure_ml": "azureml-core", "comet_ml": "comet-ml", "flyte": "flytekit"}
 # In the order of preference.
 _ACCELERATORS = ("cuda", "xpu", "mps")
 
@@ -27,7 +19,7 @@ def training_arguments(
 ) -> TrainingArguments:
     """AdamW with linear warm-up and a cosine to `min_learning_rate`, for a run in `out`.
 
-    Nothing leaves the machine unless `report_to` names a tracker that sends it.
+    Nothing leaves the machine.
 
     Raises:
         ValueError: the device is absent, or Trainer takes another.
@@ -60,11 +52,8 @@ def training_arguments(
         ignore_data_skip=True,
         remove_unused_columns=False,
         dataloader_pin_memory=device.type == "cuda",
-        # The records are ours; Trainer's own would stop the device at every step. Trackers are told
-        # what the records are told.
-        report_to=list(config.report_to),
-        run_name=out.name,
-        project=PROJECT,
+        # The records are ours; Trainer's own would stop the device at every step.
+        report_to=[],
         logging_strategy="no",
         logging_nan_inf_filter=False,
         eval_strategy="no",
@@ -73,7 +62,7 @@ def training_arguments(
     # One device in a process: otherwise Trainer would split the ready-made batches.
     arguments._n_gpu = min(arguments.n_gpu, 1)
     # Trainer adds one by itself where its environment has it.
-    arguments.report_to = list(config.report_to)
+    arguments.report_to = []
     if arguments.device.type != device.type:
         raise ValueError(
             f"device is {device.type}, and Trainer takes {arguments.device.type} on this machine. "
@@ -87,20 +76,6 @@ def needs_float64(config: StageConfig) -> bool:
     return not isinstance(config, BaseConfig)
 
 
-def check(config: StageConfig) -> None:
-    """Raise ValueError where the device or a tracker is not there."""
-    stage_device(config)
-    for name in config.training.report_to:
-        if name not in INTEGRATION_TO_CALLBACK:
-            known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
-            raise ValueError(f"report_to must name trackers among {known}; got {name!r}.")
-        if name not in get_available_reporting_integrations():  # type: ignore[no-untyped-call]
-            raise ValueError(
-                f"report_to names {name}, which is not installed or not set up: pip install "
-                f"{_PACKAGES.get(name, name)}."
-            )
-
-
 def wait_for_ranks(device: torch.device) -> torch.device:
     """Wait for the other processes of the launcher; this one's device, of the given kind."""
     if ranks.number() == 1:
@@ -111,7 +86,7 @@ def wait_for_ranks(device: torch.device) -> torch.device:
 
 
 def stage_device(config: StageConfig) -> torch.device:
-    """As `device_of`, of a stage."""
+    """As `device_of`, of a stage; ValueError where the device is not there."""
     return device_of(config.training.device, needs_float64=needs_float64(config))
 
 

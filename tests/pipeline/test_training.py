@@ -10,10 +10,8 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments, get_scheduler
 
-from doge_fast.cli import parse
-from doge_fast.pipeline import records, training
-from doge_fast.pipeline.base import train_base
-from doge_fast.pipeline.config import BaseConfig, ProxyConfig, TrainingConfig
+from doge_fast.pipeline import training
+from doge_fast.pipeline.config import ProxyConfig, TrainingConfig
 from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.trainer import held_out_losses
 from doge_fast.pipeline.training import device_of, training_arguments
@@ -157,71 +155,3 @@ def test_a_held_out_loss_is_a_mean_over_tokens(num_blocks: Any, measured: int) -
 def test_a_held_out_loss_needs_a_block() -> None:
     with pytest.raises(ValueError, match="at least one block"):
         held_out_losses(tiny_model(), {"a": blocks(2).select([])})
-
-
-# Trackers.
-
-
-def scalars_in(folder: Path) -> dict[str, dict[int, float]]:
-    """{name: {step: value}} of all event files of TensorBoard in a folder."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    return {
-        name: {event.step: event.value for event in events.Scalars(name)}
-        for name in events.Tags()["scalars"]
-    }
-
-
-# Of the tracker's own making, and of protobuf's.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_tensorboard_holds_what_the_records_hold(
-    proxy: Callable[..., ProxyConfig], base: Callable[..., BaseConfig]
-) -> None:
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
-    config = proxy(report_to=("tensorboard",), steps=3, eval_every=2)
-    run = learn_weights(config).path
-    found = scalars_in(run / "tensorboard")
-    # By name, so that a rename is noticed: dashboards are built on these.
-    for field in ("loss", "alpha", "alpha_mean", "gain", "grad_norm", "tokens"):
-        lines = [line for line in records.read_metrics(run, kind="train") if field in line]
-        for name in ("code", "verse"):
-            kept = {line["step"]: float(line[field][name]) for line in lines}
-            # An event holds a float32.
-            assert found[f"train/{field}/{name}"] == pytest.approx(kept, rel=1e-6)
-    assert {"train/lr", "train/combined_norm", "train/skipped", "eval/loss/code"} <= found.keys()
-    # Who is told does not make another run of it.
-    assert learn_weights(proxy(steps=3, eval_every=2)).path == config.out
-    run = train_base(base(report_to=("tensorboard",), steps=2)).path
-    found = scalars_in(run / "tensorboard")
-    assert {"train/loss", "train/tokens/code", "eval/loss/code"} <= found.keys()
-
-
-def test_trackers_reach_trainer_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parsed = parse(["base", "--out", "x", "--report-to", "wandb", "trackio"]).training
-    assert parsed.report_to == ("wandb", "trackio")
-    monkeypatch.setattr(
-        training, "get_available_reporting_integrations", lambda: ["wandb", "trackio"]
-    )
-    config = TrainingConfig(device="cpu", report_to=("wandb", "trackio"))
-    args = training_arguments(config, tmp_path / "mine")
-    assert args.report_to == ["wandb", "trackio"]
-    assert (args.run_name, args.project) == ("mine", "doge-fast")
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("wandb", r"names wandb, which is not installed or not set up: pip install wandb\."),
-        ("all", r"must name trackers among .*tensorboard.*; got 'all'"),
-    ],
-)
-def test_a_tracker_that_is_not_there_is_refused_before_anything_is_written(
-    name: str, message: str, proxy: Callable[..., ProxyConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(training, "get_available_reporting_integrations", lambda: [])
-    config = proxy(report_to=(name,))
-    with pytest.raises(ValueError, match=message):
-        learn_weights(config)
-    assert not config.out.exists()

@@ -1,7 +1,7 @@
 """What can be refused of a configuration before anything slow is imported: numbers, words, paths.
 
-Whoever takes a configuration calls `check` first, the command line before it loads torch. Devices,
-trackers and what the corpus holds are looked at later, by what knows them.
+Whoever takes a configuration calls `check` first, the command line before it loads torch. Devices
+and what the corpus holds are looked at later, by what knows them.
 """
 
 import dataclasses

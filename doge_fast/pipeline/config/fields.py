@@ -36,7 +36,6 @@ ELSEWHERE = {
     "out": ("output", "output-dir", "save-dir"),
     "model": ("model-name-or-path",),
     "dtype": ("precision", "bf16", "fp16"),
-    "report-to": ("wandb", "tensorboard"),
     "save-every": ("save-steps", "save-interval", "ckpt-interval"),
     "log-every": ("logging-steps", "log-interval"),
     "eval-every": ("eval-steps", "eval-interval"),

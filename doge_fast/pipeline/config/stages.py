@@ -101,9 +101,6 @@ class TrainingConfig:
     and select need float64, which mps does not have."""
     compile: bool = False
     """torch.compile the model."""
-    report_to: tuple[str, ...] = ()
-    """Trackers that also receive the lines of metrics.jsonl, by Trainer's names: tensorboard,
-    wandb, trackio, mlflow, ... Empty: none; nothing leaves the machine."""
 
 
 @dataclass(frozen=True)

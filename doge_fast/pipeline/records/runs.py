@@ -43,10 +43,10 @@ WRITING = ".writing"
 
 Json = dict[str, Any]
 
-# Where a run lies, where its blocks are cached, who is told and when it gives up do not change what
+# Where a run lies, where its blocks are cached, and when it gives up do not change what
 # it computes; nor does what is asked of a select run's scores, once they are there.
 _NOT_COMPARED = (
-    *("out", "corpus.cache_dir", "training.report_to", "training.max_skipped_steps"),
+    *("out", "corpus.cache_dir", "training.max_skipped_steps"),
     *("strategies", "reading"),
 )
 # Says whether to run at all.
@@ -154,7 +154,9 @@ def open_run(
 
 
 def read_config(run: Path) -> Json:
-    """config.json of a run directory, settings that it lacks as their defaults.
+    """config.json of a run directory, with the settings that there are today.
+
+    Those that it lacks have their defaults; those that have gone since are left out.
 
     Raises:
         ValueError: it is absent or damaged.
@@ -162,7 +164,7 @@ def read_config(run: Path) -> Json:
     load(run, ConfigRecord)
     record = read_json(run / CONFIG)
     told: Any = check_shape(record["config"], STAGES[record["stage"]], f"{run / CONFIG}, config")
-    return record | {"config": _over(_kept(told), record["config"])}
+    return record | {"config": _kept(told)}
 
 
 def load_config(run: Path) -> tuple[ConfigRecord, Asked]:
@@ -175,15 +177,6 @@ def load_config(run: Path) -> tuple[ConfigRecord, Asked]:
     # What a default came to, in its place.
     told = loaded.config | loaded.resolved
     return loaded, check_shape(told, Asked, f"{run / CONFIG}, config")
-
-
-def _over(defaults: Json, recorded: Json) -> Json:
-    """What was recorded; a setting that came later counts as its default."""
-    both = {
-        name: _over(defaults[name], value) if isinstance(defaults.get(name), dict) else value
-        for name, value in recorded.items()
-    }
-    return defaults | both
 
 
 def check_same(what: str, out: Path, recorded: Json, asked: Json, ignored: Sequence[str]) -> None:
