@@ -382,7 +382,6 @@ class Recorder(TrainerCallback):
         self._pending, self._last_flush = [], time.monotonic()
         if not pending or not trainer.args.should_save:
             return
-        records.check_alone(self.run)
         for line in pending:
             plain: dict[str, Any] = {
                 key: value.read() if isinstance(value, ByName) else value

@@ -351,45 +351,17 @@ def test_the_verb_prints_writes_and_lists(
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 100
 
 
-def test_paths_come_from_a_file_too(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parts = {"web": {"/data/a": 1, "/data/b": 1}, "code": ["/data/code"], "book": "/data/book"}
-    marked = f"%YAML 1.1\n---\n# Where they lie.\n{yaml.safe_dump(parts)}"
-    for name, text in (("paths.json", json.dumps(parts)), ("paths.yml", marked)):
-        paths = file.with_name(name)
-        paths.write_text(text)
-        assert cli.main(["export", str(file), "--to", "megatron-file", "--paths", str(paths)]) == 0
-        assert capsys.readouterr().out.split()[-4:] == [
-            *("0.216100", "/data/a", "0.216099", "/data/b")
-        ]
-    for text in ("web: [/a\n", "web: /a\n---\nweb: /b\n"):
-        paths.write_text(text)
-        assert cli.main(["export", str(file), "--to", "megatron", "--paths", str(paths)]) == 2
-        assert "YAML" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "word"),
-    [
-        ("p.json", '{"web": "/a", "web": "/b", "code": "/c", "book": "/d"}', "twice"),
-        ("p.yaml", "web: /a\nweb: /b\ncode: /c\nbook: /d\n", "twice"),
-        ("p.yaml", "no: /a\nweb: /b\n", "False is no text"),
-        ("p.json", '["/a"]', "must map"),
-    ],
-)
-def test_a_table_of_paths_is_strict(
-    file: Path, name: str, text: str, word: str, capsys: pytest.CaptureFixture[str]
+def test_many_paths_come_from_the_verbs_own_file(
+    file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    table = file.with_name(name)
-    table.write_text(text)
-    words = ["export", str(file), "--to", "megatron", "--paths", str(table)]
-    assert cli.main(words) == 2
-    assert word in capsys.readouterr().err
+    fields = file.with_name("fields.yaml")
+    words = ["web=/data/a", "code=/data/code", "book=/data/book"]
+    fields.write_text(yaml.safe_dump({"to": "megatron-file", "paths": words}))
+    assert cli.main(["export", str(file), "--config", str(fields)]) == 0
+    assert capsys.readouterr().out.split()[-2:] == ["0.432199", "/data/a"]
 
 
-def test_a_table_and_a_path_may_hold_an_equals_sign(file: Path) -> None:
-    table = file.with_name("e=f.json")
-    table.write_text(json.dumps(PATHS))
-    assert _paths([str(table)], "paths", list(PATHS)) == PATHS
+def test_a_path_may_hold_an_equals_sign() -> None:
     assert _paths(["web=e=f.json"], "paths", list(PATHS)) == {"web": ["e=f.json"]}
 
 

@@ -76,8 +76,6 @@ def make() -> None:
     shutil.copytree("runs/proxy/model", "tokenizer")
     write_weights(Path("own.json"), _WEIGHTS)
     Path("fields.yaml").write_text("corpus: {data: corpus}\ntraining: {steps: 2}\n")
-    Path("paths.json").write_text(json.dumps({name: f"/data/{name}" for name in CORPUS}))
-    Path("paths.yaml").write_text("".join(f"{name}: /data/{name}\n" for name in CORPUS))
     write_experiment(Path("study"), [-0.1, -0.2])
 
 

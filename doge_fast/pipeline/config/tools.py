@@ -158,8 +158,7 @@ class ExportConfig:
     """List the targets: the path that each takes, what its weights are shares of, and the version
     of the framework that it was checked against."""
     paths: tuple[str, ...] = ()
-    """NAME=PATH for every domain; repeat a name for further paths. Or one JSON or YAML file: {name:
-    path}, {name: [path, ...]} or {name: {path: tokens, ...}}."""
+    """NAME=PATH for every domain; repeat a name for further paths."""
     valid_paths: tuple[str, ...] = ()
     """Paths of validation data, likewise, if the target takes them."""
     test_paths: tuple[str, ...] = ()

@@ -256,8 +256,8 @@ def _known(name: str, paths: Mapping[str, Fraction | None]) -> dict[str, Fractio
     if unseen:
         raise ValueError(
             f"{name} has {len(paths)} paths, and this target needs a weight for each; the number "
-            f"of tokens in each is not known ({', '.join(unseen)} cannot be read here). Give the "
-            f"tokens of each path in the paths file: {{{name!r}: {{path: tokens, ...}}}}."
+            f"of tokens in each is not known ({', '.join(unseen)} cannot be read here). "
+            f"Merge them, or call export(paths={{{name!r}: {{path: tokens, ...}}}}) in Python."
         )
     return normalised(sizes)
 

@@ -1,22 +1,14 @@
 """`doge-fast export`: files in, one text out; what a person should know goes to the log."""
 
-import functools
-import json
 import logging
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
-
-import yaml
+from collections.abc import Sequence
 
 from doge_fast import atomic_file
-from doge_fast.pipeline import failures, named, records, strict_yaml
+from doge_fast.pipeline import failures, named, records
 from doge_fast.pipeline.config import ExportConfig
 from doge_fast.pipeline.exports.registry import export, listing
-from doge_fast.weights.weights_file import unique_keys
 
 _LOG = logging.getLogger(__name__)
-_FILES = (".json", ".yaml", ".yml")
 
 
 def run(config: ExportConfig) -> list[str]:
@@ -29,9 +21,7 @@ def run(config: ExportConfig) -> list[str]:
             "are."
         )
     if config.out is not None:
-        given = (config.paths, config.valid_paths, config.test_paths)
-        tables = [Path(words[0]) for words in given if len(words) == 1]
-        records.check_out(config.out, [config.file, *tables])
+        records.check_out(config.out, [config.file])
     weights = records.read_weights(config.file)
     names = list(records.weights_by_name(weights))
     made = export(
@@ -60,19 +50,8 @@ def run(config: ExportConfig) -> list[str]:
     return [f"written: {config.out}"]
 
 
-def _paths(words: Sequence[str], flag: str, names: Sequence[str]) -> dict[str, Any]:
-    """Paths by domain: NAME=PATH, a name again for a further path; or a JSON or YAML file."""
-    if len(words) == 1 and _is_table(words[0], names):
-        value = _parsed(Path(words[0]))
-        if not isinstance(value, dict):
-            raise ValueError(f"{words[0]} must map domains to paths; it holds {value!r}.")
-        for name in value:
-            if not isinstance(name, str):
-                raise ValueError(
-                    f"{words[0]} must map domains to paths; {name!r} is no text. Write the name of "
-                    "a domain in quotes."
-                )
-        return value
+def _paths(words: Sequence[str], flag: str, names: Sequence[str]) -> dict[str, list[str]]:
+    """Paths by domain: NAME=PATH, a name again for a further path."""
     found: dict[str, list[str]] = {}
     for word in words:
         # A path may hold "=", and so may the name of a domain.
@@ -80,27 +59,6 @@ def _paths(words: Sequence[str], flag: str, names: Sequence[str]) -> dict[str, A
         name = max(known, key=len) if known else word.partition("=")[0]
         path = word[len(name) + 1 :]
         if not (name and path):
-            raise ValueError(
-                f"--{flag} takes NAME=PATH ..., or one JSON or YAML file; got {word!r}."
-            )
+            raise ValueError(f"--{flag} takes NAME=PATH ...; got {word!r}.")
         found.setdefault(name, []).append(path)
-    return dict(found)
-
-
-def _is_table(word: str, names: Sequence[str]) -> bool:
-    """Whether a word is a file of paths and not NAME=PATH; the name of a file may hold "="."""
-    is_pair = any(word.startswith(f"{name}=") for name in names)
-    is_named = "=" not in word or Path(word).is_file()
-    return word.endswith(_FILES) and is_named and not is_pair
-
-
-def _parsed(file: Path) -> Any:
-    """What a JSON or YAML file holds."""
-    parse: Callable[[str], Any] = strict_yaml.load
-    if file.suffix == ".json":
-        parse = functools.partial(json.loads, object_pairs_hook=unique_keys)
-    try:
-        return parse(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{file} must hold JSON or YAML and does not: {reason}.") from None
+    return found

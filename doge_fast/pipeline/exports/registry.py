@@ -126,7 +126,7 @@ def export(
     if target.needs_paths and missing:
         raise ValueError(
             f"Every domain with a weight needs a path; there is none for {', '.join(missing)}. "
-            "Give them as paths={name: path} (--paths NAME=PATH ..., or a JSON or YAML file)."
+            "Give them as paths={name: path} (--paths NAME=PATH ...)."
         )
     _check_names(target, blend)
     warnings = _left_out(blend)

@@ -19,7 +19,6 @@ no word for NaN and infinity: in metrics they become null, in weights they are a
 
 from doge_fast.pipeline.records.checkpoints import (
     alone,
-    check_alone,
     complete_checkpoint,
     newest_checkpoint,
     resume_checkpoint,

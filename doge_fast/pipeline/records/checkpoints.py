@@ -67,24 +67,6 @@ def alone(run: Path) -> Iterator[None]:
         lock.release()
 
 
-def check_alone(run: Path) -> None:
-    """Look whether this process still has the run directory; who has it last, has it.
-
-    Raises:
-        FileFailure: it was moved or removed, or another launch began there since.
-    """
-    try:
-        owner = read_json(run / CHECKPOINTS / _OWNER)
-    except (ValueError, OSError):
-        owner = {}
-    if (owner.get("pid"), owner.get("host")) != (os.getpid(), node()):
-        raise FileFailure(
-            f"{run} was moved or removed while this process trained there"
-            f"{', and another one began' if owner else ''}. Repeat the command, or name another "
-            "directory."
-        )
-
-
 def _owner(folder: Path) -> str:
     """(pid, host, since), where that is known."""
     try:
