@@ -140,7 +140,7 @@ def load_corpus(
     A domain without a validation split holds out `config.validation_fraction` of its documents
     by a hash of the text: stable, and equal documents fall on one side. Where that is much more
     of the text than asked for, the corpus has a warning; more than a half is refused. With
-    `config.streaming` no more is read than fills every domain; what there is beyond is not known.
+    `config.max_tokens_per_domain` no more is read than fills every domain.
 
     Args:
         config: where the text is and how it becomes blocks.
@@ -169,7 +169,7 @@ def load_corpus(
     _tell_held_out(chosen, config)
     warnings = [
         *_held_out_warnings(chosen, packed, config, is_measured=is_measured),
-        *(_stream_warnings(packed, config) if config.streaming else ()),
+        *_limit_warnings(packed, config),
         *_row_warnings(groups, packed, config),
         *_unknown_warnings(packed, tokenizer.name_or_path),
     ]
@@ -270,15 +270,16 @@ def _unknown_warnings(packed: Mapping[str, Packed], tokenizer: str) -> Iterator[
             )
 
 
-def _stream_warnings(packed: Mapping[str, Packed], config: CorpusConfig) -> Iterator[str]:
+def _limit_warnings(packed: Mapping[str, Packed], config: CorpusConfig) -> Iterator[str]:
     """What there is of a domain beyond what was read is not known."""
-    limit = config.max_tokens_per_domain or 0
-    num_blocks = max(1, limit // config.block_size)
+    if config.max_tokens_per_domain is None:
+        return
+    num_blocks = max(1, config.max_tokens_per_domain // config.block_size)
     if full := [name for name, domain in packed.items() if len(domain.train) >= num_blocks]:
         yield (
-            f"{', '.join(full)}: read as a stream (--streaming) as far as max_tokens_per_domain "
-            f"(--max-tokens-per-domain), {limit}. The tokens and documents counted of them are "
-            "what was read and not their size, and natural weights and epochs follow from that."
+            f"{', '.join(full)}: read as far as max_tokens_per_domain (--max-tokens-per-domain), "
+            f"{config.max_tokens_per_domain}. The tokens and documents counted of them are what "
+            "was read and not their size, and natural weights and epochs follow from that."
         )
 
 

@@ -87,7 +87,7 @@ def pack(
     sha256 = tokenizer_sha256(tokenizer)
     packed: dict[str, Packed] = {}
     for part, names in parts.items():
-        fraction = config.validation_fraction if _is_shared(config, part) else None
+        fraction = config.validation_fraction if part.validation is None else None
         # All that a domain's blocks depend on.
         facts = [config.text_column, sha256, config.block_size, config.max_tokens_per_domain]
         facts = [part.fingerprint, *facts, fraction]
@@ -116,7 +116,7 @@ def _pack_part(
     """Pack the domains of `folders` in one pass over their documents."""
     counts: Counts = collections.Counter()
     limits = dict.fromkeys(("train", "validation"), config.max_tokens_per_domain)
-    if config.max_tokens_per_domain is not None and _is_shared(config, part):
+    if config.max_tokens_per_domain is not None and part.validation is None:
         limits["validation"] = int(config.validation_fraction * config.max_tokens_per_domain)
     writers: Writers = {}
     for name, folder in folders.items():
@@ -158,11 +158,6 @@ def _pack_part(
         (folder / "packed.json").write_text(json.dumps(facts), encoding="utf-8")
 
 
-def _is_shared(config: CorpusConfig, part: Part) -> bool:
-    """Whether held-out text is a share of all; else a split that the data brings, as it is."""
-    return part.validation is None or config.streaming
-
-
 def _divided(documents: Iterable[tuple[str, str]], borders: Mapping[str, int]) -> Iterator[Placed]:
     """Each document in its split; a domain without a border is all training."""
     for name, text in documents:
@@ -174,11 +169,8 @@ def _holdout_borders(config: CorpusConfig, part: Part, names: Sequence[str]) -> 
     """{domain: the largest hash of a held-out document}, without a validation split.
 
     The share is exact for domains within the first `_HOLDOUT_SAMPLE` documents, at least one
-    document, and right up to sampling error beyond. Of a stream, of which so many documents may
-    not be read, it is right up to sampling error throughout.
+    document, and right up to sampling error beyond.
     """
-    if config.streaming:
-        return dict.fromkeys(names, int(config.validation_fraction * 2**64))
     hashes: dict[str, set[int]] = {name: set() for name in names}
     sample = itertools.islice(part.train(), _HOLDOUT_SAMPLE)
     for name, text in progress.over(sample, "choosing held-out documents"):

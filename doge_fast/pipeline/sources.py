@@ -4,7 +4,6 @@ Everything above asks for documents and need not know their form. A part can be 
 again, and has a fingerprint that changes when its text does, which makes keys for the cache.
 """
 
-import collections
 import contextlib
 import functools
 import itertools
@@ -19,9 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 
-from doge_fast.mixture.permutation import shuffled
 from doge_fast.pipeline import cache, corpus_files, file_rows, hub, local_corpus, named, progress
 from doge_fast.pipeline.config import CorpusConfig
 from doge_fast.pipeline.corpus_files import CorpusFile
@@ -35,11 +32,6 @@ Counts = Counter[str]
 """How many rows were read, and how many of them are no documents."""
 
 _SPLIT = re.compile(r"(train(?:ing)?|validation|valid|val|dev|test)(?![a-z])")
-
-_ROWS_PER_READ = 128
-# Of a streamed data set so many files are read in turn: one file is often all of a kind.
-_FILES_IN_TURN = 10
-
 
 # Reads (domain, text) of one document after the other; called again to read again. The counts that
 # it may be given are added to while rows are read.
@@ -73,8 +65,6 @@ class Part:
 def find_parts(config: CorpusConfig, targets: Sequence[str]) -> dict[str, Part]:
     """{domain: where it is read}, for all that `config.data` holds."""
     path = Path(config.data).expanduser()
-    if config.streaming:
-        _check_streaming(config)
     if config.data == "installed":
         key = local_corpus.fingerprint()
         path = cache.made(config, "installed", key, local_corpus.save)
@@ -95,27 +85,6 @@ def find_parts(config: CorpusConfig, targets: Sequence[str]) -> dict[str, Part]:
     by_column = f"the column {config.domain_column} of " if config.domain_column else ""
     named.check_visible(parts, f"{by_column}{config.data}")
     return parts
-
-
-def _check_streaming(config: CorpusConfig) -> None:
-    """A stream ends where its domains are full, so they must be known, and what full is."""
-    has_rows = config.domain_column is not None or not Path(config.data).expanduser().exists()
-    if config.data == "installed" or not has_rows:
-        raise ValueError(
-            "streaming (--streaming) reads a Hub data set, or files with a domain_column "
-            f"(--domain-column); got {config.data}. Leave it out: packing a directory of domains "
-            "stops at max_tokens_per_domain (--max-tokens-per-domain) without it."
-        )
-    if config.max_tokens_per_domain is None:
-        raise ValueError(
-            "streaming (--streaming) reads until every domain is full; say with "
-            "max_tokens_per_domain (--max-tokens-per-domain) at how many tokens it is."
-        )
-    if config.domain_column is not None and not config.domains:
-        raise ValueError(
-            f"streaming (--streaming) would read all of {config.data} to find what domains its "
-            f"{config.domain_column} names: name those to train on with domains (--domains)."
-        )
 
 
 def _files_of_rows(path: Path) -> Sequence[CorpusFile]:
@@ -182,8 +151,6 @@ def _part(
     **facts: Any,
 ) -> Part:
     """The shards of the two splits; a test split is held out where there is no other."""
-    if config.streaming:
-        fingerprint = cache.digest([fingerprint, "streaming", config.stream_seed])
     held_out = shards.get("validation", shards.get("test"))
     read = functools.partial(_documents, config, domain)
     validation = None if held_out is None else functools.partial(read, held_out)
@@ -200,8 +167,8 @@ def _documents(
     counts = Counter() if counts is None else counts
     # {kind of the values in the domain column: the first of it, and its row}.
     kinds: dict[type, tuple[Any, str]] = {}
-    pairs = [_pairs(config, domain, shard, kinds) for shard in shards]
-    for name, text in _in_turn(config, pairs):
+    pairs = (_pairs(config, domain, shard, kinds) for shard in shards)
+    for name, text in itertools.chain.from_iterable(pairs):
         counts[ROWS] += 1
         if text is None:
             counts[WITHOUT_TEXT] += 1
@@ -212,23 +179,6 @@ def _documents(
 
 
 _Pair = tuple[str | None, str | None]
-
-
-def _in_turn(config: CorpusConfig, shards: Sequence[Iterator[_Pair]]) -> Iterator[_Pair]:
-    """All rows in their order; of a stream, files in an order drawn from its seed, some in turn."""
-    if not config.streaming:
-        yield from itertools.chain.from_iterable(shards)
-        return
-    count = len(shards)
-    order = shuffled(config.stream_seed, ("files",), np.arange(count), count)
-    unopened = (shards[int(index)] for index in order)
-    in_turn = collections.deque(itertools.islice(unopened, _FILES_IN_TURN))
-    while in_turn:
-        shard = in_turn.popleft()
-        rows = list(itertools.islice(shard, _ROWS_PER_READ))
-        yield from rows
-        is_over = len(rows) < _ROWS_PER_READ
-        in_turn.extend(itertools.islice(unopened, 1) if is_over else [shard])
 
 
 def _pairs(
@@ -373,7 +323,7 @@ def _hub_part(config: CorpusConfig, name: str | None) -> Part:
     # A split may come in several, as validation_matched and validation_mismatched.
     splits = {split: _hub_split(split) for split in found}
     for split, kind in splits.items():
-        shards.setdefault(kind, []).extend(_hub_shards(config, where, found[split], name))
+        shards.setdefault(kind, []).append(_hub_shard(config, where, found[split], name))
     if "train" not in shards:
         raise ValueError(f"{where} needs a train split; it has {', '.join(found)}.")
     held = "validation" if "validation" in shards else "test"
@@ -394,18 +344,12 @@ def _hub_split(name: str) -> str:
     return corpus_files.split_of(found[0]) or name if found else name
 
 
-def _hub_shards(
+def _hub_shard(
     config: CorpusConfig, where: str, rows: datasets.IterableDataset, domain: str | None
-) -> list[Shard]:
-    # A stream of many files is read in turn; all is read as it comes.
-    count = rows.num_shards if config.streaming else 1
+) -> Shard:
     columns = functools.cache(lambda: rows.column_names or list(next(iter(rows), {})))
-    parts = [rows] if count == 1 else [rows.shard(count, index) for index in range(count)]
     asked = None if domain else config.domain_column
-    return [
-        Shard(where, functools.partial(_hub_rows, config, where, part, columns, asked))
-        for part in parts
-    ]
+    return Shard(where, functools.partial(_hub_rows, config, where, rows, columns, asked))
 
 
 def _hub_rows(

@@ -89,7 +89,7 @@ def test_flags_are_the_fields(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("data", ["my corpus", "a[1]*", 'it\'s "here"', "$HOME/~"])
 def test_a_configuration_is_the_words_that_make_it(data: str) -> None:
-    corpus = CorpusConfig(data, ("a b", "c=d"), block_size=64, streaming=True, cache_dir=Path("c"))
+    corpus = CorpusConfig(data, ("a b", "c=d"), block_size=64, cache_dir=Path("c"))
     training = TrainingConfig(7, learning_rate=1e-5, compile=True)
     proxy = ProxyConfig(
         Path("x"), corpus, training=training, target=("a=2", "mix"), domain_max_grad_norm=None

@@ -87,6 +87,27 @@ def test_a_hub_id_with_a_domain_column(tmp_path, config, monkeypatch):
     assert loaded.documents == {"Book": 30, "C4": 60}
 
 
+def test_no_more_of_a_hub_data_set_is_read_than_fills_the_named_domains(
+    tmp_path, config, corpus, monkeypatch
+):
+    corpus.tokenizer.save_pretrained(tmp_path / "tokenizer")
+    for split, number in (("train", 9000), ("validation", 300)):
+        names = ["book" if row % 20 == 0 else "web" if row % 2 else "code" for row in range(number)]
+        rows = [{"text": text_of(f"{split} {n}", i), "set": n} for i, n in enumerate(names)]
+        file = tmp_path / "large" / f"{split}.jsonl"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    read = answer_as_hub(monkeypatch, "owner/large", tmp_path / "large")
+    asked = {"data": "owner/large", "domain_column": "set", "domains": ("book", "web")}
+    tokenizer = str(tmp_path / "tokenizer")
+    loaded = load_corpus(rename(config, **asked, tokenizer=tokenizer, max_tokens_per_domain=800))
+    assert loaded.train_tokens == {"book": 800, "web": 800}
+    # The rarest domain decides; what is beyond is a batch of the tokenizer.
+    assert len(read) < 20 * loaded.documents["book"] + 2 * 300 + 2000 < 9000
+    (warning,) = loaded.warnings
+    assert warning.startswith("book, web: read as far as max_tokens_per_domain")
+
+
 def test_a_hub_ids_configurations_are_domains(tmp_path, config, monkeypatch):
     for name in ("en", "ca"):
         write_jsonl(tmp_path / "wiki" / name / "train.jsonl", texts(name))

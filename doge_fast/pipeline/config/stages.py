@@ -39,12 +39,9 @@ class CorpusConfig:
     validation_fraction: Annotated[float, Range(0, 1, above=True, below=True)] = 0.05
     """Share of the documents to hold out if the data has no validation split."""
     max_tokens_per_domain: Count | None = None
-    """Stop packing a domain after this many tokens; None: pack all of it."""
-    streaming: bool = False
-    """For a large Hub data set: stop reading when every domain has `max_tokens_per_domain`. With
-    `domain_column`, `domains` is required too."""
-    stream_seed: Seed = 0
-    """With `streaming`: decides in which order the data set's files are read."""
+    """Stop packing a domain after this many tokens, and reading when all domains have them; None:
+    pack all. Of a Hub data set with `domain_column` name the `domains` too, else all is read to
+    find them."""
     cache_dir: Path | None = None
     """Where packed blocks are kept; None: $DOGE_FAST_CACHE, else doge_fast in the
     user's cache directory, ~/.cache on Linux."""
