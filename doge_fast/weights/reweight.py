@@ -1,4 +1,4 @@
-"""The K x K step: from the Gram matrices of a step to new domain weights, as one operator.
+"""The K x K step: from the Gram matrices of a step to new domain weights.
 
 Axis letters: K training domains, R rows of the objective (the K domains, then M held-out targets),
 B rows of the buffer. B = R, or S + M if a step has S of the K training domains.
@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
-from doge_fast.kernels.dispatch import Operator, choose, register
+from doge_fast.kernels.dispatch import OPERATORS, Operator, choose
 from doge_fast.weights import scores, simplex
 from doge_fast.weights.scores import NAMED_SCORES, PAPER, Score
 
@@ -151,11 +150,9 @@ def reweight(
     Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), eq. (update_dw), Algorithm 1.
     """
     tensors = (gram_BB, full_BB, state_S, tau_R, slot_R, settings_C)
-    if NAMED_SCORES.get(score.name) == score:
-        outputs = _reweight_op(*tensors, score.name, implementation=implementation)
-    else:
-        check_arguments(*tensors)
-        outputs = in_torch(*tensors, score)
+    if score not in NAMED_SCORES.values():
+        implementation = "torch"
+    outputs = choose("reweight", gram_BB.device, implementation)(*tensors, score)
     return _step_views(*outputs, num_rows=len(tau_R), num_slots=len(gram_BB))
 
 
@@ -166,7 +163,7 @@ def in_torch(
     tau_R: Tensor,
     slot_R: Tensor,
     settings_C: Tensor,
-    score: str | Score,
+    score: Score,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The step in plain torch: some fifty small operations, on any device.
 
@@ -189,7 +186,7 @@ def in_torch(
     difficulty_K = scores.difficulty(estimate_RR, tau_R, num_domains)
     # Without a target's row every W lacks a term.
     has_targets = (present_R | (tau_R == 0))[num_domains:].all()
-    score_K = scores.score_of(score).gain(estimate_RR, tau_R, present_K)
+    score_K = score.gain(estimate_RR, tau_R, present_K)
     gain_K = torch.where(present_K & has_targets, score_K, state.gain)
     moved_K = simplex.mirror_step(state.alpha, gain_K, lr=settings.lr, mu=settings.mu)
     alpha_K = simplex.smooth(moved_K, settings.smoothing)
@@ -281,12 +278,10 @@ def check_arguments(
     tau_R: Tensor,
     slot_R: Tensor,
     settings_C: Tensor,
-    score: str = PAPER.name,
+    score: Score,
 ) -> None:
     """Raise ValueError unless the shapes, dtypes and devices belong together."""
     num_rows, num_slots, num_domains = len(tau_R), len(gram_BB), num_domains_of(state_S)
-    if score not in NAMED_SCORES:
-        raise ValueError(f"reweight() knows the scores {[*NAMED_SCORES]}; got {score!r}.")
     are_rows_right = 1 <= num_domains <= num_rows and num_rows - num_domains < num_slots <= num_rows
     expected = {
         "gram_BB": (gram_BB, (num_slots, num_slots), torch.float64),
@@ -314,31 +309,9 @@ def _in_triton(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return outputs
 
 
-def _run(
-    gram_BB: Tensor, full_BB: Tensor, state_S: Tensor, *rest: Any, implementation: str | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    run = choose("reweight", gram_BB.device, implementation)
-    values_V, skipped, found_inf = run(gram_BB, full_BB, state_S, *rest)
-    increment_version(state_S)
-    return values_V, skipped, found_inf
-
-
-def _fake(
-    gram_BB: Tensor, full_BB: Tensor, state_S: Tensor, *rest: Any, implementation: str | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    check_arguments(gram_BB, full_BB, state_S, *rest)
-    return empty_outputs(gram_BB, state_S, rest[0])
-
-
-_reweight_op = register(
-    Operator(
-        "reweight",
-        implementations={"triton": _in_triton, "torch": in_torch},
-        check=check_arguments,
-    ),
-    "(Tensor gram_BB, Tensor full_BB, Tensor(a!) state_S, Tensor tau_R, Tensor slot_R, "
-    "Tensor settings_C, str score, *, str? implementation=None) "
-    "-> (Tensor values_V, Tensor skipped, Tensor found_inf)",
-    run=_run,
-    fake=_fake,
+# Not an operator of torch: nothing compiles or differentiates the end of a step.
+OPERATORS["reweight"] = Operator(
+    "reweight",
+    implementations={"triton": _in_triton, "torch": in_torch},
+    check=check_arguments,
 )

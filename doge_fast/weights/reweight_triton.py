@@ -40,11 +40,11 @@ def reweight(
     tau_R: Tensor,
     slot_R: Tensor,
     settings_C: Tensor,
-    score: str,
+    score: scores.Score,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `doge_fast.weights.reweight.in_torch`, for "paper" and "published"."""
     outputs = empty_outputs(gram_BB, state_S, tau_R)
-    constants = constants_of(len(tau_R), num_domains_of(state_S), len(gram_BB), score)
+    constants = constants_of(len(tau_R), num_domains_of(state_S), len(gram_BB), score.name)
     with on_device(gram_BB.device):
         reweight_once[(1,)](
             *(gram_BB, full_BB, state_S, tau_R, slot_R, settings_C),

@@ -283,7 +283,8 @@ class Recorded(TorchDispatchMode):
             again = function(*args, **kwargs)
             for old, new in zip(_tensors(result), _tensors(again), strict=True):
                 if old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
+                    # A matrix product removes dimensions of its result in place.
+                    old.copy_(new.view_as(old))
 
 
 def _tensors(result: Any) -> list[Tensor]:
