@@ -156,14 +156,6 @@ class FlatBuffer:
         # autograd runs the backward pass of each device on its own thread.
         self._lock = threading.RLock()
 
-    def __getstate__(self) -> dict[str, object]:
-        """Number of rows and dtype only: gradients belong to one step."""
-        return {"num_rows": self.num_rows, "dtype": self.dtype}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        """An empty buffer of the same shape."""
-        self.__init__(**state)  # type: ignore[misc]
-
     @property
     def blocks(self) -> list[Block]:
         """The rows of every parameter that has had a gradient."""

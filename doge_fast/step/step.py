@@ -129,7 +129,7 @@ class Step:
         self.micro_batches = micro_batches
         self.parameters = parameters
         self.subset = subset
-        self.buffer = FlatBuffer(subset.num_rows, buffer_dtype)
+        self._buffer_dtype = buffer_dtype
         self._inner = inner
         self._weights = weights
         self._absent = absent
@@ -138,6 +138,7 @@ class Step:
         self._start()
 
     def _start(self) -> None:
+        self.buffer = FlatBuffer(self.subset.num_rows, self._buffer_dtype)
         self._exchange: Exchange | None = None
         # The default group and the kinds of parameters that the exchange was made for.
         self._made_for: object = None
@@ -157,8 +158,8 @@ class Step:
         self.parameters.scan()
 
     _LASTING = (
-        *("micro_batches", "parameters", "subset", "buffer"),
-        *("_inner", "_weights", "_absent", "_scaler", "_ranks"),
+        *("micro_batches", "parameters", "subset"),
+        *("_inner", "_weights", "_buffer_dtype", "_absent", "_scaler", "_ranks"),
     )
 
     def __getstate__(self) -> dict[str, Any]:
