@@ -206,8 +206,13 @@ class Step:
         self._combine_if_complete()
 
     def _entering(self) -> AbstractContextManager[None]:
-        # Inside an open domain, the block of that domain tells the other ranks.
-        return nullcontext() if self._open is not None else self._failure_reaches_all_ranks()
+        # Inside an open domain, the block of that domain tells the other ranks. Between combine()
+        # and step() they have nothing to drop, and would drop their next step.
+        is_due = self.state is StepState.COMBINED and any(
+            param.grad is not None for param in self.parameters.params
+        )
+        is_told = self._open is not None or is_due
+        return nullcontext() if is_told else self._failure_reaches_all_ranks()
 
     def _stacked_model_of(self, model: nn.Module) -> StackedModel:
         tracked = {id(param): param for param in self.parameters.params}

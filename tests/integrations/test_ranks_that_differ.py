@@ -327,6 +327,26 @@ def test_what_one_rank_raises_drops_the_step_on_all(ranks: Ranks, how: str) -> N
     assert torch.equal(theta_N, other_N)
 
 
+def refused_after_combining() -> Tensor:
+    """Rank 1 names a domain that is not there when the step is combined, and goes on."""
+    model, optimizer = built()
+    enter(model, optimizer, own(dist.get_rank()))
+    optimizer.combine()
+    if dist.get_rank() == 1:
+        assert "nobody" in raised(lambda: enter(model, optimizer, "nobody"))
+    optimizer.step()
+    return step_again(model, optimizer, [own(dist.get_rank())])
+
+
+def test_what_one_rank_raises_after_combining_drops_no_step(ranks: Ranks) -> None:
+    model, optimizer = built()
+    step_again(model, optimizer, SIZES)
+    alone_N = step_again(model, optimizer, SIZES)
+    theta_N, other_N = ranks.run(2, refused_after_combining)
+    torch.testing.assert_close(theta_N, alone_N, rtol=0, atol=1e-13)
+    assert torch.equal(theta_N, other_N)
+
+
 def untouched() -> tuple[Tensor, float]:
     """A parameter that no domain touches, on a rank without a domain; and one that is frozen."""
     rank = dist.get_rank()
