@@ -13,15 +13,19 @@ from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import (
     BaseConfig,
     CorpusConfig,
+    DoReMiConfig,
     ExperimentConfig,
     ModelConfig,
     ProxyConfig,
+    SelectConfig,
     TrainingConfig,
 )
 from doge_fast.pipeline.config.fields import filled
 from doge_fast.pipeline.domains import Corpus, load_corpus
+from doge_fast.pipeline.doremi import learn_by_excess_loss
 from doge_fast.pipeline.experiments.presets import preset_of
 from doge_fast.pipeline.proxy import learn_weights
+from doge_fast.pipeline.selection import measure_cancellation
 from tests.pipeline.corpora import texts, write_jsonl, write_parquet
 
 # Overlapping words, so that domains help each other; different order, so that they differ.
@@ -114,6 +118,29 @@ def configured(settings: dict[str, Any], tmp_path: Path) -> Callable[..., Callab
         return make
 
     return configured
+
+
+@pytest.fixture
+def stage(
+    configured: Callable[..., Callable[..., Any]], trained_base: Path
+) -> Callable[[str], tuple[Callable[[Any], Any], Callable[..., Any]]]:
+    """Of a verb's name: its function, and what makes its configuration."""
+    kinds: dict[str, tuple[Callable[[Any], Any], type, dict[str, Any]]] = {
+        "proxy": (learn_weights, ProxyConfig, {"sequences_per_domain": 2}),
+        "base": (train_base, BaseConfig, {"batch_size": 8}),
+        "doremi": (
+            learn_by_excess_loss,
+            DoReMiConfig,
+            {"batch_size": 8, "reference": trained_base},
+        ),
+        "select": (measure_cancellation, SelectConfig, {"batch_size": 8, "strategies": ("low5",)}),
+    }
+
+    def stage(name: str) -> tuple[Callable[[Any], Any], Callable[..., Any]]:
+        call, config, defaults = kinds[name]
+        return call, configured(config, **defaults)
+
+    return stage
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """What the tests of every stage do with a run: compare it, kill it on the way, type it."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 from doge_fast.pipeline import records
 from doge_fast.pipeline.config import flags
 from doge_fast.pipeline.config.fields import required
+from doge_fast.pipeline.trainer import RecordedTrainer
 
 # The domains of `small_corpus`.
 NAMES = ["code", "prose", "table", "verse"]
@@ -24,13 +25,24 @@ def lines_of(run: Path) -> list[dict[str, Any]]:
     ]
 
 
-def assert_same_run(
-    run: Path, other: Path, files: Sequence[str] = ("weights.json", "model/model.safetensors")
-) -> None:
-    """The same records, and bit for bit the same files."""
+def assert_same_run(run: Path, other: Path) -> None:
+    """The same records, and bit for bit the same results."""
     assert lines_of(run) == lines_of(other)
-    for file in files:
-        assert (run / file).read_bytes() == (other / file).read_bytes(), file
+    found, expected = results_of(run), results_of(other)
+    assert found.keys() == expected.keys()
+    for file, content in found.items():
+        assert content == expected[file], file
+
+
+def results_of(run: Path) -> dict[str, bytes]:
+    """All files but what says where the run lies, how long it took and where it stood."""
+    return {
+        str(file.relative_to(run)): file.read_bytes()
+        for file in run.rglob("*")
+        if file.is_file()
+        and file.name not in (records.CONFIG, records.METRICS)
+        and run / records.CHECKPOINTS not in file.parents
+    }
 
 
 def write_weights(path: Path, weights: Mapping[str, float]) -> Path:
@@ -62,11 +74,9 @@ class Killed(BaseException):
 
 
 @contextmanager
-def killed_at(
-    monkeypatch: pytest.MonkeyPatch, trainer: type, method: str, count: int
-) -> Iterator[None]:
+def killed_at(monkeypatch: pytest.MonkeyPatch, method: str, count: int) -> Iterator[None]:
     """The given call of a trainer's method never returns."""
-    original, calls = getattr(trainer, method), itertools.count(1)
+    original, calls = getattr(RecordedTrainer, method), itertools.count(1)
 
     def dying(self: Any, *args: Any, **kwargs: Any) -> Any:
         if next(calls) == count:
@@ -74,20 +84,6 @@ def killed_at(
         return original(self, *args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, method, dying)
+        patch.setattr(RecordedTrainer, method, dying)
         with pytest.raises(Killed):
             yield
-
-
-def assert_resumes(
-    stage: Callable[[Any], Path], config: Any, whole: Path, killed: AbstractContextManager[None]
-) -> None:
-    """A run that is killed, its last line torn, comes to the bits of the uninterrupted one."""
-    with killed:
-        stage(config)
-    assert not records.is_finished(config.out)
-    with (config.out / records.METRICS).open("a") as torn:
-        torn.write('{"step": 7, "kind": "tr')
-    stage(config)
-    assert_same_run(config.out, whole)
-    assert not (config.out / records.CHECKPOINTS).exists()

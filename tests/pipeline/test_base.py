@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM
 from transformers import trainer as trainer_module
 
 from doge_fast import cli
@@ -97,7 +97,7 @@ def test_a_killed_run_resumes_to_the_same_bits_and_with_no_other_weights(
     whole = base("whole", save_every=3, weights=str(source))
     cut = base("cut", save_every=3, weights=str(source))
     train_base(whole)
-    with killed_at(monkeypatch, RecordedTrainer, "training_step", 6):
+    with killed_at(monkeypatch, "training_step", 6):
         train_base(cut)
     began_with = source.read_bytes()
     write_weights(source, dict(zip(NAMES, (0.7, 0.1, 0.1, 0.1), strict=True)))
@@ -216,19 +216,6 @@ def test_a_signal_leaves_a_checkpoint_and_loses_nothing(
             signal.signal(each, handler)
     train_base(config)
     assert_same_run(config.out, trained_base)
-
-
-def test_dropout_goes_on_where_it_stood(
-    base: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    folder = tmp_path / "architecture"
-    GPT2Config(n_layer=1, n_embd=16, n_head=2, resid_pdrop=0.3).save_pretrained(folder)
-    whole, cut = (base(name, save_every=3, model=str(folder)) for name in ("whole", "cut"))
-    train_base(whole)
-    with killed_at(monkeypatch, RecordedTrainer, "training_step", 6):
-        train_base(cut)
-    train_base(cut)
-    assert_same_run(cut.out, whole.out)
 
 
 def test_a_complete_run_takes_no_more_steps_and_its_model_is_trained_further(

@@ -12,18 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import GPT2Config
 
 from doge_fast import cli
 from doge_fast.pipeline import cache, records
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import BaseConfig, ProxyConfig
-from doge_fast.pipeline.proxy import ProxyTrainer, learn_weights
+from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.records import manifest
 from tests.grids import grid
 from tests.pipeline.conftest import settings_of
 from tests.pipeline.stages import assert_same_run, killed_at, words_of
 from tests.pipeline.workshop import Damage
 
+EXHAUSTIVE = pytest.mark.exhaustive
 NEWEST, BEFORE = "checkpoint-6", "checkpoint-4"
 FILES = (
     *("config.json", "generation_config.json", "model.safetensors", "optimizer.pt"),
@@ -53,7 +55,7 @@ def killed(config: ProxyConfig) -> Path:
     """The run, killed in its last step; its two last checkpoints are there."""
     with (
         pytest.MonkeyPatch.context() as patch,
-        killed_at(patch, ProxyTrainer, "training_step", 8),
+        killed_at(patch, "training_step", 8),
     ):
         learn_weights(config)
     return config.out
@@ -63,6 +65,46 @@ def killed(config: ProxyConfig) -> Path:
 def run(killed: Path, tmp_path: Path) -> Path:
     """A copy, to be damaged."""
     return shutil.copytree(killed, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "count", "changes"),
+    [
+        ("proxy", "training_step", 6, {"eval_every": 4, "target": ("verse", "mix")}),
+        pytest.param("proxy", "evaluate_domains", 2, {"eval_every": 4}, marks=EXHAUSTIVE),
+        ("base", "training_step", 6, {}),
+        # Some domains are missing in some steps.
+        ("doremi", "training_step", 6, {"eval_every": 4, "batch_size": 3}),
+        pytest.param("doremi", "evaluate_domains", 2, {"eval_every": 4}, marks=EXHAUSTIVE),
+        ("select", "training_step", 6, {}),
+    ],
+)
+def test_a_killed_run_resumes_to_the_bits_of_the_uninterrupted_one(
+    stage: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    method: str,
+    count: int,
+    changes: dict[str, Any],
+) -> None:
+    call, make = stage(name)
+    if name == "base":
+        # Which goes on where it stood, too.
+        dropout = GPT2Config(n_layer=1, n_embd=16, n_head=2, resid_pdrop=0.3)
+        dropout.save_pretrained(tmp_path / "architecture")
+        changes = {"model": str(tmp_path / "architecture")}
+    whole, cut = (make(out, save_every=3, **changes) for out in ("whole", "cut"))
+    call(whole)
+    with killed_at(monkeypatch, method, count):
+        call(cut)
+    assert not records.is_finished(cut.out)
+    # Killed while it wrote a line.
+    with (cut.out / records.METRICS).open("a") as torn:
+        torn.write('{"step": 7, "kind": "tr')
+    call(cut)
+    assert_same_run(cut.out, whole.out)
+    assert not (cut.out / records.CHECKPOINTS).exists()
 
 
 # {what workshop.Damage does: how the sentence begins that says so}.
@@ -128,7 +170,7 @@ def test_any_bit_of_a_manifest_may_flip(run: Path, monkeypatch: pytest.MonkeyPat
     ("file", "damage"),
     [
         ("model.safetensors", "flip 0.5"),
-        pytest.param("scheduler.pt", "delete", marks=pytest.mark.exhaustive),
+        pytest.param("scheduler.pt", "delete", marks=EXHAUSTIVE),
     ],
 )
 def test_the_generation_before_leads_to_the_bits_of_the_uninterrupted_run(

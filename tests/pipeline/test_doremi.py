@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from doge_fast.weights.group_dro import (
     token_losses,
 )
 from tests.method.test_group_dro import ULPS, VARIANTS, loss_by_loop, moved_by_loop
-from tests.pipeline.stages import NAMES, assert_resumes, killed_at, write_weights
+from tests.pipeline.stages import NAMES, killed_at, write_weights
 
 Make = Callable[..., DoReMiConfig]
 
@@ -205,37 +204,13 @@ def test_the_variants_and_their_settings_matter(
     assert (record["variant"], record["step_size"], record["smoothing"]) == ("doge", 0.1, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("method", "count"),
-    [
-        ("training_step", 6),
-        pytest.param("evaluate_domains", 2, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_a_killed_run_resumes_to_the_bits_of_the_uninterrupted_one(
-    doremi: Make,
-    reference: Callable[..., Path],
-    trained: dict[str, Path],
-    monkeypatch: pytest.MonkeyPatch,
-    method: str,
-    count: int,
-) -> None:
-    changes: dict[str, Any] = {"save_every": 3, "eval_every": 4, "batch_size": 3}
-    whole, cut = (doremi(name, reference=reference(), **changes) for name in ("whole", "cut"))
-    # Once for all cuts; a complete run is left as it is.
-    whole = replace(whole, out=trained["folder"] / "whole")
-    learn_by_excess_loss(whole)
-    killed = killed_at(monkeypatch, DoReMiTrainer, method, count)
-    assert_resumes(learn_by_excess_loss, cut, whole.out, killed)
-
-
 def test_a_run_does_not_go_on_against_another_reference(
     doremi: Make, reference: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     against = tmp_path / "reference"
     shutil.copytree(reference(), against)
     config = doremi(reference=against, save_every=3, batch_size=3)
-    with killed_at(monkeypatch, DoReMiTrainer, "training_step", 6):
+    with killed_at(monkeypatch, "training_step", 6):
         learn_by_excess_loss(config)
     # Half a run is reported as such.
     page = report.write_report(ReportConfig(runs=(config.out,)))

@@ -23,9 +23,7 @@ from doge_fast.pipeline.reporting.runs import open_runs
 from tests.pipeline.corpora import texts, write_jsonl
 from tests.pipeline.stages import (
     NAMES,
-    assert_resumes,
     assert_same_run,
-    killed_at,
     lines_of,
     words_of,
 )
@@ -197,23 +195,6 @@ def test_selected_parameters_alone_enter_the_gain(proxy: Make, tmp_path: Path) -
     learn_weights(all_of_them)
     gains = [records.read_metrics(c.out, kind="train")[1]["gain"] for c in (some, all_of_them)]
     assert all(0 < gains[0][name] < gains[1][name] for name in NAMES)
-
-
-@pytest.mark.parametrize(
-    ("method", "count"),
-    [
-        ("training_step", 6),
-        pytest.param("evaluate_domains", 2, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_a_killed_run_resumes_to_the_bits_of_the_uninterrupted_one(
-    proxy: Make, monkeypatch: pytest.MonkeyPatch, method: str, count: int
-) -> None:
-    changes: dict[str, Any] = {"save_every": 3, "eval_every": 4, "target": ("verse", "mix")}
-    whole, cut = proxy("whole", **changes), proxy("cut", **changes)
-    learn_weights(whole)
-    killed = killed_at(monkeypatch, ProxyTrainer, method, count)
-    assert_resumes(learn_weights, cut, whole.out, killed)
 
 
 @pytest.mark.parametrize("step", [4, 8])

@@ -13,7 +13,6 @@ from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import BaseConfig, ProxyConfig
 from doge_fast.pipeline.proxy import ProxyTrainer, learn_weights
 from doge_fast.pipeline.rehearsal import TIMED_STEPS, rehearse
-from doge_fast.pipeline.trainer import RecordedTrainer
 from tests.pipeline.corpora import texts, write_jsonl
 from tests.pipeline.stages import killed_at, words_of
 
@@ -58,7 +57,7 @@ def test_a_dry_run_of_a_base_run_leaves_a_killed_one_as_it_is(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     config = base(steps=9, save_every=3, stages=1, weights="natural")
-    with killed_at(monkeypatch, RecordedTrainer, "training_step", 6):
+    with killed_at(monkeypatch, "training_step", 6):
         train_base(config)
     before = {file: file.stat().st_mtime_ns for file in config.out.rglob("*")}
     told = flat(rehearse(replace(config, dry_run=True)))
@@ -76,7 +75,7 @@ def test_a_dry_run_refuses_to_go_on_with_another_corpus(
     for name in "ab":
         write_jsonl(tmp_path / "data" / f"{name}.jsonl", texts(name))
     config = base(data=str(tmp_path / "data"), save_every=3)
-    with killed_at(monkeypatch, RecordedTrainer, "training_step", 6):
+    with killed_at(monkeypatch, "training_step", 6):
         train_base(config)
     write_jsonl(tmp_path / "data" / "b.jsonl", texts("b", 90))
     for call in (train_base, rehearse):

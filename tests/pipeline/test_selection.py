@@ -19,8 +19,7 @@ from doge_fast.pipeline.selection import (
     prepare,
 )
 from doge_fast.pipeline.stage import ExistingRun
-from doge_fast.pipeline.trainer import RecordedTrainer
-from tests.pipeline.stages import NAMES, assert_same_run, killed_at
+from tests.pipeline.stages import NAMES
 
 Make = Callable[..., SelectConfig]
 # One layer of 12 tensors, two embeddings, the last norm's two.
@@ -108,21 +107,6 @@ def test_scores_are_those_of_the_loop_by_hand(asked: Make) -> None:
     for name, score in expected.items():
         # float32 gradients; AdamW divides by their size, so noise in the smallest is not small.
         assert found[name] == pytest.approx(score, rel=1e-3), name
-
-
-def test_a_killed_run_resumes_to_the_same_bits(
-    asked: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole, cut = asked("whole", save_every=3), asked("cut", save_every=3)
-    measure_cancellation(whole)
-    with killed_at(monkeypatch, RecordedTrainer, "training_step", 6):
-        measure_cancellation(cut)
-    assert not (cut.out / "cancellation.json").exists()
-    assert (cut.out / records.CHECKPOINTS).exists()
-    measure_cancellation(cut)
-    files = ("cancellation.json", "selection-low3.json", "selection-high3.json")
-    assert_same_run(cut.out, whole.out, files)
-    assert not (cut.out / records.CHECKPOINTS).exists()
 
 
 def test_a_finished_run_is_asked_again_and_not_trained_again(

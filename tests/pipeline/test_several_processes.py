@@ -21,22 +21,18 @@ from doge_fast.pipeline import records
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import (
     BaseConfig,
-    DoReMiConfig,
     EvaluateConfig,
     ProxyConfig,
-    SelectConfig,
     TemperatureConfig,
 )
-from doge_fast.pipeline.doremi import learn_by_excess_loss
 from doge_fast.pipeline.evaluation import evaluate
-from doge_fast.pipeline.proxy import learn_weights
-from doge_fast.pipeline.selection import measure_cancellation
 from doge_fast.pipeline.temperature import lines_of, temperature
 from doge_fast.pipeline.trainer import RecordedTrainer
 from tests.pipeline.stages import assert_same_run, words_of
 from tests.ranks import Ranks, as_launched
 
 EXHAUSTIVE = pytest.mark.exhaustive
+Stage = Callable[[str], tuple[Callable[[Any], Any], Callable[..., Any]]]
 
 
 class Killed(Exception):
@@ -77,36 +73,23 @@ def assert_alike(run: Path, other: Path, rtol: float = 1e-4) -> None:
             for name, tensor in theirs.items():
                 torch.testing.assert_close(ours[name], tensor, rtol=0, atol=1e-5)
         elif file.name in ("metrics.jsonl", "weights.json", "cancellation.json"):
-            ours, theirs = (lines(each / file) for each in (run, other))
-            assert_near(ours, theirs, rtol)
+            texts = [(each / file).read_text() for each in (run, other)]
+            lines = [text.splitlines() if file.suffix == ".jsonl" else [text] for text in texts]
+            assert_near(*([json.loads(line) for line in each] for each in lines), rtol)
 
 
 def files(run: Path) -> list[Path]:
     return sorted(path.relative_to(run) for path in run.rglob("*") if path.is_file())
 
 
-def lines(file: Path) -> list[Any]:
-    text = file.read_text()
-    return (
-        [json.loads(line) for line in text.splitlines()]
-        if file.suffix == ".jsonl"
-        else [json.loads(text)]
-    )
+NOT_COMPARED = {"seconds", "source", "out", "run", "sha256", "model_sha256", "drift"}
 
 
 def assert_near(ours: Any, theirs: Any, rtol: float, where: str = "") -> None:
     """Of what JSON holds, but for what a clock says and where it lies."""
     if isinstance(theirs, dict):
         assert ours.keys() == theirs.keys(), where
-        for key in theirs.keys() - {
-            "seconds",
-            "source",
-            "out",
-            "run",
-            "sha256",
-            "model_sha256",
-            "drift",
-        }:
+        for key in theirs.keys() - NOT_COMPARED:
             assert_near(ours[key], theirs[key], rtol, f"{where}/{key}")
     elif isinstance(theirs, list):
         assert len(ours) == len(theirs), where
@@ -118,77 +101,43 @@ def assert_near(ours: Any, theirs: Any, rtol: float, where: str = "") -> None:
         assert ours == theirs, where
 
 
-@pytest.fixture
-def base_run(settings: dict[str, Any], tmp_path: Path) -> Path:
-    config = BaseConfig(out=tmp_path / "reference", weights="uniform", batch_size=8, **settings)
-    return train_base(config).path
-
-
-def stage_of(
-    name: str, settings: dict[str, Any], out: Path, reference: Path | None = None
-) -> tuple[Callable[[Any], Any], Any]:
-    """A stage and its config."""
-    made: dict[str, tuple[Callable[[Any], Any], Any]] = {
-        "proxy": (learn_weights, ProxyConfig(out=out, sequences_per_domain=3, **settings)),
-        "base": (train_base, BaseConfig(out=out, weights="uniform", batch_size=8, **settings)),
-        "select": (
-            measure_cancellation,
-            SelectConfig(out=out, batch_size=8, strategies=("low5",), **settings),
-        ),
-    }
-    if name == "doremi":
-        assert reference is not None
-        config = DoReMiConfig(out=out, reference=reference, batch_size=8, **settings)
-        return learn_by_excess_loss, config
-    return made[name]
-
-
 @pytest.mark.parametrize(
-    ("name", "num_ranks"),
+    ("name", "changes"),
     [
-        ("proxy", 2),
-        pytest.param("base", 2, marks=EXHAUSTIVE),
-        pytest.param("select", 2, marks=EXHAUSTIVE),
+        ("proxy", {"sequences_per_domain": 3}),
+        pytest.param("base", {}, marks=EXHAUSTIVE),
+        pytest.param("doremi", {}, marks=EXHAUSTIVE),
+        pytest.param("select", {}, marks=EXHAUSTIVE),
     ],
+    ids=str,
 )
 def test_ranks_leave_what_one_process_leaves(
-    ranks: Ranks, settings: dict[str, Any], tmp_path: Path, name: str, num_ranks: int
+    ranks: Ranks, stage: Stage, tmp_path: Path, name: str, changes: dict[str, Any]
 ) -> None:
-    stage, config = stage_of(name, settings, tmp_path / "alone")
-    stage(config)
-    ranks.run(num_ranks, on_a_rank, stage, replace(config, out=tmp_path / "ranks"))
+    call, make = stage(name)
+    call(make("alone", **changes))
+    ranks.run(2, on_a_rank, call, make("ranks", **changes))
     assert_alike(tmp_path / "ranks", tmp_path / "alone")
 
 
-def searched(config: TemperatureConfig) -> list[str]:
-    """What `doge-fast temperature` prints."""
-    return lines_of(temperature(config).path)
-
-
 @EXHAUSTIVE
-def test_the_temperature_over_ranks(ranks: Ranks, settings: dict[str, Any], tmp_path: Path) -> None:
-    stage, config = stage_of("proxy", settings, tmp_path / "proxy")
-    stage(replace(config, mu=1e-3))
+def test_the_temperature_over_ranks(ranks: Ranks, stage: Stage, tmp_path: Path) -> None:
+    call, make = stage("proxy")
+    call(make(mu=1e-3))
     asked = TemperatureConfig(
-        config.out, out=tmp_path / "alone", steps=4, seeds=(0,), most_runs=4, device="cpu"
+        tmp_path / "proxy", out=tmp_path / "alone", steps=4, seeds=(0,), most_runs=4, device="cpu"
     )
-    searched(asked)
-    said = ranks.run(2, on_a_rank, searched, replace(asked, out=tmp_path / "ranks"))
-    assert said[0] == said[1]
+    temperature(asked)
+    first, second = ranks.run(2, on_a_rank, temperature, replace(asked, out=tmp_path / "ranks"))
+    assert lines_of(first.path) == lines_of(second.path)
     alone, together = (records.read_weights(tmp_path / each) for each in ("alone", "ranks"))
     assert_near(together["points"], alone["points"], 1e-3)
     assert together["inverse_temperature"] == alone["inverse_temperature"]
 
 
 @EXHAUSTIVE
-def test_doremi_and_evaluate_over_ranks(
-    ranks: Ranks, settings: dict[str, Any], tmp_path: Path, base_run: Path
-) -> None:
-    stage, config = stage_of("doremi", settings, tmp_path / "alone", base_run)
-    stage(config)
-    ranks.run(2, on_a_rank, stage, replace(config, out=tmp_path / "ranks"))
-    assert_alike(tmp_path / "ranks", tmp_path / "alone")
-    measured = EvaluateConfig(run=base_run, device="cpu", out=tmp_path / "alone.json")
+def test_evaluate_over_ranks(ranks: Ranks, tmp_path: Path, trained_base: Path) -> None:
+    measured = EvaluateConfig(run=trained_base, device="cpu", out=tmp_path / "alone.json")
     alone = evaluate(measured)
     together = replace(measured, out=tmp_path / "ranks.json")
     # Every batch of blocks is one rank's, and all batches are those of one process.
@@ -202,42 +151,32 @@ def test_doremi_and_evaluate_over_ranks(
     [("proxy", 2, 4), ("base", 4, 1), ("doremi", 2, 4), ("select", 4, 2)],
 )
 def test_a_killed_run_goes_on_with_another_number_of_ranks(
-    ranks: Ranks,
-    settings: dict[str, Any],
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-    name: str,
-    before: int,
-    after: int,
+    ranks: Ranks, stage: Stage, tmp_path: Path, name: str, before: int, after: int
 ) -> None:
-    reference = request.getfixturevalue("base_run") if name == "doremi" else None
-    settings["training"] = replace(settings["training"], save_every=3, eval_every=2)
-    stage, config = stage_of(name, settings, tmp_path / "alone", reference)
-    stage(config)
-    config = replace(config, out=tmp_path / "ranks")
-    ranks.run(before, on_a_rank, stage, config, 6)
+    call, make = stage(name)
+    alone, config = (make(out, save_every=3, eval_every=2) for out in ("alone", "ranks"))
+    call(alone)
+    ranks.run(before, on_a_rank, call, config, 6)
     (left,) = (config.out / "checkpoints").glob("checkpoint-*")
     assert left.name == "checkpoint-3"
     states = {f"rng_state_{rank}.pth" for rank in range(before)}
     assert states < records.read_manifest(left)["files"].keys()
-    ranks.run(after, on_a_rank, stage, config)
+    ranks.run(after, on_a_rank, call, config)
     assert_alike(tmp_path / "ranks", tmp_path / "alone")
 
 
-def test_ranks_end_alike_where_nothing_can_go_on(
-    ranks: Ranks, settings: dict[str, Any], tmp_path: Path
-) -> None:
+def test_ranks_end_alike_where_nothing_can_go_on(ranks: Ranks, stage: Stage) -> None:
     """A training that diverges, and then one whose only checkpoint is damaged."""
-    lost = replace(settings["training"], learning_rate=1e20, min_learning_rate=0.0)
-    settings["training"] = replace(lost, max_skipped_steps=3, save_every=1, warmup_steps=0)
-    stage, config = stage_of("proxy", settings, tmp_path / "ranks")
-    first, second = ranks.run(2, ends_on_a_rank, stage, config)
+    call, make = stage("proxy")
+    huge = {"learning_rate": 1e20, "min_learning_rate": 0.0, "warmup_steps": 0}
+    config = make(max_skipped_steps=3, save_every=1, **huge)
+    first, second = ranks.run(2, ends_on_a_rank, call, config)
     assert first == second
     assert first.startswith(f"Diverged: {config.out} has diverged: up to step 4, 3 steps in a row")
     assert not (config.out / "weights.json").exists()
     (left,) = (config.out / "checkpoints").glob("checkpoint-*")
     (left / "optimizer.pt").unlink()
-    first, second = ranks.run(2, ends_on_a_rank, stage, config)
+    first, second = ranks.run(2, ends_on_a_rank, call, config)
     assert first == second
     assert "no checkpoint is whole (checkpoint-1 is damaged: optimizer.pt is missing)" in first
 
@@ -262,15 +201,12 @@ def wait_for(found: Callable[[], Any], running: subprocess.Popen[str]) -> None:
 @EXHAUSTIVE
 @pytest.mark.timeout(300)
 def test_sigterm_under_torchrun_leaves_a_checkpoint_and_loses_nothing(
-    settings: dict[str, Any], tmp_path: Path
+    proxy: Callable[..., ProxyConfig],
 ) -> None:
     """torchrun passes on what it is sent."""
-    settings["training"] = replace(settings["training"], steps=60)
-    _, whole = stage_of("proxy", settings, tmp_path / "whole")
-    config = replace(whole, out=tmp_path / "ranks")
-
+    whole, config = (proxy(out, steps=60) for out in ("whole", "ranks"))
     # Under torchrun as well: other numbers of threads add up in another order.
-    own = ["--sequences-per-domain", "3"]
+    own = ["--sequences-per-domain", "2"]
     undisturbed = torchrun(2, "proxy", *words_of(whole), *own)
     _, said = undisturbed.communicate(timeout=200)
     assert undisturbed.returncode == 0, said
@@ -317,10 +253,8 @@ def test_a_verb_of_one_process_says_so(
 
 
 @pytest.mark.usefixtures("launched")
-def test_a_batch_that_ranks_cannot_share_is_refused(
-    settings: dict[str, Any], tmp_path: Path
-) -> None:
-    stage, config = stage_of("base", settings, tmp_path / "run")
+def test_a_batch_that_ranks_cannot_share_is_refused(base: Callable[..., BaseConfig]) -> None:
+    config = base(batch_size=8)
     with pytest.raises(ValueError, match="batch_size must be a multiple of the 3 processes"):
-        stage(config)
-    assert not (tmp_path / "run").exists()
+        train_base(config)
+    assert not config.out.exists()
