@@ -17,7 +17,6 @@ from doge_fast.pipeline.model import open_model
 from doge_fast.pipeline.proxy import (
     ProxyTrainer,
     learn_weights,
-    parse_target,
 )
 from doge_fast.pipeline.reporting.runs import open_runs
 from tests.pipeline.corpora import texts, write_jsonl
@@ -159,11 +158,12 @@ def test_a_held_out_domain_is_measured_and_not_trained_on(proxy: Make) -> None:
 
 
 def test_weighted_targets_and_chosen_domains(proxy: Make) -> None:
-    config = proxy(target=("verse=0.5", "table=2"), domains=("prose", "code"))
-    learn_weights(config)
-    record = records.read_weights(config.out)
+    config = proxy(steps=2, target=("verse=0.5", "table=2", "mix"), domains=("prose", "code"))
+    record = records.read_weights(learn_weights(config).path)
     assert [entry["name"] for entry in record["domains"]] == ["prose", "code"]
-    assert record["target"] == {"verse": 0.5, "table": 2.0}
+    assert record["target"] == {"verse": 0.5, "table": 2.0, "mix": 1.0}
+    # 20 (T + 1) / 2 of the rate, for weights that sum to 3.5.
+    assert record["mu"] == pytest.approx(45 * config.training.learning_rate, rel=1e-12)
 
 
 def test_mix_is_measured_on_blocks_that_nobody_trains_on(proxy: Make, trained_proxy: Path) -> None:
@@ -258,16 +258,3 @@ def test_a_run_resumes_at_the_default_that_it_began_with(
     began = records.read_config(config.out)["resolved"]["mu"]
     monkeypatch.setattr("doge_fast.weights.defaults.default_mu", lambda *_: 99.0)
     assert records.read_weights(learn_weights(config).path)["mu"] == began
-
-
-def test_the_default_mu_grows_with_the_weights_of_the_targets(proxy: Make) -> None:
-    config = proxy(steps=2, target=("verse", "table", "mix"))
-    mu = records.read_weights(learn_weights(config).path)["mu"]
-    assert mu == pytest.approx(20 * config.training.learning_rate * 2.0, rel=1e-12)
-
-
-def test_targets_read_as_they_are_written() -> None:
-    assert parse_target(("universal",)) == "universal"
-    assert parse_target(("worst",)) == {"worst": 1.0}
-    assert parse_target(("mix",)) == {"mix": 1.0}
-    assert parse_target(("ca", "nl=0.3")) == {"ca": 1.0, "nl": 0.3}
