@@ -268,12 +268,14 @@ def _proxy(config: configs.ProxyConfig) -> list[str]:
 
 
 def _temperature(config: configs.TemperatureConfig) -> list[str]:
-    from doge_fast.pipeline.temperature import lines_of, temperature
+    from doge_fast.pipeline.report import terminal_table
+    from doge_fast.pipeline.temperature import temperature
 
-    run = temperature(config)
+    out = temperature(config).path
     if config.only:
-        return [f"run: {run.path / 'runs' / name}" for name in config.only]
-    return lines_of(run.path)
+        return [f"run: {out / 'runs' / name}" for name in config.only]
+    left = [f"weights: {out / 'weights.json'}", f"report: {out / 'report.html'}"]
+    return [terminal_table([out]), *left]
 
 
 def _base(config: configs.BaseConfig) -> list[str]:
