@@ -23,6 +23,8 @@ import yaml
 from doge_fast.pipeline.exports import export
 from tests.packages import installed
 
+# What they warn of is their own.
+pytestmark = pytest.mark.filterwarnings("ignore")
 # The text of a document says its domain; those of book are ten times as long.
 WEIGHTS = {"book": 0.5, "code": 0.2, "web": 0.3, "junk": 0.0}
 LENGTHS = {"book": 100, "code": 10, "web": 20}
@@ -47,8 +49,10 @@ def assert_shares(drawn: Iterable[str], expected: Mapping[str, float], slack: fl
     assert set(counts) == set(expected)
 
 
-def tokens_of(documents: Iterable[str]) -> list[str]:
-    return [word for document in documents for word in document.split()]
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    datasets = installed("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 POSITIVE = {name: weight for name, weight in WEIGHTS.items() if weight}
@@ -71,16 +75,6 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return paths
 
 
-@pytest.fixture
-def hf_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    datasets = installed("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-
-
-# datasets.
-
-
-@pytest.mark.usefixtures("hf_cache")
 @pytest.mark.parametrize("kind", ["documents", "blocks"])
 def test_datasets_draws_the_learned_shares(kind: Any, rows: dict[str, str]) -> None:
     text = export(WEIGHTS, to="datasets", paths=rows, rows=kind, mean_doc_tokens=LENGTHS).text
@@ -90,13 +84,10 @@ def test_datasets_draws_the_learned_shares(kind: Any, rows: dict[str, str]) -> N
     assert_shares((document.split()[0] for document in documents), expected)
     if kind == "documents":
         # What was learned is the share of tokens; one of its draws is a whole document.
-        assert_shares(tokens_of(documents), POSITIVE, slack=5 * math.sqrt(max(LENGTHS.values())))
+        tokens = " ".join(documents).split()
+        assert_shares(tokens, POSITIVE, slack=5 * math.sqrt(max(LENGTHS.values())))
 
 
-# torchdata.
-
-
-@pytest.mark.usefixtures("hf_cache")
 def test_torchdata_draws_the_learned_shares(rows: dict[str, str]) -> None:
     installed("torchdata.nodes")
     text = export(WEIGHTS, to="torchdata", paths=rows, mean_doc_tokens=LENGTHS).text
@@ -104,9 +95,6 @@ def test_torchdata_draws_the_learned_shares(rows: dict[str, str]) -> None:
     node.reset()
     drawn = [next(node)["text"].split()[0] for _ in range(DRAWN)]
     assert_shares(drawn, documents_of(POSITIVE))
-
-
-# litdata.
 
 
 @pytest.fixture(scope="module")
@@ -126,8 +114,6 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return paths
 
 
-# Its own: it reads a memory map without a copy.
-@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 def test_litdata_draws_the_learned_shares(tokens: dict[str, str]) -> None:
     installed("litdata")
     text = export(WEIGHTS, to="litdata", paths=tokens, seq_length=8).text
@@ -138,9 +124,6 @@ def test_litdata_draws_the_learned_shares(tokens: dict[str, str]) -> None:
     assert_shares((names[int(block[0])] for block in blocks), POSITIVE)
 
 
-# torchtitan.
-
-
 class Words:
     """A tokenizer whose tokens are the domains."""
 
@@ -148,8 +131,6 @@ class Words:
         return [list(POSITIVE).index(word) for word in text.split()]
 
 
-@pytest.mark.usefixtures("hf_cache")
-@pytest.mark.filterwarnings("ignore")
 def test_torchtitan_draws_the_learned_shares_of_tokens(rows: dict[str, str]) -> None:
     loader = installed("torchtitan.hf_datasets.text_datasets").InterleavedHuggingFaceTextDataLoader
     text = export(WEIGHTS, to="torchtitan", paths=rows).text
@@ -166,10 +147,6 @@ def test_torchtitan_draws_the_learned_shares_of_tokens(rows: dict[str, str]) -> 
     assert_shares(drawn, POSITIVE)
 
 
-# Tuners: their own arguments and their own mixing.
-
-
-@pytest.mark.filterwarnings("ignore")
 def test_llama_factory_draws_the_learned_shares() -> None:
     data_arguments = installed("llamafactory.hparams.data_args").DataArguments
     merge = installed("llamafactory.data.data_utils").merge_dataset
@@ -181,8 +158,6 @@ def test_llama_factory_draws_the_learned_shares() -> None:
     assert_shares(drawn[:DRAWN], documents_of(POSITIVE))
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.usefixtures("hf_cache")
 def test_swift_draws_the_learned_shares(tmp_path: Path) -> None:
     load_dataset = installed("swift.dataset.loader").load_dataset
     paths = {}
@@ -203,9 +178,6 @@ def test_swift_draws_the_learned_shares(tmp_path: Path) -> None:
     )
     drawn = [row["messages"][0]["content"] for row in train.select(range(DRAWN))]
     assert_shares(drawn, documents_of(POSITIVE))
-
-
-# Megatron.
 
 
 @pytest.fixture(scope="module")
@@ -251,9 +223,6 @@ def test_bridge_holds_the_same_blend() -> None:
     assert tuple(cfg.dataset.blend) == BLEND
 
 
-# MosaicML Streaming.
-
-
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """{domain: folder of MDS shards}."""
@@ -267,7 +236,6 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return paths
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_mosaic_draws_the_learned_shares_unrounded(shards: dict[str, str]) -> None:
     learned = {"book": 0.276, "code": 0.375, "web": 0.349}
     text = export(
@@ -283,9 +251,6 @@ def test_mosaic_draws_the_learned_shares_unrounded(shards: dict[str, str]) -> No
     assert counts == {name: round(1000 * weight) for name, weight in learned.items()}
 
 
-# OLMo-core.
-
-
 @pytest.fixture(scope="module")
 def arrays(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """{domain: file of 2000 tokens}, the domain's index as every token."""
@@ -295,21 +260,14 @@ def arrays(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: str(folder / f"{name}.npy") for name in POSITIVE}
 
 
-def held(tokens: int) -> dict[str, Any]:
-    return {
-        "domains": [
-            {"name": name, "weight": weight, "tokens": tokens} for name, weight in WEIGHTS.items()
-        ]
-    }
-
-
-@pytest.mark.filterwarnings("ignore")
 def test_olmo_selects_the_tokens_of_the_learned_shares(
     arrays: dict[str, str], tmp_path: Path
 ) -> None:
     mixture = installed("olmo_core.data.source_mixture")
     data = installed("olmo_core.data")
-    text = export(held(2000), to="olmo-core", paths=arrays, budget_tokens=8000).text
+    entries = [{"name": name, "weight": weight, "tokens": 2000} for name, weight in WEIGHTS.items()]
+    held = {"domains": entries}
+    text = export(held, to="olmo-core", paths=arrays, budget_tokens=8000).text
     path = tmp_path / "sources.yaml"
     path.write_text(text)
     built = mixture.SourceMixtureDatasetConfig(
@@ -325,9 +283,6 @@ def test_olmo_selects_the_tokens_of_the_learned_shares(
     # Twice the tokens of book: it would refuse without the repetition that is written.
     for name, weight in POSITIVE.items():
         assert selected[name] == pytest.approx(8000 * weight, abs=8)
-
-
-# Levanter deals whole sequences of a block.
 
 
 def test_levanter_deals_the_learned_shares_of_a_block() -> None:

@@ -3,7 +3,6 @@
 import json
 import math
 import random
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -99,9 +98,6 @@ def test_every_task_of_the_paper_is_scored(result: dict[str, Any], run: Path) ->
             assert scores[f"{metric}_stderr"] == pytest.approx(expected, abs=1e-15)
     assert records.read_json(run / "fewshot.json") == records.plain(result)
     assert (result["shots"], result["fewshot_seed"], result["positions"]) == (2, 1234, 2048)
-
-
-def test_the_average_is_that_of_the_tasks(result: dict[str, Any]) -> None:
     scores = result["tasks"].values()
     assert result["average"]["acc"] == pytest.approx(sum(s["acc"] for s in scores) / 6)
     assert result["average"]["chance"] == pytest.approx((4 * 0.5 + 2 * 0.25) / 6)
@@ -376,16 +372,3 @@ def test_the_verb_measures_both_or_one(
     capsys.readouterr()
     assert cli.main([*words, "--no-perplexity"]) == cli.EXIT_REFUSED
     assert "nothing to measure; name --tasks" in capsys.readouterr().err
-
-
-def test_a_missing_lm_eval_is_named(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    monkeypatch.delitem(sys.modules, "doge_fast.pipeline.fewshot")
-    monkeypatch.delattr("doge_fast.pipeline.fewshot")
-    assert cli.main(["evaluate", str(run), "--tasks", "copa"]) == cli.EXIT_REFUSED
-    said = capsys.readouterr().err
-    assert said == "doge-fast: This verb needs lm_eval, which is not installed: pip install " + (
-        "'doge-fast[fewshot]'.\n"
-    )
