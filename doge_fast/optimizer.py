@@ -61,11 +61,11 @@ class DomainState:
         self._step.refuse_inside_a_domain("load_state_dict()")
         checkpoint.check(state_dict, self._weights.objective)
         self._weights.load(state_dict)
-        if not self._is_mu_named and "mu" in state_dict:
+        if not self._is_mu_named:
             self._weights.set_mu(float(state_dict["mu"]))
         self._step.clear()
         self._step.note_loaded()
-        self._step.subset.draw(state_dict.get("draws", 0))
+        self._step.subset.draw(state_dict["draws"])
 
 
 class DoGEOptimizer(OptimizerWrapper):

@@ -27,7 +27,6 @@ from doge_fast.weights.objective import Objective
 from doge_fast.weights.weights_file import refusal_of_removed
 
 KEY = "doge"
-# Version 1 had no mu.
 VERSION = 2
 
 _VECTORS = ("alpha", "alpha_mean", "gain")
@@ -38,7 +37,7 @@ _REMOVED = ("tau", "norms")
 
 
 def named(
-    parts: Mapping[str, Tensor], objective: Objective, *, draws: int, mu: float | None
+    parts: Mapping[str, Tensor], objective: Objective, *, draws: int, mu: float
 ) -> dict[str, Any]:
     """The dict of a checkpoint: what `DomainWeights.state` returns, and names and numbers."""
     return {
@@ -46,7 +45,7 @@ def named(
         "domains": list(objective.domains),
         "rows": list(objective.rows),
         "draws": draws,
-        **({} if mu is None else {"mu": mu}),
+        "mu": mu,
         **parts,
     }
 
@@ -62,12 +61,10 @@ def packed(state: Mapping[str, Any], objective: Objective) -> tuple[float, ...]:
 def unpacked(values: tuple[float, ...], objective: Objective) -> dict[str, Any]:
     """The dict of `named` from its tuple; tensors on the CPU.
 
-    ValueError if a later version or a removed method wrote it, or it is for other names.
+    ValueError if another version or a removed method wrote it, or it is for other names.
     """
     _check_version(values[0])
-    head, numbers = values[:3], values[3:]
-    mu = numbers[-1:] if values[0] > 1 else ()
-    numbers = numbers[: len(numbers) - len(mu)]
+    head, numbers, mu = values[:3], values[3:-1], values[-1]
     num_domains, num_rows = len(objective.domains), len(objective.rows)
     sizes = [num_domains] * len(_VECTORS) + [1] * len(_COUNTS)
     is_ours = head[1:2] == (fingerprint(objective),) and all(map(math.isfinite, head))
@@ -83,7 +80,7 @@ def unpacked(values: tuple[float, ...], objective: Objective) -> dict[str, Any]:
     pieces = torch.split(torch.tensor(numbers, dtype=torch.float64), sizes)
     parts = dict(zip((*_VECTORS, *_COUNTS), pieces, strict=True))
     parts |= {name: parts[name].long().view(()) for name in _COUNTS}
-    return named(parts, objective, draws=int(head[2]), mu=mu[0] if mu else None)
+    return named(parts, objective, draws=int(head[2]), mu=mu)
 
 
 def fingerprint(objective: Objective) -> float:
@@ -114,7 +111,7 @@ def taken_from(
 ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     """Divide an optimizer's state dict: the dict of `named`, None if there is none; and the rest.
 
-    ValueError if it is for other domains or of a later version, or its groups differ.
+    ValueError if it is for other domains or of another version, or its groups differ.
     """
     rest = dict(state_dict)
     ours: dict[str, Any] | None = rest.pop(KEY, None)
@@ -174,18 +171,18 @@ def check_is_dict(state_dict: object) -> None:
 def check(ours: Mapping[str, Any], objective: Objective) -> None:
     """Refuse a dict with other names, or with values that a run cannot produce.
 
-    TypeError if `ours` is no dict. ValueError if a later version or a removed method wrote it; it
+    TypeError if `ours` is no dict. ValueError if another version or a removed method wrote it; it
     is for other domains or rows; parts are missing; weights are off the simplex; or a score is not
     finite.
     """
     check_is_dict(ours)
-    needed = ("version", "domains", "rows", *_VECTORS, *_COUNTS)
+    needed = ("version", "domains", "rows", "draws", "mu", *_VECTORS, *_COUNTS)
     if missing := [name for name in needed if name not in ours]:
         raise ValueError(
             f"the checkpoint's DoGE state lacks {missing}; it was not written by state_dict()."
         )
     for name in ("version", "draws"):
-        value = ours.get(name, 0)
+        value = ours[name]
         # Not a tensor: a draw's number is part of a random key as text.
         is_integer = isinstance(value, int) and not isinstance(value, bool)
         _require(is_integer and value >= 0, name, "a count", value)
@@ -214,8 +211,7 @@ def check(ours: Mapping[str, Any], objective: Objective) -> None:
         if name != "gain":
             is_point = abs(float(value.sum()) - 1) < 1e-9 and bool((value >= 0).all())
             _require(is_point, name, "weights >= 0 that sum to one", value)
-    if "mu" in ours:
-        simplex.check_mu(ours["mu"])
+    simplex.check_mu(ours["mu"])
 
 
 def _require(is_right: bool, name: str, rule: str, value: object) -> None:
@@ -227,10 +223,10 @@ def _require(is_right: bool, name: str, rule: str, value: object) -> None:
 
 
 def _check_version(version: float) -> None:
-    if version > VERSION:
+    if version != VERSION:
         raise ValueError(
-            f"the checkpoint's DoGE state has version {version:g}; this library reads "
-            f"up to {VERSION}. Update doge_fast."
+            f"the checkpoint's DoGE state has version {version:g}; this library reads version "
+            f"{VERSION}. Take the doge_fast that wrote it, or a later one than this."
         )
 
 
