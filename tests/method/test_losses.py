@@ -199,23 +199,6 @@ class Model(nn.Module):
         return logits
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("frozen", ["", "head"], ids=["trained", "frozen"])
-@pytest.mark.parametrize("passes", [1, 2])
-def test_in_a_stacked_batch_each_domain_has_its_row(tied: bool, frozen: str, passes: int) -> None:
-    model = Model(tied=tied).double()
-    if frozen:
-        model.get_submodule(frozen).requires_grad_(False)
-    ids_BL = torch.randint(VOCABULARY, (5, LENGTH))
-    ours, products = losses_and_rows(model, ids_BL, Tensor.sum, is_fused=True, passes=passes)
-    # Of a frozen head, and in the first pass, the gradients are computed with the losses.
-    assert (products == 0) == (bool(frozen) or passes == 1)
-    theirs, _ = losses_and_rows(model, ids_BL, Tensor.sum, is_fused=False, passes=passes)
-    assert len(ours) == len(theirs) == sum(p.requires_grad for p in model.parameters())
-    for found, expected in zip(ours, theirs, strict=True):
-        assert (found - expected).abs().max() <= 1e-14 * expected.abs().max()
-
-
 class Products(TorchDispatchMode):
     """Counts matrix products of the head's size."""
 
@@ -232,16 +215,17 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def losses_and_rows(
-    model: Model,
-    ids_BL: Tensor,
-    weigh: Any,
-    *,
-    is_fused: bool,
-    buffer_dtype: Any = None,
-    passes: int = 1,
+IDS_BL = torch.randint(VOCABULARY, (5, LENGTH), generator=torch.Generator().manual_seed(4))
+
+
+def rows_of_passes(
+    model: Model, weigh: Any, *, is_fused: bool, buffer_dtype: Any = None, passes: int = 1
 ) -> tuple[list[Tensor], int]:
-    """The rows of stacked passes, and the products of the last one's backward pass."""
+    """The rows of stacked passes, and the products of the last one's backward pass.
+
+    `weigh` makes the loss of the domains' losses, and may call a function for those of another
+    head with the same weight.
+    """
     optimizer = DoGEOptimizer(
         torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
         domains=list(SIZES),
@@ -249,116 +233,91 @@ def losses_and_rows(
         absent="keep",
         micro_batches=None,
     )
+
+    def losses_of(hidden: Tensor) -> Tensor:
+        if is_fused:
+            return linear_domain_losses(hidden, model.head.weight, IDS_BL, SIZES)
+        return domain_losses(model.head(hidden), IDS_BL, SIZES)
+
     for _ in range(passes):
         with optimizer.stacked(model, SIZES):
-            hidden, head = model.hidden(ids_BL), model.head
-            if is_fused:
-                losses_D = linear_domain_losses(hidden, head.weight, ids_BL, SIZES)
-            else:
-                losses_D = domain_losses(head(hidden), ids_BL, SIZES)
-            loss = weigh(losses_D)
+            losses_D = losses_of(model.hidden(IDS_BL))
+            loss = weigh(losses_D, lambda: losses_of(model.hidden(IDS_BL).sin()))
             with Products() as products:
                 loss.backward()
     blocks = optimizer.buffer.touched(optimizer.param_groups[0]["params"])
     return [block.rows_BN.clone() for block in blocks], products.number
 
 
-@pytest.mark.parametrize(
-    "weigh",
-    [
-        lambda losses_D: losses_D.sum(),
-        lambda losses_D: 1024 * losses_D.sum(),
-        lambda losses_D: (losses_D * torch.tensor([0.3, -2.0])).sum(),
-        lambda losses_D: losses_D[1],
-        lambda losses_D: losses_D.square().sum(),
-    ],
-    ids=["sum", "scaled", "weighted", "one", "square"],
-)
+def summed(losses_D: Tensor, _: Any) -> Tensor:
+    return losses_D.sum()
+
+
+def products_of_equal_rows(model: Model, weigh: Any = summed, passes: int = 1) -> int:
+    """Those of the fused head's backward pass, whose rows are the naive head's."""
+    ours, products = rows_of_passes(model, weigh, is_fused=True, passes=passes)
+    theirs, _ = rows_of_passes(model, weigh, is_fused=False, passes=passes)
+    assert len(ours) == len(theirs) == sum(p.requires_grad for p in model.parameters())
+    for found, expected in zip(ours, theirs, strict=True):
+        assert (found - expected).abs().max() <= 1e-14 * expected.abs().max()
+    return products
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("frozen", ["", "head"], ids=["trained", "frozen"])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_in_a_stacked_batch_each_domain_has_its_row(tied: bool, frozen: str, passes: int) -> None:
+    model = Model(tied=tied).double()
+    if frozen:
+        model.get_submodule(frozen).requires_grad_(False)
+    products = products_of_equal_rows(model, passes=passes)
+    # Of a frozen head, and in the first pass, the gradients are computed with the losses.
+    assert (products == 0) == (bool(frozen) or passes == 1)
+
+
+# The loss, and whether the logits are not computed again.
+FUNCTIONS: dict[str, tuple[Any, bool]] = {
+    "scaled": (lambda losses_D, _: 1024 * losses_D.sum(), True),
+    "weighted": (lambda losses_D, _: (losses_D * torch.tensor([0.3, -2.0])).sum(), True),
+    "one": (lambda losses_D, _: losses_D[1], True),
+    "square": (lambda losses_D, _: losses_D.square().sum(), True),
+    # A loss that is not used leaves nothing in the rows; two heads on one matrix add up.
+    "not used": (lambda losses_D, more: (more(), losses_D.sum())[1], False),
+    "two heads": (lambda losses_D, more: losses_D.sum() + 3 * more().sum(), False),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_gradients_of_the_head_are_those_of_any_function_of_the_losses(
-    weigh: Any, tied: bool
+    name: str, tied: bool
 ) -> None:
-    model = Model(tied=tied).double()
-    ids_BL = torch.randint(VOCABULARY, (5, LENGTH))
-    ours, products = losses_and_rows(model, ids_BL, weigh, is_fused=True)
-    theirs, _ = losses_and_rows(model, ids_BL, weigh, is_fused=False)
-    for found, expected in zip(ours, theirs, strict=True):
-        assert (found - expected).abs().max() <= 1e-14 * expected.abs().max()
-    # The logits are not computed again, and the head's gradients are there already.
-    assert products == 0
-
-
-def test_a_loss_that_is_not_used_leaves_nothing_in_the_rows() -> None:
-    model = Model(tied=False).double()
-    ids_BL = torch.randint(VOCABULARY, (5, LENGTH))
-
-    def twice(losses_D: Tensor) -> Tensor:
-        # Forward once more, as gradient checkpointing and a second head do.
-        hidden, head = model.hidden(ids_BL), model.head
-        linear_domain_losses(hidden, head.weight, ids_BL, {"a": 2, "b": 3})
-        return losses_D.sum()
-
-    ours, _ = losses_and_rows(model, ids_BL, twice, is_fused=True)
-    theirs, _ = losses_and_rows(model, ids_BL, lambda losses_D: losses_D.sum(), is_fused=False)
-    for found, expected in zip(ours, theirs, strict=True):
-        assert (found - expected).abs().max() <= 1e-14 * expected.abs().max()
+    weigh, is_early = FUNCTIONS[name]
+    products = products_of_equal_rows(Model(tied=tied).double(), weigh)
+    assert (products == 0) == is_early
 
 
 def test_a_step_without_the_losses_backward_has_no_row_of_the_head() -> None:
     model = Model(tied=False)
-    ids_BL = torch.randint(VOCABULARY, (5, LENGTH))
-
-    def other(losses_D: Tensor) -> Tensor:
-        return model.hidden(ids_BL).square().sum()
-
-    rows, _ = losses_and_rows(model, ids_BL, other, is_fused=True)
+    rows, _ = rows_of_passes(model, lambda *_: model.hidden(IDS_BL).square().sum(), is_fused=True)
     # Those of the words and of the body alone.
     assert len(rows) == 3
 
 
-def test_two_heads_on_one_matrix_add_up() -> None:
-    model = Model(tied=False).double()
-    ids_BL = torch.randint(VOCABULARY, (5, LENGTH))
-    sizes = {"a": 2, "b": 3}
-
-    def both(is_fused: bool) -> Any:
-        def weigh(losses_D: Tensor) -> Tensor:
-            hidden, weight = model.hidden(ids_BL).sin(), model.head.weight
-            more_D = (
-                linear_domain_losses(hidden, weight, ids_BL, sizes)
-                if is_fused
-                else domain_losses(model.head(hidden), ids_BL, sizes)
-            )
-            return losses_D.sum() + 3 * more_D.sum()
-
-        return weigh
-
-    ours, _ = losses_and_rows(model, ids_BL, both(True), is_fused=True)
-    theirs, _ = losses_and_rows(model, ids_BL, both(False), is_fused=False)
-    for found, expected in zip(ours, theirs, strict=True):
-        assert (found - expected).abs().max() <= 1e-14 * expected.abs().max()
-
-
 def test_without_gradients_nothing_is_reserved() -> None:
     model = Model(tied=False)
-    ids_BL = torch.randint(VOCABULARY, (5, LENGTH))
     optimizer = DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), domains=["a", "b"])
-    sizes = {"a": 2, "b": 3}
-    with optimizer.stacked(model, sizes):
+    with optimizer.stacked(model, SIZES):
         with torch.no_grad():
-            hidden, head = model.hidden(ids_BL), model.head
-            linear_domain_losses(hidden, head.weight, ids_BL, sizes)
+            linear_domain_losses(model.hidden(IDS_BL), model.head.weight, IDS_BL, SIZES)
         assert not optimizer.buffer.blocks
-        model(ids_BL).sum().backward()
+        model(IDS_BL).sum().backward()
 
 
 def test_a_narrow_row_is_the_product_rounded_once() -> None:
     model = Model(tied=False)
-    ids_BL = torch.randint(VOCABULARY, (5, LENGTH))
-    (*_, narrow), _ = losses_and_rows(
-        model, ids_BL, Tensor.sum, is_fused=True, buffer_dtype=torch.bfloat16
-    )
-    (*_, wide), _ = losses_and_rows(model, ids_BL, Tensor.sum, is_fused=True)
+    (*_, narrow), _ = rows_of_passes(model, summed, is_fused=True, buffer_dtype=torch.bfloat16)
+    (*_, wide), _ = rows_of_passes(model, summed, is_fused=True)
     assert wide.dtype == torch.float32
     assert torch.equal(narrow, wide.bfloat16())
 
@@ -366,13 +325,10 @@ def test_a_narrow_row_is_the_product_rounded_once() -> None:
 def test_other_sizes_than_the_batch_are_refused() -> None:
     model = Model(tied=False)
     optimizer = DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), domains=["a", "b"])
-    ids_BL = torch.randint(VOCABULARY, (5, LENGTH))
-    with (
-        pytest.raises(ValueError, match=r"\[2, 3\]; got \[3, 2\]"),
-        optimizer.stacked(model, {"a": 2, "b": 3}),
-    ):
+    said = r"\[2, 3\]; got \[3, 2\]"
+    with pytest.raises(ValueError, match=said), optimizer.stacked(model, SIZES):
         linear_domain_losses(
-            model.hidden(ids_BL), model.head.weight, ids_BL, {"a": 3, "b": 2}
+            model.hidden(IDS_BL), model.head.weight, IDS_BL, {"a": 3, "b": 2}
         ).sum().backward()
 
 
