@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("DOGE_FAST_CUDA_EMULATE", "1")
 
 from doge_fast.kernels import implementations
-from doge_fast.kernels.dispatch import IMPLEMENTATIONS, choose
+from doge_fast.kernels.dispatch import IMPLEMENTATIONS, OPERATORS, choose
 from tests.ranks import Ranks
 
 # Absent where operators and method are tested with few packages.
@@ -78,8 +78,11 @@ def device() -> torch.device:
 
 @pytest.fixture(params=IMPLEMENTATIONS)
 def implementation(request: pytest.FixtureRequest, device: torch.device) -> str:
-    """Every implementation that can run on the device."""
+    """Every implementation that can run on the device, of the module's OPERATOR if it has one."""
     name: str = request.param
+    operator = OPERATORS[getattr(request.module, "OPERATOR", "gram")]
+    if name not in operator.implementations:
+        pytest.skip(f"{operator.name} is not written in {name}")
     reason = implementations(device)[name]
     if reason is not None:
         pytest.skip(f"{name}: {reason}")

@@ -1,4 +1,4 @@
-"""What hypothesis draws: numbers, points of the simplex, gradients, names, and what is none of it.
+"""What hypothesis draws: numbers, points of the simplex, gradients, and what a file may hold.
 
 Profiles: "few", which `make test` runs, always the same examples; "many", which `make soak` runs.
 """
@@ -60,25 +60,6 @@ def gradients(draw: st.DrawFn, rows: int | None = None) -> Tensor:
     scales_R = draw(st.lists(scales, min_size=num_rows, max_size=num_rows))
     return normal_RN * torch.tensor(scales_R, dtype=torch.float64)[:, None]
 
-
-names = st.text(min_size=1, max_size=8).filter(lambda name: name != "universal")
-"""What a domain may be called."""
-
-
-def distinct_names(least: int = 1, most: int = 6) -> st.SearchStrategy[list[str]]:
-    """Names of domains."""
-    return st.lists(names, min_size=least, max_size=most, unique=True)
-
-
-not_numbers = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.text(max_size=3),
-    st.lists(st.floats(), max_size=2),
-    st.just(complex(1, 1)),
-    st.just(torch.ones(2)),
-)
-"""What no argument takes for a number."""
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=6),

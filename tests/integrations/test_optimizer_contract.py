@@ -98,17 +98,6 @@ def test_a_scheduler_reaches_the_wrapped_optimizer(name: str, inner: Any) -> Non
     assert_same(model.parameters(), plain_model.parameters())
 
 
-def test_an_averaged_model_is_a_copy_whose_gradients_nobody_takes() -> None:
-    model, optimizer = wrapped()
-    train(model, optimizer, [0])
-    averaged = swa_utils.AveragedModel(model)
-    train(model, optimizer, [1])
-    averaged.update_parameters(model)
-    loss_of(averaged, 0).backward()
-    assert all(param.grad is not None for param in averaged.parameters())
-    assert all(param.grad is None for param in model.parameters())
-
-
 # Accelerate. Its state is one for the process, hence a process for each check.
 
 
@@ -534,34 +523,3 @@ def check_compiled(what: str) -> None:
 @pytest.mark.parametrize("what", ["step", "training", "model"])
 def test_compilers(what: str) -> None:
     isolated(check_compiled, what)
-
-
-class _OtherName(torch.optim.SGD):
-    loss: Any = None
-
-    def step(self, loss_closure: Any = None) -> None:  # type: ignore[override]
-        self.loss = loss_closure()
-        super().step()
-
-
-class _Handing(torch.optim.SGD):
-    loss: Any = None
-
-    def step(self, *arguments: Any) -> None:  # type: ignore[override]
-        self.loss = arguments[0]()
-        super().step()
-
-
-@pytest.mark.parametrize("kind", [_OtherName, _Handing])
-def test_a_closure_of_any_name_gets_the_loss(kind: type[torch.optim.SGD]) -> None:
-    weight = torch.ones(2, requires_grad=True)
-    inner = kind([weight], lr=0.1)
-    optimizer = DoGEOptimizer(inner, domains=["a"])
-
-    def closure() -> float:
-        with optimizer.domain("a"):
-            weight.sum().backward()
-        return 5.0
-
-    assert optimizer.step(closure) == 5.0
-    assert inner.loss == 5.0

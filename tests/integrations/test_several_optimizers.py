@@ -209,6 +209,16 @@ class AsksForTheLoss(torch.optim.SGD):
         super().step()
 
 
+class AsksByAnotherName(AsksForTheLoss):
+    def step(self, loss_closure: Any = None) -> None:  # type: ignore[override]
+        super().step(loss_closure)
+
+
+class HandsOn(AsksForTheLoss):
+    def step(self, *arguments: Any) -> None:  # type: ignore[override]
+        super().step(*arguments)
+
+
 class Sharpness(torch.optim.SGD):
     """As SAM: the gradient is taken again, at other parameters."""
 
@@ -221,13 +231,16 @@ class Sharpness(torch.optim.SGD):
         super().step()
 
 
+@pytest.mark.parametrize("kind", [AsksForTheLoss, AsksByAnotherName, HandsOn])
 @pytest.mark.parametrize("is_one_of_two", [False, True])
-def test_the_loss_is_handed_to_who_asks_for_it(is_one_of_two: bool) -> None:
+def test_the_loss_is_handed_to_who_asks_for_it(
+    kind: type[AsksForTheLoss], is_one_of_two: bool
+) -> None:
     def closure() -> Tensor:
         small.collect(model, optimizer, 0)
         return torch.tensor(3.0)
 
-    model, optimizer = small.wrapped(kind_of(AsksForTheLoss, is_one_of_two))
+    model, optimizer = small.wrapped(kind_of(kind, is_one_of_two))
     twin, plain = small.wrapped(kind_of(torch.optim.SGD, is_one_of_two))
     assert optimizer.step(closure) == 3.0
     assert last_of(optimizer).seen == 3.0

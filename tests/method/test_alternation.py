@@ -1,15 +1,6 @@
 """How times are compared: who runs when, what is divided by what."""
 
-import pytest
-import torch
-
-from doge_fast.alternation import (
-    MIN_ROUNDS,
-    Clock,
-    alternated,
-    cycles_to_hide,
-    ratio_of,
-)
+from doge_fast.alternation import MIN_ROUNDS, Clock, alternated, ratio_of
 
 
 def test_a_ratio_is_the_median_of_the_rounds_ratios() -> None:
@@ -37,13 +28,3 @@ def test_time_ends_the_rounds_but_not_the_first_three() -> None:
     assert len(times["call"]) == MIN_ROUNDS
     assert Clock(0.0).expired()
     assert not Clock().expired()
-
-
-def test_a_cpu_never_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    def asleep(_: int) -> None:
-        raise AssertionError("a CPU has no queue to fill")
-
-    monkeypatch.setattr(torch.cuda, "_sleep", asleep)
-    assert cycles_to_hide(lambda: None, "cpu") == 0
-    times = alternated({"call": lambda: None}, rounds=3, hide_host=True)
-    assert len(times["call"]) == 3

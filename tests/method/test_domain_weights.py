@@ -11,12 +11,10 @@ from torch import Tensor
 from doge_fast.weights import state
 from doge_fast.weights.objective import UNIVERSAL, Objective, Target
 from doge_fast.weights.reweight import LastStep
-from doge_fast.weights.scores import PUBLISHED
 from doge_fast.weights.state import DomainWeights, UpdateRule
 
 TARGET = {"a": 1.0, "c": 2.0, "x": 0.5, "y": 3.0}
 UNCLIPPED = UpdateRule(0.5, domain_max_grad_norm=None)
-PUBLISHED_RULE = UpdateRule(0.5, PUBLISHED, 5.0, 0.5, 0.1)
 
 
 def rows(num_rows: int = 5, columns: int = 40, seed: int = 0) -> Tensor:

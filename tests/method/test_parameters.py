@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from doge_fast import DoGEOptimizer
 from doge_fast.step import parameters
@@ -133,7 +133,3 @@ def test_a_selection_names_what_is_trained() -> None:
     many = {f"p{i}": param(1) for i in range(10)}
     with pytest.raises(ValueError, match=r"knows \['p0', .*'p7'\] \.\.\.$"):
         resolve(["p"], list(many.values()), many)
-
-
-def hooks_of(each: Tensor) -> int:
-    return len(each._post_accumulate_grad_hooks or {})  # type: ignore[attr-defined]

@@ -11,12 +11,11 @@ import torch
 
 pytest.importorskip("hypothesis")
 
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from doge_fast import reference
-from doge_fast.optimizer import DoGEOptimizer
 from doge_fast.weights import scores, simplex, weights_file
 from doge_fast.weights.objective import UNIVERSAL, Objective
 from tests.laws import assert_simplex
@@ -24,7 +23,6 @@ from tests.properties import (
     attempt,
     gradients,
     json_values,
-    not_numbers,
     points,
     reals,
     vectors,
@@ -111,39 +109,6 @@ def test_other_names_and_targets_are_refused_in_a_sentence(domains: Any, target:
         else:
             assert any(tau > 0 for tau in objective.tau)
             assert all(isinstance(name, str) and name for name in objective.rows)
-
-
-# The optimizer.
-
-
-def _after_a_step(num_domains: int) -> DoGEOptimizer:
-    theta = torch.zeros(num_domains, dtype=torch.float64, requires_grad=True)
-    names = [f"d{i}" for i in range(num_domains)]
-    optimizer = DoGEOptimizer(torch.optim.SGD([theta], lr=0.01), domains=names, mu=0.1)
-    for row, name in enumerate(names):
-        with optimizer.domain(name):
-            theta[row].sub(1.0).square().backward()
-    optimizer.step()
-    return optimizer
-
-
-@given(
-    st.sampled_from(
-        ["version", "domains", "rows", "draws", "mu", "alpha", "alpha_mean", "gain", "num_steps"]
-    ),
-    json_values | not_numbers,
-)
-def test_a_changed_state_is_refused_before_anything_moves(part: str, value: Any) -> None:
-    optimizer = _after_a_step(3)
-    state = optimizer.doge.state_dict()
-    assume(type(value) is not type(state[part]) or isinstance(value, Tensor | list))
-    assume(value != state[part] if isinstance(value, list) else True)
-    # A number of another kind may be the same one.
-    assume(not (isinstance(value, int | float) and isinstance(state[part], int | float)))
-    before = optimizer.alpha
-    with pytest.raises(ValueError, match=r"checkpoint|mu, the Bregman"):
-        optimizer.doge.load_state_dict({**state, part: value})
-    assert torch.equal(optimizer.alpha, before)
 
 
 # Files.

@@ -39,13 +39,6 @@ def test_out_of_domain_by_hand() -> None:
     torch.testing.assert_close(gradient_N.norm(), torch.tensor(0.5).double(), rtol=2e-6, atol=0)
 
 
-def test_influence_and_difficulty_are_the_two_terms() -> None:
-    gram_RR = torch.tensor([[1.0, 1.0], [1.0, 2.0]], dtype=torch.float64)
-    tau_R = torch.ones(2, dtype=torch.float64)
-    assert reference.difficulty(gram_RR, tau_R, 2).tolist() == [1.0, 2.0]
-    assert reference.influence(gram_RR, tau_R, 2).tolist() == [1.0, 1.0]
-
-
 def test_mirror_step_minimises_the_regularised_objective() -> None:
     """alpha' = argmin -lr < a, W > + mu KL(a | alpha): no nearby point of the simplex is better."""
     generator = torch.Generator().manual_seed(0)

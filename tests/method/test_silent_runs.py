@@ -61,21 +61,22 @@ def test_steps_that_were_all_skipped_are_counted(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lr", "schedule", "word"),
+    ("lr", "schedule", "mu", "word"),
     [
         # The largest rate stands in the scheduler alone.
-        (1e-6, lambda inner: CyclicLR(inner, 1e-6, 1e-2, step_size_up=20), "too fast"),
+        (1e-6, lambda inner: CyclicLR(inner, 1e-6, 1e-2, step_size_up=20), None, "too fast"),
         # A rate of one times the function's.
-        (1.0, lambda inner: LambdaLR(inner, lambda step: 1e-4), "hardly move"),
-        (0.01, lambda inner: None, None),
-        (0.01, lambda inner: LambdaLR(inner, lambda step: min(1, step / 30)), None),
+        (1.0, lambda inner: LambdaLR(inner, lambda step: 1e-4), None, "hardly move"),
+        (1.0, lambda inner: LambdaLR(inner, lambda step: 1e-4), 20.0, None),
+        (0.01, lambda inner: None, None, None),
+        (0.01, lambda inner: LambdaLR(inner, lambda step: min(1, step / 30)), None, None),
     ],
 )
 def test_a_default_mu_of_another_rate_is_told(
-    lr: float, schedule: Schedule, word: str | None
+    lr: float, schedule: Schedule, mu: float | None, word: str | None
 ) -> None:
     inner = torch.optim.SGD([torch.ones(4, requires_grad=True)], lr=lr, momentum=0.9)
-    found = [message for message in messages(run(inner, 60, schedule)) if "mu=" in message]
+    found = [message for message in messages(run(inner, 60, schedule, mu=mu)) if "mu=" in message]
     assert len(found) == (word is not None)
     assert word is None or word in found[0]
 
@@ -107,11 +108,6 @@ def test_two_domains_clipped_to_one_norm_are_told_why_they_stay(norm: float, is_
     assert len(found) == is_told
     weight = optimizer.weights["a"]
     assert (abs(weight - 0.5) < 1e-4) == is_told
-
-
-def test_a_mu_that_was_given_is_nobodys_mistake() -> None:
-    inner = sgd(1.0)
-    assert not messages(run(inner, 60, lambda inner: LambdaLR(inner, lambda step: 1e-4), mu=20.0))
 
 
 def test_a_schedule_runs_dry_as_with_any_optimizer() -> None:

@@ -9,20 +9,12 @@ from torch import Tensor
 from doge_fast import reference
 from doge_fast.kernels import accumulate
 from doge_fast.kernels.accumulate import _in_few_launches, accumulate_torch
-from doge_fast.kernels.dispatch import OPERATORS
 from tests.laws import assert_torch_knows
 
+OPERATOR = "accumulate"
 pytestmark = pytest.mark.usefixtures("nan_memory")
 
 STORAGE_DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-
-
-@pytest.fixture
-def implementation(implementation: str) -> str:
-    """Those that it is written in."""
-    if implementation not in OPERATORS["accumulate"].implementations:
-        pytest.skip(f"accumulation is not written in {implementation}")
-    return implementation
 
 
 @pytest.mark.parametrize("add", [False, True])

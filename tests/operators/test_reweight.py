@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from doge_fast import reference
-from doge_fast.kernels.dispatch import choose
 from doge_fast.weights.reweight import (
     LastStep,
     StepSettings,
@@ -21,18 +20,8 @@ from doge_fast.weights.reweight import (
 from doge_fast.weights.scores import PAPER, PUBLISHED, PUBLISHED_BOUNDS, Score
 from tests.laws import assert_simplex
 
+OPERATOR = "reweight"
 pytestmark = pytest.mark.usefixtures("nan_memory")
-
-
-@pytest.fixture(params=["torch", "triton"])
-def implementation(request: pytest.FixtureRequest, device: torch.device) -> str:
-    """Those that the K x K step is written in and that can run on the device."""
-    name: str = request.param
-    try:
-        choose("reweight", device, name)
-    except RuntimeError as reason:
-        pytest.skip(str(reason))
-    return name
 
 
 # Sums of at most a few hundred float64 terms, in another order.

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from doge_fast import reference
 from doge_fast.kernels import segment_sum
-from doge_fast.kernels.dispatch import OPERATORS
 from doge_fast.kernels.triton_support import is_interpreted
 from tests.laws import assert_torch_knows
 
+OPERATOR = "segment_sum"
 pytestmark = pytest.mark.usefixtures("nan_memory")
 
 FLOAT32, BFLOAT16, FLOAT16, FLOAT64 = (
@@ -21,14 +21,6 @@ FLOAT32, BFLOAT16, FLOAT16, FLOAT64 = (
     torch.float16,
     torch.float64,
 )
-
-
-@pytest.fixture
-def implementation(implementation: str) -> str:
-    """Those that it is written in."""
-    if implementation not in OPERATORS["segment_sum"].implementations:
-        pytest.skip(f"sums of segments are not written in {implementation}")
-    return implementation
 
 
 @dataclass
