@@ -619,28 +619,18 @@ def test_the_column_may_have_another_name_and_a_target(tmp_path: Path) -> None:
         trainer_for(tmp_path, dataset, domain_column="source", target="dutch").train()
 
 
-def test_a_class_label_of_a_stream_is_read_by_its_name(tmp_path: Path) -> None:
-    names = list(DOMAINS)
-    dataset = mixed(dict.fromkeys(names, 12))
-    # The names in another order than those of the trainer.
-    labelled = dataset.cast_column("domain", datasets.ClassLabel(names=names[::-1]))
-    found = []
-    for rows in (dataset, labelled):
-        trainer = trainer_for(tmp_path, rows.to_iterable_dataset(), max_steps=2)
-        trainer.train()
-        found.append(trainer.doge.alpha)
-    assert torch.equal(*found)
-
-
-@pytest.mark.parametrize("is_mixed", [True, False])
-def test_a_stream_is_grouped_as_it_comes(tmp_path: Path, is_mixed: bool) -> None:
+@pytest.mark.parametrize("kind", ["mixed", "labelled", "interleaved"])
+def test_a_stream_is_grouped_as_it_comes(tmp_path: Path, kind: str) -> None:
     dataset = mixed(COUNTS)
     apart = by_domain(dataset)
     streams = {name: rows.to_iterable_dataset() for name, rows in apart.items()}
     with pytest.raises(ValueError, match="interleave_datasets"):
         trainer_for(tmp_path, streams).train()
+    if kind == "labelled":
+        # The names in another order than those of the trainer.
+        dataset = dataset.cast_column("domain", datasets.ClassLabel(names=DOMAINS[::-1]))
     stream = dataset.to_iterable_dataset()
-    if not is_mixed:
+    if kind == "interleaved":
         stream = datasets.interleave_datasets(
             [*streams.values()], stopping_strategy="all_exhausted"
         )
@@ -648,7 +638,7 @@ def test_a_stream_is_grouped_as_it_comes(tmp_path: Path, is_mixed: bool) -> None
     seen = list(trainer.get_train_dataloader())
     # The rarest has five. The longest has eight, the last of which ends the stream; the others
     # start again.
-    assert len(seen) == (2 if is_mixed else 3)
+    assert len(seen) == (3 if kind == "interleaved" else 2)
     for name, rows in apart.items():
         rows_seen = [row for batch in seen for row in batch[name]["input_ids"].tolist()]
         assert rows_seen == (rows["input_ids"][:] * 2)[: len(rows_seen)]
