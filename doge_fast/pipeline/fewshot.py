@@ -35,6 +35,9 @@ from doge_fast.pipeline.model import open_model
 # Source: DoGE, Table fewshot.
 PAPER_TASKS = ("copa", "sciq", "logiqa", "piqa", "wic", "winogrande")
 
+# Draws the shots; lm-eval's own default.
+FEWSHOT_SEED = 1234
+
 _METRICS = ("acc", "acc_norm")
 
 
@@ -59,7 +62,7 @@ def few_shot(config: EvaluateConfig) -> dict[str, Any]:
     chance    =  mean over documents of 1 / number of choices
 
     The prompt is k documents of the task's training split with their answers, drawn for every
-    document from a generator seeded with `fewshot_seed`, and the document's question. So all
+    document from a generator with lm-eval's seed, and the document's question. So all
     models meet the same prompts, and a rerun gives the same numbers.
 
     Args:
@@ -89,7 +92,7 @@ def few_shot(config: EvaluateConfig) -> dict[str, Any]:
         tasks=scores,
         setting={
             "shots": asked.shots,
-            "fewshot_seed": asked.fewshot_seed,
+            "fewshot_seed": FEWSHOT_SEED,
             "task_limit": asked.task_limit,
             "positions": scorer.max_length,
             "lm_eval": metadata.version("lm_eval"),
@@ -345,7 +348,7 @@ class _Scorer(HFLM):  # type: ignore[misc]
 def _score(name: str, task: Any, scorer: Any, asked: TasksConfig) -> dict[str, Any]:
     """One task's part of fewshot.json."""
     task.set_config("num_fewshot", asked.shots)
-    task.set_fewshot_seed(asked.fewshot_seed)
+    task.set_fewshot_seed(FEWSHOT_SEED)
     # Not simple_evaluate: it seeds the process, and asks git and the Hub about the model.
     found = evaluator.evaluate(
         scorer,

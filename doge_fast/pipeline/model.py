@@ -101,15 +101,8 @@ def check_model(config: ModelConfig, *, block_size: int) -> Any:
     the model returns or how it is stored. A foreign one can be built and saved.
     """
     _check_pretrained(config)
-    shape = {name: getattr(config, name) for name in Size._fields}
-    shape = {name: value for name, value in shape.items() if value is not None}
     if config.model in SIZES:
-        architecture: Any = _family(SIZES[config.model]._replace(**shape), block_size)
-    elif shape:
-        raise ValueError(
-            f"num_layers, embed_dim and num_heads (--num-layers, ...) change a size of the family; "
-            f"{config.model} is none. Change its config.json, or leave them out."
-        )
+        architecture: Any = _family(SIZES[config.model], block_size)
     else:
         architecture = load_architecture(config.model)
         _check_numbers(architecture.to_dict(), config.model)

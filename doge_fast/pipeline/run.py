@@ -51,7 +51,7 @@ class Run:
         return records.read_metrics(self.path, kind=kind)
 
     def figures(self) -> list[Drawing]:
-        """Those of its page, with `svg` and `png`: learned weights, and their way over time."""
+        """Those of its page, as `svg`: learned weights, and their way over time."""
         found = enumerate(sketches_of(self.path))
         return [sketch.draw(f"-{place}" if place else "") for place, sketch in found]
 

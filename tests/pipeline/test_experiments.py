@@ -67,7 +67,7 @@ def test_universal_runs_every_arm_and_ends_in_a_table_and_a_page(
     assert max(map(len, lines)) <= tables.PIPE_WIDTH
     source = (config.out / "report.html").read_text(encoding="utf-8")
     assert "What learning the weights costs" in source
-    assert "Perplexity against uniform" in source
+    assert "Against uniform, seed by seed" in source
     # Arms of a seed begin alike: the same numbers, the same first loss on the same blocks.
     first = {
         name: records.read_metrics(config.out / "runs" / name, kind="eval")[0]

@@ -231,12 +231,6 @@ def test_a_model_that_does_not_is_left_as_it_was_drawn(
     assert model.config.use_cache
 
 
-def test_a_size_may_have_another_shape() -> None:
-    asked = ModelConfig("micro", num_layers=3, embed_dim=48, num_heads=4)
-    told = build_model(asked, tokenizer_of(100), block_size=16).config
-    assert (told.n_layer, told.n_embd, told.n_head) == (3, 48, 4)
-
-
 def test_misuse_is_answered_in_a_sentence(llama: Path) -> None:
     words = tokenizer_of(100)
 
@@ -245,8 +239,6 @@ def test_misuse_is_answered_in_a_sentence(llama: Path) -> None:
 
     with pytest.raises(ValueError, match="32 positions, fewer than the 64 tokens of a block"):
         build(model=str(llama), block_size=64)
-    with pytest.raises(ValueError, match="size of the family"):
-        build(model=str(llama), num_layers=1)
     with pytest.raises(ValueError, match="knows 192 tokens and the corpus's tokenizer has 500"):
         build_model(
             ModelConfig(model=str(llama), pretrained=True), tokenizer_of(500), block_size=16

@@ -131,7 +131,7 @@ def test_the_page_needs_nothing_from_anywhere(page: Page) -> None:
 
 
 def test_figures_have_words_and_what_scrolls_can_be_reached_by_tab(page: Page) -> None:
-    assert page.source.count('role="img" aria-label="') == page.tags.count("figure") == 3
+    assert page.source.count('role="img" aria-label="') == page.tags.count("figure") == 2
     # The command and six tables.
     assert page.attributes["tabindex"] == ["0"] * 7
     assert "Diamonds: natural weights" in " ".join(page.attributes["aria-label"])

@@ -56,12 +56,6 @@ class ModelConfig:
     config.json that AutoConfig opens: a file, a folder or a Hub id."""
     pretrained: bool = False
     """Load the weights of `model` too (continued pretraining) instead of fresh ones."""
-    num_layers: Count | None = None
-    """Layers of a size of the family, instead of its own."""
-    embed_dim: Count | None = None
-    """Width of a size of the family, instead of its own."""
-    num_heads: Count | None = None
-    """Attention heads of a size of the family, instead of its own."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +108,6 @@ class TasksConfig:
     which is scored; None: the data sets that lm-eval names on the Hub."""
     task_limit: Count | None = None
     """Score only the first documents of every task, this many; None: all."""
-    fewshot_seed: Seed = 1234
-    """Seed that draws the shots; lm-eval's own default."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the report draws, and how it looks: mixtures, their course over the steps, arms compared.
+"""What the report draws, and how it looks: mixtures, their course over the steps, loss over 1/T.
 
 Colours are written as hex and, within the page, become the page's own variables.
 """
@@ -6,7 +6,7 @@ Colours are written as hex and, within the page, become the page's own variables
 import io
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +17,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator
 
 from doge_fast.pipeline.records.movement import Floats
 from doge_fast.pipeline.reporting.mixtures import effective_domains
-from doge_fast.pipeline.reporting.statistics import PairedDifference, change_of
+from doge_fast.pipeline.reporting.statistics import PairedDifference
 from doge_fast.pipeline.reporting.study import Proxy
 from doge_fast.pipeline.reporting.wording import Stat
 from doge_fast.pipeline.tables import shortened
@@ -42,10 +42,8 @@ VARIABLES = {
     **{color: f"var(--domain-{place})" for place, color in enumerate(PALETTE)},
 }
 _DOTTED: Any = {"color": MUTED, "linewidth": 1.0, "linestyle": (0, (2, 2))}
-_MARKERS = ("o", "D", "s", "^", "v")
 # Widths such that a letter is nine to fourteen pixels high from a phone to a desktop.
 _WIDTH = 4.6
-_PNG_DPI = 200
 _LONGEST_NAME = 26
 _MOST_POINTS = 400
 
@@ -57,7 +55,6 @@ class Drawing(NamedTuple):
     title: str
     caption: str
     svg: str
-    png: bytes
 
 
 @contextmanager
@@ -71,13 +68,11 @@ def style() -> Iterator[None]:
 
 
 def drawing_of(name: str, title: str, caption: str, figure: Figure) -> Drawing:
-    """Render a figure, laid out once for both formats."""
-    svg, png = io.StringIO(), io.BytesIO()
+    """Render a figure."""
+    svg = io.StringIO()
     # No date: the same records give the same bytes.
     figure.savefig(svg, format="svg", metadata={"Date": None})
-    figure.set_layout_engine("none")
-    figure.savefig(png, format="png", dpi=_PNG_DPI, metadata={"Software": None})
-    return Drawing(name, title, caption, svg.getvalue(), png.getvalue())
+    return Drawing(name, title, caption, svg.getvalue())
 
 
 @dataclass(frozen=True)
@@ -179,32 +174,6 @@ def course(proxy: Proxy) -> Figure:
     _finish_steps(drift, "drift over the last fifth", 1.15 * float(np.nanmax([far, limit])))
     drift.set_xlim(0, max(steps_T[-1], 1))
     drift.set_xlabel("step")
-    return figure
-
-
-def change_figure(
-    rows: Mapping[str, Sequence[PairedDifference]], labels: Sequence[str], baseline: str
-) -> Figure:
-    """A mark an arm beside each label: its change of perplexity and the interval."""
-    figure, axes = canvas(max(2.2, 1.0 + (0.2 + 0.09 * len(rows)) * len(labels)))
-    for i, (label, differences) in enumerate(rows.items()):
-        known = [(place, found) for place, found in enumerate(differences) if found.is_known]
-        if not known:
-            continue
-        values = np.array([change_of(found) for _, found in known])
-        places = [place + 0.16 * (i - (len(rows) - 1) / 2) for place, _ in known]
-        color = INK if i == 0 else MUTED
-        mark: Any = {"color": color, "markerfacecolor": color if i < 2 else PAGE, "markersize": 5.5}
-        reach = np.abs(values[:, 1:] - values[:, :1]).T
-        kind = _MARKERS[i % len(_MARKERS)]
-        axes.errorbar(values[:, 0], places, xerr=reach, fmt=kind, label=label, zorder=4, **mark)
-    _finish_places(axes, labels, f"change of perplexity against {baseline}")
-    axes.axvline(0, color=INK, linewidth=1.0)
-    axes.grid(axis="x")
-    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
-    axes.margins(x=0.08)
-    if len(rows) > 1 and axes.get_legend_handles_labels()[0]:
-        figure.legend(loc="outside upper left", ncols=2, handlelength=1.2)
     return figure
 
 

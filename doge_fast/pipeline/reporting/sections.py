@@ -50,9 +50,8 @@ from doge_fast.pipeline.tables import Cell, Table, table_of
 MARKS = "Bold: lower, and the 95 % interval over paired seeds leaves out zero; with a !: higher."
 ONE_SEED = " One seed has no interval: undecided."
 ERRORS = " ±: standard error over seeds."
-_INTERVALS = "Bars: 95 % intervals over paired seeds, where there are several."
-# Mixtures whose bars can stand beside each other, and arms that one figure tells apart by marks.
-_MOST_BARS, _MOST_MARKS = 3, 5
+# Mixtures whose bars can stand beside each other.
+_MOST_BARS = 3
 
 
 @dataclass(frozen=True)
@@ -273,14 +272,6 @@ def perplexity_section(study: Study, group: PerplexityGroup | TargetsGroup) -> S
         # Beside them stand what further steps do, and the oracle, which nobody can choose.
         pairs = [pair for pair in pairs if pair[0].startswith(wanted)] or pairs
     focus = next((label for label in others if label.startswith(wanted)), rivals[-1].label)
-    marks = {own: [line.difference(own, each) for line in lines] for own, each in pairs[::-1]}
-    # The one that is asked about first, in ink.
-    marks = {own: marks[own] for own in dict.fromkeys((focus, *dict(pairs)))}
-    labels = [line.label for line in lines]
-    if len(marks) > _MOST_MARKS:
-        marks, labels = {"average": [each[-1] for each in marks.values()]}, list(marks)
-    caption = f"Change of held-out perplexity, lower to the left. {_INTERVALS}"
-    make = partial(figures.change_figure, marks, labels, baseline)
     headlines = [
         headline(
             focus,
@@ -293,7 +284,6 @@ def perplexity_section(study: Study, group: PerplexityGroup | TargetsGroup) -> S
         title,
         headlines,
         tables=[table, _difference_table(group, lines, pairs, baseline)],
-        sketches=[Sketch(f"Perplexity against {baseline}: {title}", caption, make)],
     )
 
 
