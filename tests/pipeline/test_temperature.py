@@ -20,42 +20,34 @@ from doge_fast.pipeline.temperature import next_inverses, sharpened, temperature
 from tests.pipeline.conftest import settings_of
 from tests.pipeline.stages import NAMES, write_weights
 
-Losses = Callable[[float], float]
 
-
-def search(loss: Losses, most: int = 6) -> dict[float, float]:
-    """Every 1/T that is tried where the loss is a function of it."""
+@pytest.mark.parametrize(
+    ("loss", "tried", "most"),
+    [
+        # 1 is the best, 2 its better neighbour, then between them and no further.
+        (lambda x: (x - 1.2) ** 2, [0, 1, 2, 1.5], 6),
+        (lambda x: (x - 0.8) ** 2, [0, 1, 2, 0.5], 6),
+        # Outwards while the farthest is the best, then back between.
+        (lambda x: (x - 3) ** 2, [0, 1, 2, 4, 3], 6),
+        (lambda x: (x - 3.9) ** 2, [0, 1, 2, 4, 6, 3], 6),
+        (lambda x: -x, [0, 1, 2, 4, 6, 8], 6),
+        # Uniform is the best: inwards, and one more beside it.
+        (lambda x: x, [0, 1, 2, 0.5, 0.25, 0.125], 6),
+        (lambda x: abs(x - 0.4), [0, 1, 2, 0.5, 0.25], 6),
+        # A model that diverged is no best one, and no neighbour that is gone towards.
+        (lambda x: math.inf if x > 1 else -x, [0, 1, 2, 0.5], 6),
+        # No more than it may.
+        (lambda x: -x, [0, 1, 2, 4], 4),
+        (lambda x: x, [0, 1, 2], 3),
+    ],
+)
+def test_the_search_goes_where_the_loss_falls(
+    loss: Callable[[float], float], tried: list[float], most: int
+) -> None:
     losses: dict[float, float] = {}
     while new := next_inverses(losses, most):
         losses |= {inverse: loss(inverse) for inverse in new}
-    return losses
-
-
-@pytest.mark.parametrize(
-    ("loss", "tried"),
-    [
-        # 1 is the best, 2 its better neighbour, then between them and no further.
-        (lambda x: (x - 1.2) ** 2, [0, 1, 2, 1.5]),
-        (lambda x: (x - 0.8) ** 2, [0, 1, 2, 0.5]),
-        # Outwards while the farthest is the best, then back between.
-        (lambda x: (x - 3) ** 2, [0, 1, 2, 4, 3]),
-        (lambda x: (x - 3.9) ** 2, [0, 1, 2, 4, 6, 3]),
-        (lambda x: -x, [0, 1, 2, 4, 6, 8]),
-        # Uniform is the best: inwards, and one more beside it.
-        (lambda x: x, [0, 1, 2, 0.5, 0.25, 0.125]),
-        (lambda x: abs(x - 0.4), [0, 1, 2, 0.5, 0.25]),
-        # A model that diverged is no best one, and no neighbour that is gone towards.
-        (lambda x: math.inf if x > 1 else -x, [0, 1, 2, 0.5]),
-    ],
-)
-def test_the_search_goes_where_the_loss_falls(loss: Losses, tried: list[float]) -> None:
-    losses = search(loss)
     assert list(losses) == tried
-
-
-def test_the_search_takes_no_more_runs_than_it_may() -> None:
-    assert list(search(lambda x: -x, most=4)) == [0, 1, 2, 4]
-    assert list(search(lambda x: x, most=3)) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("inverse", [0, 0.25, 1, 2, 4, 300])
@@ -68,9 +60,6 @@ def test_sharpened_weights_are_powers(inverse: float) -> None:
     assert found == pytest.approx({name: value / total for name, value in powers.items()})
     assert math.fsum(found.values()) == pytest.approx(1, abs=1e-15)
     assert found["none"] == 0
-
-
-def test_sharpened_weights_do_not_underflow() -> None:
     assert sharpened({"a": 1e-300, "b": 1e-301}, 50) == pytest.approx({"a": 1.0, "b": 0.0})
 
 
@@ -221,22 +210,7 @@ def test_a_search_may_go_on_with_more_runs_and_another_budget(
         temperature(asked(learned, steps=5))
 
 
-def test_it_refuses_what_leaves_nothing_to_measure(
-    learned: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for changes, word in (
-        ({"seeds": ()}, "seeds"),
-        ({"model": "huge/"}, "model"),
-        # A folder without a model.
-        ({"model": str(tmp_path)}, "model"),
-        ({"most_runs": 2}, "most_runs"),
-        ({"only": ("base-7-seed0",)}, "only"),
-    ):
-        with pytest.raises(ValueError, match=word):
-            temperature(asked(learned, **changes))
-    assert not learned.with_name("proxy-temperature").exists()
-    with pytest.raises(ValueError, match=r"config\.json"):
-        temperature(asked(tmp_path / "nowhere"))
+def test_it_refuses_what_leaves_nothing_to_measure(learned: Path) -> None:
     write_weights(learned / "weights.json", dict.fromkeys(NAMES, 0.25))
     with pytest.raises(ValueError, match="equal"):
         temperature(asked(learned))
