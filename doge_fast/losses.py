@@ -52,16 +52,24 @@ def domain_losses(
     """
     _check(logits_BLV, labels_BL, sizes)
     names = [name for name, size in sizes.items() if size]
+    examples = [sizes[name] for name in names]
+    sums_D = _sums(token_losses(logits_BLV, labels_BL, ignore_index=ignore_index), examples)
+    return sums_D / _counts(labels_BL[:, 1:], names, examples, num_targets, ignore_index)
+
+
+def token_losses(logits_BLV: Tensor, labels_BL: Tensor, *, ignore_index: int = IGNORED) -> Tensor:
+    """[B, L - 1] cross-entropy of every predicted token, in nats; the dtype is as above.
+
+    Position p predicts label p + 1; the loss of an ignored one is 0.
+    """
     targets_BL = labels_BL[:, 1:]
-    token_losses = F.cross_entropy(
+    losses: Tensor = F.cross_entropy(
         rearrange(exact(logits_BLV[:, :-1]), "b l v -> (b l) v"),
         rearrange(targets_BL, "b l -> (b l)"),
         ignore_index=ignore_index,
         reduction="none",
     )
-    examples = [sizes[name] for name in names]
-    sums_D = _sums(token_losses.view_as(targets_BL), examples)
-    return sums_D / _counts(targets_BL, names, examples, num_targets, ignore_index)
+    return losses.view_as(targets_BL)
 
 
 def linear_domain_losses(

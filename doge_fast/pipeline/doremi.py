@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from doge_fast.losses import token_losses
 from doge_fast.mixture.counts import Phase
 from doge_fast.pipeline import records, stage
 from doge_fast.pipeline.config import DoReMiConfig
@@ -126,11 +127,9 @@ class DoReMiTrainer(MixtureTrainer):
         # First, so that its logits are gone before the proxy's are there.
         with torch.no_grad(), self.accelerator.autocast():
             logits_BLV = self.reference(input_ids=ids_BL, use_cache=False).logits
-        reference_BT = group_dro.token_losses(logits_BLV, labels_BL)
+        reference_BT = token_losses(logits_BLV, labels_BL)
         del logits_BLV
-        losses_BT = group_dro.token_losses(
-            model(input_ids=ids_BL, use_cache=False).logits, labels_BL
-        )
+        losses_BT = token_losses(model(input_ids=ids_BL, use_cache=False).logits, labels_BL)
         # The whole batch: its rows lie on the ranks in order, as many on each.
         gather = self.accelerator.gather
         all_B = gather(domain_ids_B)

@@ -20,7 +20,6 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from doge_fast.weights import simplex
 
@@ -60,17 +59,6 @@ class ExcessWeights(NamedTuple):
         count = self.num_steps + 1
         mean_K = simplex.running_mean(self.alpha_mean, alpha_K, count)
         return ExcessWeights(alpha_K, mean_K, excess_K, count)
-
-
-def token_losses(logits_BLV: Tensor, labels_BL: Tensor) -> Tensor:
-    """[B, L - 1] cross-entropy of every predicted token, in nats and float32.
-
-    Position p of `logits_BLV` predicts token p + 1. There is no padding.
-    """
-    targets_BT = labels_BL[:, 1:]
-    logits_NV = logits_BLV[:, :-1].flatten(0, 1).float()
-    losses_N = F.cross_entropy(logits_NV, targets_BT.flatten(), reduction="none")
-    return losses_N.view_as(targets_BT)
 
 
 def domain_means(values_BT: Tensor, domain_ids_B: Tensor, num_domains: int) -> Tensor:

@@ -10,7 +10,6 @@ from doge_fast.weights.group_dro import (
     Variant,
     example_shares,
     excess_losses,
-    token_losses,
 )
 
 VARIANTS: tuple[Variant, ...] = ("doremi", "doge")
@@ -105,17 +104,3 @@ def test_many_steps_equal_a_loop(variant: Variant) -> None:
         assert float(loss) == pytest.approx(expected, **close)
     assert weights.excess[3] == 2.0
     assert weights.num_steps == 30
-
-
-def test_token_losses_are_the_models_own() -> None:
-    generator = torch.Generator().manual_seed(1)
-    logits_BLV = torch.randn(2, 5, 11, generator=generator)
-    labels_BL = torch.randint(11, (2, 5), generator=generator)
-    losses_BT = token_losses(logits_BLV.bfloat16(), labels_BL)
-    assert losses_BT.shape == (2, 4)
-    assert losses_BT.dtype == torch.float32
-    wide = logits_BLV.bfloat16().double().log_softmax(-1)
-    for b in range(2):
-        for t in range(4):
-            exact = -float(wide[b, t, labels_BL[b, t + 1]])
-            assert float(losses_BT[b, t]) == pytest.approx(exact, rel=8 * 2**-23)

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from doge_fast import DoGEOptimizer
-from doge_fast.losses import IGNORED, domain_losses, linear_domain_losses
+from doge_fast.losses import IGNORED, domain_losses, linear_domain_losses, token_losses
 from tests.launches import LaunchCounter
 
 SIZES = {"a": 2, "nobody": 0, "b": 3}
@@ -50,7 +50,11 @@ def test_micro_batches_add_up_to_the_mean_of_the_step() -> None:
 
 def test_sixteen_bits_are_summed_in_float32() -> None:
     logits_BLV, labels_BL = batch()
-    assert domain_losses(logits_BLV.bfloat16(), labels_BL, SIZES).dtype == torch.float32
+    losses_BT = token_losses(logits_BLV.bfloat16(), labels_BL)
+    assert losses_BT.dtype == torch.float32
+    exact_BTV = logits_BLV.bfloat16()[:, :-1].double().log_softmax(-1)
+    exact_BT = -exact_BTV.gather(2, labels_BL[:, 1:, None])[..., 0]
+    torch.testing.assert_close(losses_BT.double(), exact_BT, rtol=8 * 2**-23, atol=0)
 
 
 @pytest.mark.parametrize("sizes", [{"a": 1, "b": 0, "c": 3}, {"a": 2, "b": 0, "c": 2}], ids=str)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from doge_fast.losses import token_losses
 from doge_fast.pipeline import domains, records, report
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import BaseConfig, DoReMiConfig, ReportConfig
@@ -24,7 +25,6 @@ from doge_fast.weights.group_dro import (
     STEP_SIZE,
     Variant,
     domain_means,
-    token_losses,
 )
 from tests.method.test_group_dro import ULPS, VARIANTS, loss_by_loop, moved_by_loop
 from tests.pipeline.stages import NAMES, killed_at, write_weights
