@@ -1,5 +1,4 @@
-# ruff: noqa: F401
-# mypy: implicit-reexport
+# ruff: noqa: F403
 """What a run leaves on disk, and what is believed when it is read back.
 
 A run directory is complete enough to be reported without the code that made it:
@@ -17,65 +16,10 @@ moment leaves complete files and at most one torn line, which the next run drops
 no word for NaN and infinity: in metrics they become null, in weights they are an error.
 """
 
-from doge_fast.pipeline.records.checkpoints import (
-    alone,
-    complete_checkpoint,
-    newest_checkpoint,
-    resume_checkpoint,
-    step_of,
-)
-from doge_fast.pipeline.records.manifest import (
-    MODEL,
-    check_finished,
-    check_model,
-    is_finished,
-    read_manifest,
-    write_manifest,
-)
-from doge_fast.pipeline.records.runs import (
-    CHECKPOINTS,
-    METRICS,
-    WEIGHTS,
-    WRITING,
-    Json,
-    append_metrics,
-    changed_domains,
-    check_corpus,
-    check_experiment,
-    check_run,
-    evaluation,
-    few_shot,
-    is_measured,
-    keep_metrics,
-    load,
-    load_config,
-    load_evaluation,
-    open_run,
-    read_config,
-    read_evaluation,
-    read_experiment,
-    read_json,
-    read_lines,
-    read_metrics,
-    resume_metrics,
-    versions,
-    write_experiment,
-)
-from doge_fast.pipeline.records.shapes import (
-    CONFIG,
-    EVALUATION,
-    EXPERIMENT,
-    FEWSHOT,
-    MANIFEST,
-    WAY_OUT,
-    Stage,
-    check_shape,
-)
-from doge_fast.pipeline.records.weights import (
-    check_out,
-    is_typed,
-    read_weights,
-    weights_by_name,
-    write_weights,
-)
-from doge_fast.weights.weights_file import plain, write_json
+from doge_fast.pipeline.records.checkpoints import *
+from doge_fast.pipeline.records.manifest import *
+from doge_fast.pipeline.records.runs import *
+from doge_fast.pipeline.records.shapes import *
+from doge_fast.pipeline.records.weights import *
+from doge_fast.weights.weights_file import plain as plain
+from doge_fast.weights.weights_file import write_json as write_json
