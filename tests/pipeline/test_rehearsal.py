@@ -11,6 +11,7 @@ from doge_fast import cli
 from doge_fast.pipeline import records
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import BaseConfig, ProxyConfig
+from doge_fast.pipeline.model import open_model
 from doge_fast.pipeline.proxy import ProxyTrainer, learn_weights
 from doge_fast.pipeline.rehearsal import TIMED_STEPS, rehearse
 from tests.pipeline.corpora import texts, write_jsonl
@@ -37,19 +38,13 @@ def test_a_dry_run_of_a_proxy(proxy: Callable[..., ProxyConfig]) -> None:
             f"{name} {entry['train_tokens']:,} {entry['documents']} {entry['validation_blocks']} "
             f"{epochs:.2f}"
         ) in told
-    parameters = sum(p.numel() for p in training_model(run).parameters())
+    parameters = sum(p.numel() for p in open_model(run / records.MODEL).parameters())
     assert f"model micro, {parameters:,} parameters" in told
     assert f"target verse, mix mu {weights['mu']:g}" in told
     # Three domains and two targets.
     assert f"steps 1,000 of {5 * 2 * 16} tokens, {1000 * 5 * 2 * 16:,} in all" in told
     assert "gradients of 5 rows" in told
     assert "a step on cpu" in told
-
-
-def training_model(run: Path) -> Any:
-    from doge_fast.pipeline.model import open_model
-
-    return open_model(run / records.MODEL)
 
 
 def test_a_dry_run_of_a_base_run_leaves_a_killed_one_as_it_is(
