@@ -28,7 +28,6 @@ EVERYTHING: dict[str, Any] = {
     "mean_doc_tokens": LENGTHS,
     "seq_length": 2048,
     "batch_size": 64,
-    "budget_tokens": 10**9,
 }
 
 
@@ -203,18 +202,10 @@ def test_neox_takes_all_splits_or_none() -> None:
         made("neox", valid_paths={}, test_paths={})
 
 
-def test_olmo_allows_the_passes_that_the_budget_needs() -> None:
-    entries = [
-        {"name": name, "weight": weight, "tokens": 10_000_000} for name, weight in WEIGHTS.items()
-    ]
-    text = made("olmo-core", {"domains": entries}, budget_tokens=50_000_000)
-    sources = yaml.safe_load(text)["sources"]
+def test_olmo_allows_four_passes() -> None:
+    sources = yaml.safe_load(made("olmo-core"))["sources"]
     assert [source["source_name"] for source in sources] == list(NAMES)
-    for source in sources:
-        needed = 50_000_000 * source["target_ratio"] / 10_000_000
-        # Rounded up, and a sequence of 2048 tokens may be cut off.
-        most = max(1, needed * 10_000_000 / (10_000_000 - 2048)) + 1e-3
-        assert needed <= source["max_repetition_ratio"] <= most
+    assert {source["max_repetition_ratio"] for source in sources} == {4.0}
     assert sum(Decimal(str(source["target_ratio"])) for source in sources) == 1
 
 
@@ -305,7 +296,6 @@ def test_levanter_gets_a_block_that_holds_every_domain(
     ("options", "words"),
     [
         ({"to": "json", "seq_length": 0}, "seq_length"),
-        ({"to": "json", "budget_tokens": 1e9}, "budget_tokens"),
         *(
             ({"to": "megatron", "paths": {"web": given}}, "web")
             for given in ([], ["/a", "/a"], {"/a": 0}, {}, 3, [3])

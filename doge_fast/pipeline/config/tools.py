@@ -177,8 +177,6 @@ class ExportConfig:
     """Tokens of a training sequence, if the target needs it."""
     batch_size: Count | None = None
     """Sequences per optimizer step, over all devices, if the target needs it."""
-    budget_tokens: Positive | None = None
-    """Tokens of the whole training, such as 1e11, if the target needs it."""
     seed: Seed = 0
     """Seed of the framework's data loader."""
 

@@ -100,8 +100,6 @@ class ExportSettings:
     """Tokens of a training sequence."""
     batch_size: Count | None = None
     """Sequences in an optimizer step, over all devices."""
-    budget_tokens: Count | None = None
-    """Tokens of the whole training."""
     seed: int = 0
     """Of the framework's own draws."""
 
@@ -119,8 +117,6 @@ class Blend:
 
     parts: Parts
     """{domain: exact share}, in the unit the framework counts; zeros included."""
-    entries: Mapping[str, Mapping[str, Any]]
-    """The record's entry of every domain, by name."""
     paths: Mapping[Split, PathParts]
     """{split: {domain: {path: its part of the domain, or None where unknown}}}."""
     rows: Rows
@@ -180,31 +176,11 @@ class Blend:
             )
         return [(share, path) for (_, path), share in rounded.items()]
 
-    def repetition(self, name: str) -> float:
-        """Epochs of a domain to allow, at least 1: rounded up, for a token too few is refused."""
-        budget, tokens = self.settings.budget_tokens, self.entries[name].get("tokens")
-        if not (budget and tokens):
-            return 1.0
-        # The rest of a file that is no whole sequence is not used.
-        rests = len(self.paths_of(name)) * (self.settings.seq_length or 0)
-        passes = Fraction(budget) * Fraction(self.numbers()[name]) / max(1, int(tokens) - rests)
-        return max(1.0, math.ceil(passes * 1000) / 1000)
-
     def require(self, *names: str, why: str) -> None:
         """Refuse, with a ValueError, where a setting that this target needs was not given."""
         missing = [name for name in names if getattr(self.settings, name) is None]
         if missing:
             raise ValueError(f"This target needs {' and '.join(missing)}: {why}.")
-
-    def rows_in_budget(self) -> int | None:
-        """Rows that make the token budget; None where it or the length of a row is unknown."""
-        budget, mean = self.settings.budget_tokens, Fraction(self.settings.seq_length or 0)
-        if self.rows == "documents":
-            tokens = (
-                part * Fraction(self.mean_doc_tokens[n]) for n, part in self.parts.items() if part
-            )
-            mean = sum(tokens, Fraction(0))
-        return max(1, int(budget / mean)) if budget and mean else None
 
 
 def path_parts(split: Split, given: Paths, names: Collection[str]) -> PathParts:

@@ -35,7 +35,6 @@ def run(config: ExportConfig) -> list[str]:
         mean_doc_tokens=named.numbers(config.mean_doc_tokens, "mean_doc_tokens"),
         seq_length=config.seq_length,
         batch_size=config.batch_size,
-        budget_tokens=None if config.budget_tokens is None else int(config.budget_tokens),
         seed=config.seed,
     )
     # What was left out is said always, the rest where the text does not say it.

@@ -116,7 +116,6 @@ def export(
     given: dict[Split, Paths | None] = {"train": paths, "valid": valid_paths, "test": test_paths}
     blend = Blend(
         parts=parts,
-        entries=entries,
         paths={split: path_parts(split, each or {}, entries) for split, each in given.items()},
         rows=rows,
         settings=asked,

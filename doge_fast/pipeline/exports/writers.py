@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from doge_fast.pipeline.exports.blend import REMOTE, Blend, Split, name_of_file
+from doge_fast.pipeline.reporting.mixtures import MAX_EPOCHS
 
 # Megatron's: prefixes of indexed data sets, each after its weight. Weights count samples, which are
 # sequences of one length, so shares of tokens are taken as they are.
@@ -92,7 +93,7 @@ def _olmo(blend: Blend) -> str:
             "source_name": name,
             "target_ratio": share,
             "paths": blend.paths_of(name),
-            "max_repetition_ratio": blend.repetition(name),
+            "max_repetition_ratio": MAX_EPOCHS,
             "max_source_fraction": 1.0,
         }
         for name, share in blend.shares().items()
@@ -294,7 +295,7 @@ def _torchtitan(blend: Blend) -> dict[str, object]:
 
 
 def _mosaic(blend: Blend) -> dict[str, object]:
-    settings, rows = blend.settings, blend.rows_in_budget()
+    settings = blend.settings
     blend.require("batch_size", why="StreamingDataset does not start without one (--batch-size)")
     streams = []
     for name, share in blend.shares().items():
@@ -304,7 +305,6 @@ def _mosaic(blend: Blend) -> dict[str, object]:
     return {
         "streams": _sequence(streams, "    "),
         "seed": settings.seed,
-        "epoch": f"    epoch_size={rows},\n" if rows else "",
         "batch_size": settings.batch_size,
     }
 
