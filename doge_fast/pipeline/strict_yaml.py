@@ -8,7 +8,7 @@ import yaml
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """Refuses a key that is there twice, and whole numbers that begin with a zero."""
+    """Refuses a key that is there twice, and numbers that other readers take for others."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
         """As SafeLoader's, which lets the last of equal keys win."""
@@ -21,13 +21,13 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
         return super().construct_mapping(node, deep=deep)
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        """As SafeLoader's, which reads 010 as 8."""
-        if re.fullmatch(r"[-+]?0[0-9_]+", node.value):
+        """As SafeLoader's, which reads 010 as 8, and 1:30 as 90."""
+        if re.fullmatch(r"[-+]?0[0-9_]+|.*:.*", node.value):
             raise yaml.constructor.ConstructorError(
                 None,
                 None,
-                f"{node.value} is octal to some readers and decimal to others; write it without "
-                "the zero",
+                f"{node.value} is octal or minutes to some readers and not to others; write plain "
+                "digits, or quotes around it",
                 node.start_mark,
             )
         return int(super().construct_yaml_int(node))

@@ -113,6 +113,8 @@ def filled(default: Config, given: Mapping[str, Any], where: str = "config") -> 
         key = f"{key}_" if f"{key}_" in hints else key
         if key not in hints:
             raise ValueError(_unknown(key, default, where))
+        if key in changes:
+            raise ValueError(f"{where}: {key} is there twice, with - and with _. Remove one.")
         now = getattr(default, key)
         if not dataclasses.is_dataclass(now):
             changes[key] = _converted(value, hints[key], f"{where}: {key}")

@@ -227,7 +227,10 @@ def _add(parser: Any, option: Option) -> None:
             *names, dest=option.flag, action=argparse.BooleanOptionalAction, help=text
         )
         return
-    several = "*" if option.is_several else "?" if option.is_positional else None
+    several = "?" if option.is_positional else None
+    if option.is_several:
+        # Of an option without a word the word may be a variable that is not set.
+        several = "*" if option.is_positional else "+"
     # Not argparse.SUPPRESS, which it would read as if it were typed.
     rest = {"default": _UNSAID} if option.is_positional else {"dest": option.flag}
     read = functools.partial(_read, option.kind, option.is_optional)

@@ -229,7 +229,7 @@ def versions() -> dict[str, str]:
 def read_json(path: Path) -> Json:
     """The object that the file holds; ValueError where it is absent or holds another thing."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
+        value = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=unique_keys)
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist.") from None
     except (ValueError, RecursionError) as error:

@@ -5,6 +5,7 @@ may write more. docs/weights.md says what each means and who writes it.
 """
 
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -84,6 +85,11 @@ def read_weights(source: str | Path, *, domains: Sequence[str] | None = None) ->
     if is_typed(source):
         words = [word for word in _BETWEEN.split(str(source)) if word.strip()]
         record = _of_numbers(named.numbers(words, "weights"), file)
+    elif not os.path.lexists(file):
+        raise ValueError(
+            f"{file} does not exist. Name a weights.json, a run that holds one, or the weights "
+            "themselves, as web=0.7,code=0.3."
+        )
     else:
         record = read_json(Path(file))
         if not record.keys() & {"domains", "schema_version"}:
