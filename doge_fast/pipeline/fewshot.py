@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 import torch
 from lm_eval import evaluator
 from lm_eval.models.huggingface import HFLM
@@ -166,23 +165,13 @@ def _accuracies(scores: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _remarks(result: Mapping[str, Any]) -> list[str]:
-    tasks, positions = result["tasks"], result["positions"]
-    if not any(task["truncated_requests"] for task in tasks.values()):
+    if not any(task["truncated_requests"] for task in result["tasks"].values()):
         return []
-    prompt = sum(task["prompt_tokens"] for task in tasks.values())
-    lost = sum(task["truncated_tokens"] for task in tasks.values())
-    remarks = [
-        f"The model has {positions} positions. Longer prompts lost their beginning, the "
-        f"first shots: {lost / prompt:.0%} of all prompt tokens. Accuracies with cut prompts are "
-        f"not {result['shots']}-shot accuracies."
+    return [
+        f"The model has {result['positions']} positions. Longer prompts lost their beginning, the "
+        f"first shots: accuracies with cut prompts are not {result['shots']}-shot accuracies. Of "
+        "an answer that is longer than that the end was scored."
     ]
-    answers = {name: task["truncated_answers"] for name, task in tasks.items()}
-    if counts := [f"{count} of {name}" for name, count in answers.items() if count]:
-        remarks.append(
-            f"Answers longer than that ({', '.join(counts)}) were scored by their last "
-            f"{positions} tokens."
-        )
-    return remarks
 
 
 def _check_name(name: str) -> None:
@@ -326,17 +315,9 @@ class _Scorer(HFLM):  # type: ignore[misc]
 
     def _loglikelihood_tokens(self, requests: Any, **arguments: Any) -> Any:
         positions = self.max_length
-        prompts, answers = (np.array([len(each[i]) for each in requests]) for i in (1, 2))
         # The last token of an answer is predicted, not read.
-        cut = np.maximum(0, prompts + answers - 1 - positions)
-        counts = {
-            "requests": len(requests),
-            "truncated_requests": np.count_nonzero(cut),
-            "truncated_answers": np.count_nonzero(answers > positions),
-            "prompt_tokens": prompts.sum(),
-            "truncated_tokens": np.minimum(cut, prompts).sum(),
-        }
-        self.counts = {name: int(count) for name, count in counts.items()}
+        cut = sum(len(prompt) + len(answer) - 1 > positions for _, prompt, answer in requests)
+        self.counts = {"requests": len(requests), "truncated_requests": cut}
         # What is before the last tokens of an overlong answer is context like the prompt.
         fitting = [
             (texts, prompt + answer[:-positions], answer[-positions:])

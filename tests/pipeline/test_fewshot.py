@@ -86,7 +86,7 @@ def test_every_task_of_the_paper_is_scored(result: dict[str, Any], run: Path) ->
         assert scores["documents"] == 6
         assert scores["requests"] == 6 * CHOICES[name]
         assert scores["chance"] == pytest.approx(1 / CHOICES[name], rel=1e-15)
-        assert scores["truncated_requests"] == scores["truncated_tokens"] == 0
+        assert scores["truncated_requests"] == 0
         assert scores["version"] == 1.0
         assert scores["split"] == "validation"
         assert ("acc_norm" in scores) == (name in ("sciq", "logiqa", "piqa"))
@@ -202,25 +202,10 @@ def test_cut_prompts_are_counted_and_said(
     whole, cut = few_shot(asked), few_shot(replace(asked, run=make_run(64)))
     tokens = cut["tasks"]["copa"]
     assert tokens["truncated_requests"] == tokens["requests"] == 12
-    assert tokens["prompt_tokens"] == whole["tasks"]["copa"]["prompt_tokens"]
-    # Of every request 64 tokens are read: what is left of the prompt, and the answer but its last.
-    tokenizer = AutoTokenizer.from_pretrained(ask.run / "model")
-    assert ask.tasks.task_data is not None
-    answers = [
-        # lm-eval's COPA has two spaces before a choice.
-        len(tokenizer(f"  {choice[0].lower()}{choice[1:]}").input_ids)
-        for asked in read(ask.tasks.task_data / "copa" / "validation.jsonl")
-        for choice in (asked["choice1"], asked["choice2"])
-    ]
-    seen = sum(64 - (length - 1) for length in answers)
-    assert tokens["prompt_tokens"] - tokens["truncated_tokens"] == seen
     assert cut["shots"] == 5
-    last = table(cut).splitlines()[-1]
-    lost = tokens["truncated_tokens"] / tokens["prompt_tokens"]
-    assert f"{lost:.0%} of all prompt tokens" in last
+    assert "not 5-shot accuracies" in table(cut)
     assert "100%" in table(cut)
     assert "positions" not in table(whole)
-    assert tokens["truncated_answers"] == 0
     # lm-eval's own line for every single prompt.
     assert not caplog.records
 
@@ -245,10 +230,8 @@ def test_of_an_answer_longer_than_the_model_the_end_is_scored(
         exact = sum(float(log_p[8 - i, tokens[-i]]) for i in range(1, min(length, 8) + 1))
         # Both are float32 sums of at most eight terms.
         assert found == pytest.approx(exact, rel=1e-5)
-    assert {name: task["truncated_answers"] for name, task in result["tasks"].items()} == count
     assert count["piqa"] > 0
-    said = f"{count['piqa']} of piqa) were scored by their last 8 tokens."
-    assert said in table(result).splitlines()[-1]
+    assert "the end was scored" in table(result)
 
 
 def test_names_between_commas_or_spaces() -> None:

@@ -74,8 +74,6 @@ class BaseArmsConfig:
     """Optimizer steps."""
     batch_size: Count = 28
     """Blocks per step, over all domains."""
-    eval_points: Count = 20
-    """Evaluations during a run, for the curves."""
     finetune_steps: CountOrZero = 150
     """ood, wiki40b: steps of fine-tuning on the target at the end."""
     finetune_learning_rate: Positive = 2e-4

@@ -106,7 +106,6 @@ class Planner:
         own: dict[str, Any] = {
             "model": told.model,
             "steps": told.steps,
-            "eval_points": 1,
             "sequences_per_domain": told.sequences_per_domain,
             "mu": told.mu,
             "score": told.score,
@@ -123,7 +122,6 @@ class Planner:
         own: dict[str, Any] = {
             "model": told.models[0],
             "steps": told.steps,
-            "eval_points": told.eval_points,
             "is_measured": True,
             "weights": weights,
             "batch_size": told.batch_size,
@@ -164,7 +162,6 @@ class Planner:
             reference=self.reference(steps),
             model=self.config.proxy.model,
             steps=steps,
-            eval_points=1,
             batch_size=self.config.base.batch_size,
             variant=variant,
         )
@@ -228,7 +225,6 @@ class Planner:
         steps: int,
         domains: Sequence[str] | None = None,
         rates: tuple[float, float] | None = None,
-        eval_points: int | None = None,
         is_pretrained: bool = False,
         is_measured: bool = False,
         **fields: Any,
@@ -241,8 +237,7 @@ class Planner:
             learning_rate=peak,
             min_learning_rate=end,
             seed=seed,
-            eval_every=None if eval_points is None else max(1, steps // eval_points),
-            # Points of a curve; tables are measured afterwards.
+            # Whether it is lost; tables are measured afterwards.
             eval_blocks=min(64, told.eval_blocks or 64),
             dtype=told.dtype,
             device=told.device,
