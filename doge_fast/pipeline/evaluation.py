@@ -1,7 +1,7 @@
 """Per-domain perplexity of a run's model on held-out documents, its own or others."""
 
 import logging
-import re
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -71,14 +71,8 @@ def evaluate(config: EvaluateConfig) -> Json:
             f"{health.domains_told(lost)} is not finite (losses: {losses}). Nothing has been "
             "written. Train another with a lower learning_rate (--learning-rate)."
         )
-    if config.data is not None:
-        result["data"] = _place(config.data)
-        result["text_column"], result["domain_column"] = config.text_column, config.domain_column
-    file = _file(config)
     if ranks.is_first():
-        records.write_json(file, result)
-    if file.name != records.EVALUATION:
-        _log.info("evaluation: %s", file)
+        records.write_json(config.out or config.run / records.EVALUATION, result)
     return result
 
 
@@ -97,39 +91,17 @@ def _check(config: EvaluateConfig, record: Json) -> None:
     if config.data is None:
         known = [*record["corpus"]["domains"], *record["corpus"]["targets"]]
         named.check("domains", config.domains, known, str(config.run))
-    elif _place(config.data) == _place(own):
+    elif config.out is None:
+        raise ValueError("data (--data) needs a file for what is measured: name it with --out.")
+    elif os.path.realpath(Path(config.data).expanduser()) == os.path.realpath(own):
         raise ValueError(
             f"{config.run} was trained on {own}. Leave out data (--data) to measure what was held "
             "out of it."
         )
-    file = _file(config)
-    is_there = config.data is not None and config.out is None and file.exists()
-    if is_there:
-        kept = records.read_json(file)
-        columns = kept.get("text_column", "text"), kept.get("domain_column")
-        asked = config.text_column, config.domain_column
-        if _place(kept.get("data")) != _place(config.data) or columns != asked:
-            raise ValueError(
-                f"{file} holds the perplexities of other text; name a file with out (--out)."
-            )
     if config.out is not None:
         if config.out.is_dir():
             raise ValueError(f"out must be a file; {config.out} is a directory. Name one in it.")
         records.check_out(config.out, [])
-
-
-def _place(data: str | None) -> str | None:
-    """The same for the same text, from whichever directory it is named."""
-    path = None if data is None else Path(data).expanduser()
-    return str(path.resolve()) if path is not None and path.exists() else data
-
-
-def _file(config: EvaluateConfig) -> Path:
-    """Where the result goes; never over the run's own where other text was measured."""
-    if config.out is not None or config.data is None:
-        return config.out or config.run / records.EVALUATION
-    name = re.sub(r"[^\w.-]+", "-", Path(config.data).resolve().name).strip("-")
-    return config.run / f"evaluation-{name}.json"
 
 
 def _own(config: EvaluateConfig, record: Json) -> Mapping[str, datasets.Dataset]:

@@ -38,8 +38,7 @@ class EvaluateConfig:
     domain_column: str | None = None
     """The column of `data` that names each row's domain."""
     out: Path | None = None
-    """The file to write; None: the run's evaluation.json or, with `data`, evaluation-NAME.json
-    beside it."""
+    """The file to write; with `data` it must be named. None: the run's evaluation.json."""
     batch_size: Count = 16
     """Blocks, or prompts of a task, per forward pass."""
     perplexity: bool = True
