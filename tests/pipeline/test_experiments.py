@@ -20,10 +20,10 @@ from doge_fast.pipeline.config import (
 from doge_fast.pipeline.config.fields import filled
 from doge_fast.pipeline.evaluation import evaluate
 from doge_fast.pipeline.experiments import runner
-from doge_fast.pipeline.experiments.jobs import Job
 from doge_fast.pipeline.experiments.runner import run_experiment
 from doge_fast.pipeline.reporting.study import open_study
 from doge_fast.pipeline.trainer import RecordedTrainer
+from tests.pipeline.stages import killed_at
 
 Make = Callable[..., ExperimentConfig]
 
@@ -46,12 +46,10 @@ def test_universal_runs_every_arm_and_ends_in_a_table_and_a_page(
 ) -> None:
     config = experiment("universal", seeds=(0, 1), doremi={"steps": (4, 6)})
     assert config.out is not None
-    stop = StopAfter(5, monkeypatch)
-    with pytest.raises(KeyboardInterrupt):
+    with killed_at(monkeypatch, "go_on", 6):
         run_experiment(config)
     done = {path: path.stat().st_mtime_ns for path in (config.out / "runs").glob("*/model/*")}
     assert len(finished(config.out)) == 5
-    stop.undo()
     table, page = run_experiment(config)
     # What was done before is as it was.
     assert {path: path.stat().st_mtime_ns for path in done} == done
@@ -68,31 +66,6 @@ def test_universal_runs_every_arm_and_ends_in_a_table_and_a_page(
     source = (config.out / "report.html").read_text(encoding="utf-8")
     assert "What learning the weights costs" in source
     assert "Against uniform, seed by seed" in source
-    # Arms of a seed begin alike: the same numbers, the same first loss on the same blocks.
-    first = {
-        name: records.read_metrics(config.out / "runs" / name, kind="eval")[0]
-        for name in ("base-uniform-tiny-seed0", "base-uniform-tiny-seed1")
-    }
-    assert first["base-uniform-tiny-seed0"] != first["base-uniform-tiny-seed1"]
-
-
-class StopAfter:
-    """An interruption once so many runs are done."""
-
-    def __init__(self, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.left, self.is_on = count, True
-        train = Job.train
-
-        def counted(job: Job) -> None:
-            if self.is_on and not self.left:
-                raise KeyboardInterrupt
-            self.left -= 1
-            train(job)
-
-        monkeypatch.setattr(Job, "train", counted)
-
-    def undo(self) -> None:
-        self.is_on = False
 
 
 @pytest.mark.parametrize(
@@ -177,10 +150,8 @@ def test_an_arm_of_another_corpus_is_refused(
 ) -> None:
     data = shutil.copytree(small_corpus, tmp_path / "data")
     config = experiment("proxy_vs_base", corpus={"data": str(data)})
-    stop = StopAfter(1, monkeypatch)
-    with pytest.raises(KeyboardInterrupt):
+    with killed_at(monkeypatch, "go_on", 2):
         run_experiment(config)
-    stop.undo()
     runner._described.cache_clear()
     with (data / "code.jsonl").open("a") as file:
         file.write(json.dumps({"text": "something that was not there before " * 40}) + "\n")

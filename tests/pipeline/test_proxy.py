@@ -26,6 +26,7 @@ from tests.pipeline.stages import (
     lines_of,
     words_of,
 )
+from tests.pipeline.workshop import Damage
 
 Make = Callable[..., ProxyConfig]
 
@@ -198,29 +199,16 @@ def test_selected_parameters_alone_enter_the_gain(proxy: Make, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("step", [4, 8])
-@pytest.mark.parametrize(
-    "damage",
-    [
-        Path.unlink,
-        lambda path: path.write_bytes(b""),
-        lambda path: path.write_bytes(path.read_bytes()[:-30]),
-        lambda path: path.write_bytes(b"[\n" + path.read_bytes()),
-    ],
-    ids=["removed", "emptied", "cut", "damaged"],
-)
+@pytest.mark.parametrize("damage", ["delete", "empty", "half", "line 1 ["])
 def test_a_training_is_not_lost_with_the_lines_about_it(
-    proxy: Make,
-    trained_proxy: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    damage: Callable[[Path], object],
-    step: int,
+    proxy: Make, trained_proxy: Path, monkeypatch: pytest.MonkeyPatch, damage: str, step: int
 ) -> None:
     config = proxy()
     line = ProxyTrainer.line
 
     def damaged(self: ProxyTrainer, number: int) -> Any:
         if number == step:
-            damage(config.out / "metrics.jsonl")
+            Damage(damage)(config.out / "metrics.jsonl")
         return line(self, number)
 
     monkeypatch.setattr(ProxyTrainer, "line", damaged)

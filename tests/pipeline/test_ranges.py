@@ -2,19 +2,14 @@
 
 import dataclasses
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
 
 from doge_fast.pipeline import config as configs
-from doge_fast.pipeline.config import (
-    BaseConfig,
-    CorpusConfig,
-    ModelConfig,
-    ProxyConfig,
-    TrainingConfig,
-)
+from doge_fast.pipeline.config import BaseConfig, ProxyConfig
 from doge_fast.pipeline.config.ranges import check
 
 # Which take any number; none may stand here without a reason.
@@ -44,37 +39,20 @@ def test_every_number_of_every_verb_has_a_range() -> None:
         ({"seed": 2**32}, "at most 4294967295; got 4294967296."),
         ({"steps": 2.5}, "steps must be a whole number"),
         ({"steps": True}, "steps must be a whole number"),
-        ({"steps": 10**400}, "steps must be at most 9223372036854775807"),
         ({"mu": 10**400}, "mu must be a finite number"),
-        ({"weight_decay": float("nan")}, "weight_decay must be a finite number"),
         ({"learning_rate": "1e-3"}, "learning_rate must be a finite number"),
         ({"validation_fraction": 1.0}, "greater than 0 and less than 1"),
         # A word is several letters.
         ({"target": "verse"}, "target must be a tuple of values"),
         ({"data": Path("folder")}, "data must be text (str); got"),
-        ({"tokenizer": None}, "tokenizer must be text (str); got None."),
         ({"cache_dir": "cache"}, "cache_dir must be a pathlib.Path; got 'cache'."),
-        ({"mode": "fast"}, "one of auto, sequential, stacked; got 'fast'."),
     ],
 )
-def test_what_is_out_of_its_range_is_named(changes: dict[str, Any], message: str) -> None:
-    config = ProxyConfig(
-        out=Path("never"),
-        **{
-            name: part(**{key: changes[key] for key in fields_of(part) & changes.keys()})
-            for name, part in PARTS.items()
-        },
-        **{key: changes[key] for key in fields_of(ProxyConfig) & changes.keys()},
-    )
+def test_what_is_out_of_its_range_is_named(
+    proxy: Callable[..., ProxyConfig], changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        check(config)
-
-
-PARTS: dict[str, Any] = {"corpus": CorpusConfig, "model": ModelConfig, "training": TrainingConfig}
-
-
-def fields_of(config: type) -> set[str]:
-    return {field.name for field in dataclasses.fields(config)}
+        check(proxy(**changes))
 
 
 def test_defaults_lie_in_their_ranges() -> None:
