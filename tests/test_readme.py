@@ -17,22 +17,10 @@ import doge_fast
 from tests.processes import printed_by
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md"]
 
 
 def python_blocks(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_examples_of_a_page_run(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    namespace: dict[str, object] = {"__name__": "__main__"}
-    for number, block in enumerate(python_blocks(page), start=1):
-        # The file name makes a traceback say which block failed.
-        exec(compile(block, f"{page.name}, block {number}", "exec"), namespace)
 
 
 @pytest.mark.parametrize(
@@ -53,10 +41,12 @@ def test_citation_names_this_version() -> None:
     )
 
 
-def test_readme_example_learns_weights() -> None:
-    block = python_blocks(ROOT / "README.md")[0]
-    namespace: dict[str, object] = {}
-    exec(block, namespace)
+def test_examples_of_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    for number, block in enumerate(python_blocks(ROOT / "README.md"), start=1):
+        # The file name makes a traceback say which block failed.
+        exec(compile(block, f"README.md, block {number}", "exec"), namespace)
     weights = namespace["optimizer"].weights  # type: ignore[attr-defined]
     assert sum(weights.values()) == pytest.approx(1)
     # The domain with the large gradients is the difficult one, and gets the most.

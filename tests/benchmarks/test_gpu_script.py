@@ -248,19 +248,6 @@ def test_bars_of_steps_are_of_the_worst_size() -> None:
     assert list(of_all.values())[-1] == ("called a synchronizing operation", "MISSED")
 
 
-def test_the_bars_are_those_of_the_issue() -> None:
-    assert optimizer_step.GPU_BARS == {
-        ("sequential", 7): 1.05,
-        ("stacked", 7): 1.03,
-        ("stacked", 22): 1.08,
-        ("stacked", 50): 1.15,
-    }
-    assert bars.FRACTION_BAR == 0.85
-    asked = {(7, "float32"), (7, "bfloat16"), (22, "bfloat16")}
-    assert {each[1:] for each in bars.FRACTIONS if each[0] == "gram"} == asked
-    assert {each[1:] for each in bars.FRACTIONS if each[0] == "weighted_sum"} == asked
-
-
 @pytest.mark.parametrize(
     ("correct", "ratio", "on_gpu", "code"),
     [

@@ -34,6 +34,10 @@ def test_a_run_leaves_records_the_weights_used_and_a_model(trained_base: Path) -
     assert records.weights_by_name(records.read_weights(trained_base)) == dict.fromkeys(NAMES, 0.25)
     lines = records.read_metrics(trained_base, kind="train")
     assert [line["step"] for line in lines] == list(range(1, 9))
+    # A step of warm-up, then a cosine to the minimum.
+    falling = [(1 + math.cos(math.pi * place / 7)) / 2 for place in range(7)]
+    expected = [0.0, *(1e-4 + (3e-3 - 1e-4) * share for share in falling)]
+    assert [line["lr"] for line in lines] == pytest.approx(expected)
     # 8 blocks of 16 tokens a step, a quarter each.
     assert lines[-1]["tokens"] == dict.fromkeys(NAMES, 8 * 2 * 16)
     # A mean over predicted tokens: a model that knows nothing loses about log V on each.
