@@ -26,6 +26,7 @@ def segment_sum(
     factor_TD: Tensor | None = None,
     mean_T: Tensor | None = None,
     rstd_T: Tensor | None = None,
+    bias_GRD: Tensor | None = None,
     implementation: str | None = None,
 ) -> None:
     """Sums of segments of tokens: gradients of gains, biases and embeddings of many domains.
@@ -33,7 +34,8 @@ def segment_sum(
     out_s  =  sum_{i = b_s}^{b_{s+1} - 1}  v_t     with t = order_i; added to out_s with `add`
 
     v_t is row t of `values_TD`. With `factor_TD` it is multiplied by factor_t, with `mean_T` and
-    `rstd_T` by (factor_t - mean_t) rstd_t, the normalised input of a LayerNorm. Segment s = g R + r
+    `rstd_T` by (factor_t - mean_t) rstd_t, the normalised input of a LayerNorm. `bias_GRD` then
+    gets the sums of the values alone, the gradient of a bias beside that gain. Segment s = g R + r
     is `out_GRD[g, r]`; an empty segment is zero. Sums are float64 if values or output are, else
     float32; their order depends on the sizes and borders alone. The host reads nothing.
 
@@ -46,6 +48,7 @@ def segment_sum(
         factor_TD: [T, D] contiguous, as `values_TD`.
         mean_T: [T] contiguous and floating; needs `factor_TD` and `rstd_T`.
         rstd_T: [T] contiguous and floating; needs `factor_TD` and `mean_T`.
+        bias_GRD: as `out_GRD`, with a stride(0) of its own; needs `factor_TD`.
         implementation: "torch" or "triton"; None leaves it to the dispatcher.
 
     Raises:
@@ -54,7 +57,7 @@ def segment_sum(
         RuntimeError: the forced implementation cannot run.
     """
     _op(
-        *(values_TD, out_GRD, add, borders, order, factor_TD, mean_T, rstd_T),
+        *(values_TD, out_GRD, add, borders, order, factor_TD, mean_T, rstd_T, bias_GRD),
         implementation=implementation,
     )
 
@@ -75,8 +78,11 @@ def segment_sum_torch(
     factor_TD: Tensor | None,
     mean_T: Tensor | None,
     rstd_T: Tensor | None,
+    bias_GRD: Tensor | None,
 ) -> None:
     """out_s = the sum of the terms of segment s, or out_s += it."""
+    if bias_GRD is not None:
+        segment_sum_torch(values_TD, bias_GRD, add, borders, order, *(None,) * 4)
     terms_TD = values_TD.to(sum_dtype(values_TD.dtype, out_GRD.dtype))
     if factor_TD is not None:
         factor_TD = factor_TD.to(terms_TD.dtype)
@@ -155,6 +161,7 @@ def segment_sum_triton(
     factor_TD: Tensor | None,
     mean_T: Tensor | None,
     rstd_T: Tensor | None,
+    bias_GRD: Tensor | None,
 ) -> None:
     """out_s = the sum of the terms of segment s, or out_s += it."""
     num_groups, num_rows, width = out_GRD.shape
@@ -163,68 +170,52 @@ def segment_sum_triton(
         return
     dtype = sum_dtype(values_TD.dtype, out_GRD.dtype)
     sizes = pick(len(values_TD), num_segments, width, dtype)
-    terms = (borders, order, factor_TD, mean_T, rstd_T)
+    outs = [out_GRD] if bias_GRD is None else [out_GRD, bias_GRD]
+    terms = {"factor": factor_TD, "mean": mean_T, "rstd": rstd_T, "bias_values": None}
+    terms |= {"order": order, "borders": borders}
     if sizes.num_shares == 1:
-        _launch(values_TD, out_GRD, add, terms, sizes)
+        _launch(values_TD, outs, add, terms, sizes)
         return
     # [S, shares, D]: a segment is a group, and its shares are the rows.
-    shares_SPD = values_TD.new_empty(num_segments, sizes.num_shares, width, dtype=dtype)
-    _launch(values_TD, shares_SPD, False, terms, sizes)
-    shares_TD = shares_SPD.view(-1, width)
+    shape = (num_segments, sizes.num_shares, width)
+    shares = [values_TD.new_empty(shape, dtype=dtype) for _ in outs]
+    _launch(values_TD, shares, False, terms, sizes)
+    shares_TD, *bias_TD = (each.view(-1, width) for each in shares)
     once = pick(len(shares_TD), num_segments, width, dtype)._replace(num_shares=1)
-    _launch(shares_TD, out_GRD, add, (None,) * 5, once)
+    of_shares = dict.fromkeys(terms) | {"bias_values": bias_TD[0] if bias_TD else None}
+    _launch(shares_TD, outs, add, of_shares, once)
 
 
 def _launch(
-    values_TD: Tensor,
-    out: Tensor,
-    add: bool,
-    terms: tuple[Tensor | None, ...],
-    sizes: Sizes,
+    values_TD: Tensor, outs: list[Tensor], add: bool, terms: dict[str, Tensor | None], sizes: Sizes
 ) -> None:
-    """One launch; `out` is [S, shares, D], or [G, R, D] where a segment is one share."""
-    borders, order, factor_TD, mean_T, rstd_T = terms
+    """One launch; outputs are [S, shares, D], or [G, R, D] where a segment is one share.
+
+    `terms` are the kernel's optional arguments. None is a constant for Triton's compiler.
+    """
+    out, bias = outs[0], outs[1] if len(outs) == 2 else None
     num_groups, num_rows, width = out.shape
     num_segments = num_groups * num_rows // sizes.num_shares
-    constants = constants_of(
-        *(values_TD.dtype, out.dtype, width, sizes),
-        has_borders=borders is not None,
-        has_order=order is not None,
-        has_factor=factor_TD is not None,
-        has_statistics=mean_T is not None,
-        add=add,
-    )
     grid = (num_segments, -(-width // sizes.block_columns), sizes.num_shares)
     with on_device(out.device):
         sum_segments[grid](
-            values_TD,
-            values_TD if factor_TD is None else factor_TD,
-            values_TD if mean_T is None else mean_T,
-            values_TD if rstd_T is None else rstd_T,
-            values_TD if order is None else order,
-            values_TD if borders is None else borders,
-            out,
+            values=values_TD,
+            **terms,
+            out=out,
+            bias=bias,
             # The length of every segment without borders.
-            len(values_TD) // num_segments,
-            num_rows,
-            out.stride(0),
-            **constants,
+            length=len(values_TD) // num_segments,
+            num_rows=num_rows,
+            out_stride=out.stride(0),
+            bias_stride=0 if bias is None else bias.stride(0),
+            **constants_of(values_TD.dtype, out.dtype, width, sizes, add=add),
             num_warps=NUM_WARPS,
             enable_fp_fusion=True,
         )
 
 
 def constants_of(
-    dtype: torch.dtype,
-    out_dtype: torch.dtype,
-    width: int,
-    sizes: Sizes,
-    *,
-    has_borders: bool = False,
-    has_order: bool = False,
-    has_factor: bool = False,
-    has_statistics: bool = False,
-    add: bool = False,
+    dtype: torch.dtype, out_dtype: torch.dtype, width: int, sizes: Sizes, *, add: bool = False
 ) -> dict[str, Any]:
     """Compile-time arguments."""
     return {
@@ -233,10 +224,6 @@ def constants_of(
         "TOKENS": sizes.block_tokens,
         "COLUMNS": sizes.block_columns,
         "SUM": triton_dtype(sum_dtype(dtype, out_dtype)),
-        "HAS_BORDERS": has_borders,
-        "HAS_ORDER": has_order,
-        "HAS_FACTOR": has_factor,
-        "HAS_STATISTICS": has_statistics,
         "ADD": add,
     }
 
@@ -244,32 +231,34 @@ def constants_of(
 @kernel
 def sum_segments(
     values,
+    bias_values,
     factor,
     mean,
     rstd,
     order,
     borders,
     out,
+    bias,
     length,
     num_rows,
     out_stride,
+    bias_stride,
     WIDTH: tl.constexpr,
     SHARES: tl.constexpr,
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SUM: tl.constexpr,
-    HAS_BORDERS: tl.constexpr,
-    HAS_ORDER: tl.constexpr,
-    HAS_FACTOR: tl.constexpr,
-    HAS_STATISTICS: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """out[segment, share] = the sum of its terms, or += it."""
+    """out[segment, share] = the sum of its terms, or += it.
+
+    Likewise `bias`, unless it is None, of `bias_values`, or without them of the values alone.
+    """
     # int64: tokens times columns pass 2**31 in large batches.
     segment, share = tl.program_id(0).to(tl.int64), tl.program_id(2)
     columns_C = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_column_C = columns_C < WIDTH
-    if HAS_BORDERS:
+    if borders is not None:
         first, last = tl.load(borders + segment), tl.load(borders + segment + 1)
     else:
         first = segment * length
@@ -282,37 +271,50 @@ def sum_segments(
         return
     # Row i of the tile sums tokens i, i + TOKENS, ...: shorter sums, less rounding.
     sum_TC = tl.zeros([TOKENS, COLUMNS], SUM)
+    bias_TC = tl.zeros([TOKENS, COLUMNS], SUM)
     for start in range(first, last, TOKENS):
         token_T = start + tl.arange(0, TOKENS).to(tl.int64)
         is_token_T = token_T < last
-        if HAS_ORDER:
+        if order is not None:
             token_T = tl.load(order + token_T, mask=is_token_T, other=0)
         is_inside_TC = is_token_T[:, None] & is_column_C[None, :]
         offset_TC = token_T[:, None] * WIDTH + columns_C[None, :]
         # [TOKENS, COLUMNS]
         term_TC = tl.load(values + offset_TC, mask=is_inside_TC, other=0).to(SUM)
-        if HAS_FACTOR:
+        if bias_values is not None:
+            bias_TC += tl.load(bias_values + offset_TC, mask=is_inside_TC, other=0)
+        elif bias is not None:
+            bias_TC += term_TC
+        if factor is not None:
             factor_TC = tl.load(factor + offset_TC, mask=is_inside_TC, other=0).to(SUM)
-            if HAS_STATISTICS:
+            if mean is not None:
                 mean_T = tl.load(mean + token_T, mask=is_token_T, other=0).to(SUM)
                 rstd_T = tl.load(rstd + token_T, mask=is_token_T, other=0).to(SUM)
                 factor_TC = (factor_TC - mean_T[:, None]) * rstd_T[:, None]
             term_TC *= factor_TC
         sum_TC += term_TC
-    sum_C = tl.sum(sum_TC, 0)
     if SHARES == 1:
         # In 32 bits, enough for the number of segments: a 64-bit division is a subroutine.
         group = tl.program_id(0) // num_rows
-        row_of_group = tl.program_id(0) - group * num_rows
-        row = group.to(tl.int64) * out_stride + row_of_group.to(tl.int64) * WIDTH
+        row = tl.program_id(0) - group * num_rows
     else:
-        row = (segment * SHARES + share) * WIDTH
+        group, row = tl.program_id(0), share
+    group, row = group.to(tl.int64), row.to(tl.int64) * WIDTH
+    _store(out + group * out_stride + row, sum_TC, columns_C, is_column_C, ADD)
+    if bias is not None:
+        _store(bias + group * bias_stride + row, bias_TC, columns_C, is_column_C, ADD)
+
+
+@kernel
+def _store(row, sum_TC, columns_C, is_column_C, ADD: tl.constexpr):
+    """Write the sum over the tile's tokens, or add it."""
+    sum_C = tl.sum(sum_TC, 0)
     if ADD:
-        sum_C += tl.load(out + row + columns_C, mask=is_column_C, other=0).to(SUM)
-    if out.dtype.element_ty == tl.bfloat16:
+        sum_C += tl.load(row + columns_C, mask=is_column_C, other=0).to(sum_C.dtype)
+    if row.dtype.element_ty == tl.bfloat16:
         # Not every Triton narrows float64 to bfloat16 in one step.
         sum_C = sum_C.to(tl.float32)
-    tl.store(out + row + columns_C, sum_C.to(out.dtype.element_ty), mask=is_column_C)
+    tl.store(row + columns_C, sum_C.to(row.dtype.element_ty), mask=is_column_C)
 
 
 def check_segment_sum(
@@ -324,6 +326,7 @@ def check_segment_sum(
     factor_TD: Tensor | None,
     mean_T: Tensor | None,
     rstd_T: Tensor | None,
+    bias_GRD: Tensor | None,
 ) -> None:
     """Raise ValueError unless all are of T tokens, D columns and G R segments, on one device."""
     if values_TD.dim() != 2 or out_GRD.dim() != 3 or values_TD.shape[1] != out_GRD.shape[2]:
@@ -342,9 +345,18 @@ def check_segment_sum(
             "segment_sum() takes mean_T and rstd_T together, and with factor_TD. Pass all three, "
             "or factor_TD alone."
         )
+    if bias_GRD is not None and (factor_TD is None or bias_GRD.shape != out_GRD.shape):
+        raise ValueError(
+            "segment_sum() takes bias_GRD beside factor_TD, of the shape of out_GRD; they have "
+            f"shapes {list(bias_GRD.shape)} and {list(out_GRD.shape)}."
+        )
     expected = {
         "values_TD": (values_TD, values_TD.shape, STORAGE_DTYPES),
         "out_GRD[0]": (out_GRD[0] if len(out_GRD) else out_GRD, out_GRD.shape[-2:], STORAGE_DTYPES),
+        "bias_GRD[0]": (
+            bias_GRD[0] if bias_GRD is not None and len(bias_GRD) else None,
+            *(out_GRD.shape[-2:], (out_GRD.dtype,)),
+        ),
         "borders": (borders, (num_segments + 1,), (torch.int64,)),
         "order": (order, (num_tokens,), (torch.int64,)),
         "factor_TD": (factor_TD, values_TD.shape, STORAGE_DTYPES),
@@ -366,7 +378,7 @@ def check_segment_sum(
 
 def _run(values_TD: Tensor, out_GRD: Tensor, *rest: Any, implementation: str | None = None) -> None:
     choose("segment_sum", out_GRD.device, implementation)(values_TD, out_GRD, *rest)
-    increment_version(out_GRD)
+    increment_version([out for out in (out_GRD, rest[-1]) if out is not None])
 
 
 def _fake(
@@ -382,7 +394,8 @@ _op = register(
         check_segment_sum,
     ),
     "(Tensor values_TD, Tensor(a!) out_GRD, bool add, Tensor? borders, Tensor? order, "
-    "Tensor? factor_TD, Tensor? mean_T, Tensor? rstd_T, *, str? implementation=None) -> ()",
+    "Tensor? factor_TD, Tensor? mean_T, Tensor? rstd_T, Tensor(b!)? bias_GRD, "
+    "*, str? implementation=None) -> ()",
     run=_run,
     fake=_fake,
 )

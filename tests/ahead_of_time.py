@@ -50,7 +50,7 @@ POINTERS = {
     **dict.fromkeys(["values", "coefficients_R"], "*fp64"),
 }
 # Numbers that Triton finds to be multiples of 16 at a launch on a flat buffer's rows.
-ALIGNED = ("out_stride",)
+ALIGNED = ("out_stride", "bias_stride")
 
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
 FLOAT64 = torch.float64
@@ -78,8 +78,8 @@ EVERY_ARCHITECTURE = (80, 86, 89, 90, 120)
 SOME_PAIRS = ((FLOAT32, FLOAT32), (BFLOAT16, FLOAT32), (BFLOAT16, BFLOAT16), (FLOAT64, FLOAT64))
 
 
-GAIN = {"has_factor": True, "has_statistics": True}
-EMBEDDING = {"has_borders": True, "has_order": True}
+GAIN = ("factor", "mean", "rstd")
+EMBEDDING = ("borders", "order")
 
 
 class Case(NamedTuple):
@@ -174,30 +174,35 @@ def weighted_sum_cases(num_rows: int, dtype: torch.dtype, out_dtype: torch.dtype
 
 
 def segment_sum_cases(
-    dtype: torch.dtype, out_dtype: torch.dtype, num_tokens: int, num_segments: int, **flags: bool
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    num_tokens: int,
+    num_segments: int,
+    *given: str,
+    add: bool = False,
 ) -> Iterator[Case]:
-    """Of 768 columns."""
+    """Of 768 columns; `given` are the optional arguments that there are."""
     sums = sum_dtype(dtype, out_dtype)
     sizes = segment_sum.pick(num_tokens, num_segments, 768, sums)
-    constants = segment_sum.constants_of(dtype, out_dtype, 768, sizes, **flags)
+    constants = segment_sum.constants_of(dtype, out_dtype, 768, sizes, add=add)
     names = {FLOAT32: "*fp32", BFLOAT16: "*bf16", FLOAT16: "*fp16", FLOAT64: "*fp64"}
-    of_terms = dict.fromkeys(("values", "factor"), names[dtype])
-    of_tokens = dict.fromkeys(("mean", "rstd"), "*fp32")
-    pointers = of_terms | of_tokens | {"out": names[out_dtype], "order": "*i64", "borders": "*i64"}
+    optional = dict.fromkeys(("factor", "bias_values"), names[dtype])
+    optional |= dict.fromkeys(("mean", "rstd"), "*fp32") | dict.fromkeys(EMBEDDING, "*i64")
+    optional |= {"bias": names[out_dtype]}
     # Each thread's part of a tile, for values and for the factor. Float64 is for tests.
     tile = sizes.block_tokens * sizes.block_columns * dtype.itemsize
-    wide = tile // (16 * 32 * segment_sum.NUM_WARPS) * (1 + flags.get("has_factor", False))
+    wide = tile // (16 * 32 * segment_sum.NUM_WARPS) * (1 + ("factor" in given))
     wide *= sums == FLOAT32
     yield Case(
         f"segment_sum of {dtype} to {out_dtype}, {num_tokens} tokens in {num_segments}, "
-        f"{', '.join(name for name, is_on in flags.items() if is_on) or 'as they come'}",
+        f"with {', '.join(given) or 'the values alone'}",
         segment_sum.sum_segments,
-        constants,
+        constants | {name: None for name in optional if name not in given},
         {"num_warps": segment_sum.NUM_WARPS},
         wide,
-        pointers=pointers,
+        pointers=optional | {"values": names[dtype], "out": names[out_dtype]},
         # Mean and deviation of each of the thread's tokens, which are two of the wide ones.
-        narrow_loads=wide * flags.get("has_statistics", False),
+        narrow_loads=wide * ("mean" in given),
     )
 
 
@@ -223,9 +228,12 @@ def cases() -> Iterator[Case]:
     yield from reweight_cases(8)
     yield from reweight_cases(64)
     for dtype in (FLOAT32, BFLOAT16):
-        yield from segment_sum_cases(dtype, FLOAT32, 65536, 7, **GAIN)
-        yield from segment_sum_cases(dtype, FLOAT32, 65536, 7 * 50257, **EMBEDDING, add=True)
+        yield from segment_sum_cases(dtype, FLOAT32, 65536, 7, *GAIN)
+        yield from segment_sum_cases(dtype, FLOAT32, 65536, 7, *GAIN, "bias")
+        yield from segment_sum_cases(dtype, FLOAT32, 65536, 7 * 50257, *EMBEDDING, add=True)
     yield from segment_sum_cases(FLOAT32, FLOAT32, 512, 7)
+    # Its second launch.
+    yield from segment_sum_cases(FLOAT32, FLOAT32, 7 * 73, 7, "bias", "bias_values")
 
 
 def spills() -> dict[str, list[int | None]]:
@@ -254,7 +262,7 @@ def compiled(case: Case, architecture: int) -> Any:
     aligned = {
         (position,): [["tt.divisibility", 16]]
         for position, name in enumerate(names)
-        if name in pointers or name in ALIGNED
+        if (name in pointers and name not in case.constants) or name in ALIGNED
     }
     source = ASTSource(
         fn=case.kernel, signature=signature, constexprs=case.constants, attrs=aligned

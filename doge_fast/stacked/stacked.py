@@ -224,10 +224,14 @@ class _StackedLayer:
     def fill_rows(self, tensors: list[Tensor]) -> None:
         """Write all rows of the module's parameters, in its backward."""
         stacked, runs = self._stacked, self._stacked.runs
-        for param, gradient in self.rule.gradients(self.module, *tensors):
-            if param is not None and stacked.is_tracked(param):
-                for run in runs:
-                    gradient.write(run, *stacked.slots(param, run.rows, gradient.dtype))
+        gradients = [
+            (param, gradient)
+            for param, gradient in self.rule.gradients(self.module, *tensors)
+            if param is not None and stacked.is_tracked(param)
+        ]
+        for run in runs:
+            places = [stacked.slots(param, run.rows, each.dtype) for param, each in gradients]
+            self.rule.write([gradient for _, gradient in gradients], run, places)
 
 
 class _Layer(torch.autograd.Function):

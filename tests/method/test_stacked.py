@@ -438,6 +438,23 @@ def test_launches_do_not_grow_with_the_number_of_domains(is_ragged: bool) -> Non
     assert counts[0] == counts[1]
 
 
+@pytest.mark.parametrize("sizes", [{"a": 2, "b": 2}, {"a": 1, "b": 3}], ids=["equal", "ragged"])
+def test_a_gain_and_its_bias_are_one_sum(sizes: dict[str, int]) -> None:
+    """On a device that has no CPU's kernels. A frozen gain leaves the bias a sum of its own."""
+    sums = []
+    for is_trained in (True, False):
+        with torch.device("meta"):
+            model, x_BLD = nn.LayerNorm(16), torch.zeros(4, LENGTH, 16)
+        model.weight.requires_grad_(is_trained)
+        optimizer = DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), domains=[*sizes])
+        with optimizer.stacked(model, sizes), LaunchCounter() as counter:
+            output_BLD = model(x_BLD)
+            output_BLD.backward(output_BLD.detach())
+        sums.append([name for name in counter.names if "sum" in name])
+    assert sums[0] == ["doge_fast.segment_sum.default"]
+    assert len(sums[1]) == 1
+
+
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_embeddings_of_16_bits_add_in_float32(
     backend: str, monkeypatch: pytest.MonkeyPatch

@@ -14,6 +14,7 @@ GRAD, ROWS = torch.ones(5), torch.ones(2, 5)
 VALUES_TD, OUT_GRD = torch.ones(6, 4), torch.ones(2, 1, 4)
 SEGMENTS = (VALUES_TD, OUT_GRD)
 STATISTICS = {"mean_T": torch.zeros(6), "rstd_T": torch.ones(6)}
+BIAS = {"factor_TD": VALUES_TD}
 
 
 @pytest.mark.parametrize(
@@ -46,6 +47,9 @@ STATISTICS = {"mean_T": torch.zeros(6), "rstd_T": torch.ones(6)}
         (segment_sum, SEGMENTS, {"mean_T": torch.zeros(6)}, "mean_T and rstd_T together"),
         (segment_sum, SEGMENTS, STATISTICS, "with factor_TD"),
         (segment_sum, SEGMENTS, {"factor_TD": torch.ones(4, 6).T}, "factor_TD contiguous"),
+        (segment_sum, SEGMENTS, {"bias_GRD": OUT_GRD}, "bias_GRD beside factor_TD"),
+        (segment_sum, SEGMENTS, BIAS | {"bias_GRD": torch.ones(3, 1, 4)}, "of the shape of"),
+        (segment_sum, SEGMENTS, BIAS | {"bias_GRD": OUT_GRD.half()}, r"bias_GRD\[0\] .*float16"),
         (segment_sum, (VALUES_TD.int(), OUT_GRD), {}, "values_TD .* torch.int32"),
         (segment_sum, (VALUES_TD, torch.ones(2, 1, 8)[..., ::2]), {}, r"out_GRD\[0\] contiguous"),
     ],

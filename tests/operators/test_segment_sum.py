@@ -143,6 +143,25 @@ def test_sums_are_the_reference(
     assert ((out.double() - exact).abs() <= slack * sizes + stored * exact.abs()).all()
 
 
+@pytest.mark.parametrize("add", [False, True], ids=["write", "add"])
+@pytest.mark.parametrize("name", [name for name in PROBLEMS if "gain" in name])
+def test_a_bias_beside_a_gain_is_that_of_two_calls(
+    name: str, add: bool, implementation: str, device: torch.device
+) -> None:
+    """To the bit, in outputs whose groups lie at other distances."""
+    problem = PROBLEMS[name]
+    values, terms = problem.values(device), problem.terms(device)
+    gain, bias = problem.out(device), problem.out(device)
+    bias = torch.cat([bias, bias], 1)[:, : problem.rows]
+    apart = gain.clone(), bias.clone()
+    options = {"add": add, "implementation": implementation}
+    segment_sum(values, gain, bias_GRD=bias, **terms, **options)
+    segment_sum(values, apart[0], **terms, **options)
+    segment_sum(values, apart[1], borders=terms.get("borders"), **options)
+    assert torch.equal(gain, apart[0])
+    assert torch.equal(bias, apart[1])
+
+
 def test_a_row_without_tokens_is_left_alone_when_adding(
     implementation: str, device: torch.device
 ) -> None:
@@ -164,8 +183,10 @@ def test_torch_knows_it(name: str, implementation: str, device: torch.device) ->
     problem = PROBLEMS[name]
     terms, out = problem.terms(device), problem.out(device)
     names = ("borders", "order", "factor_TD", "mean_T", "rstd_T")
-    arguments = (problem.values(device), out, True, *map(terms.get, names))
-    assert_torch_knows("segment_sum", arguments, implementation, changed=out)
+    bias = problem.out(device) if problem.has_factor else None
+    arguments = (problem.values(device), out, True, *map(terms.get, names), bias)
+    for changed in (out, out if bias is None else bias):
+        assert_torch_knows("segment_sum", arguments, implementation, changed=changed)
 
 
 def test_the_reference_by_hand() -> None:

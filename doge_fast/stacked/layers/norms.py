@@ -45,6 +45,18 @@ class LayerNormRule(LayerRule):
         yield module.weight, _Gain(grad, x, dtype, saved)
         yield module.bias, Sum(grad.to(dtype))
 
+    def write(
+        self, gradients: Sequence[Any], run: DomainRun, places: Sequence[tuple[Tensor, bool]]
+    ) -> None:
+        """Gain and bias, which read the same gradient; on a GPU in one launch."""
+        if len(gradients) == 2:
+            (gain, bias), ((out, adds), (bias_out, adds_bias)) = gradients, places
+            is_one_read = gain.grad is bias.values and not sums_one_by_one(gain.grad)
+            if is_one_read and adds == adds_bias and out.dtype == bias_out.dtype:
+                gain.write_at_once(run, out, adds, bias_out)
+                return
+        super().write(gradients, run, places)
+
 
 class _Gain(NamedTuple):
     """sum_t dy_t * n(x_t); on a GPU the terms are never in memory."""
@@ -58,14 +70,17 @@ class _Gain(NamedTuple):
 
     def write(self, run: DomainRun, out: Tensor, adds: bool) -> None:
         if not sums_one_by_one(self.grad):
-            self._write_at_once(run, out, adds)
+            self.write_at_once(run, out, adds)
         elif not self.norm:
             Sum(self.grad * self.x).write(run, out, adds)
         else:
             for domains, part in run.equal_parts:
                 self._write_by_torch(part, out[domains], adds)
 
-    def _write_at_once(self, run: DomainRun, out: Tensor, adds: bool) -> None:
+    def write_at_once(
+        self, run: DomainRun, out: Tensor, adds: bool, bias_out: Tensor | None = None
+    ) -> None:
+        """As `write`, in one launch; with `bias_out` it also sums the gradient alone, there."""
         grad_TN, x_TN = (run.tokens(values, out[0].numel()) for values in (self.grad, self.x))
         mean_T, rstd_T = [run.tokens(values) for values in self.norm[:2]] or (None, None)
         segment_sum(
@@ -75,6 +90,7 @@ class _Gain(NamedTuple):
             factor_TD=x_TN,
             mean_T=mean_T,
             rstd_T=rstd_T,
+            bias_GRD=None if bias_out is None else bias_out.view(len(out), 1, -1),
         )
 
     def _write_by_torch(self, part: DomainRun, out: Tensor, adds: bool) -> None:

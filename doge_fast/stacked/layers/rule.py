@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from doge_fast.stacked.layers.batch import DomainRun
 from doge_fast.stacked.layers.token_sums import TokenSum
 
 
@@ -55,3 +56,10 @@ class LayerRule(ABC):
         self, module: Any, grad: Tensor, x: Tensor, *saved: Tensor
     ) -> Iterator[tuple[nn.Parameter | None, TokenSum]]:
         """Each parameter (None if the module lacks it) with its `Outer`, `Lookup` or `Sum`."""
+
+    def write(
+        self, gradients: Sequence[TokenSum], run: DomainRun, places: Sequence[tuple[Tensor, bool]]
+    ) -> None:
+        """Write those `gradients` that are trained; `places` has `out` and `adds` of each."""
+        for gradient, (out, adds) in zip(gradients, places, strict=True):
+            gradient.write(run, out, adds)
