@@ -16,6 +16,7 @@ from itertools import compress
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -61,7 +62,7 @@ class TrackedParameters:
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the hooks, which cannot be pickled."""
-        left = ("_hooks", "_takes_at_once", "_noted", "note", "receive")
+        left = ("_hooks", "_takes_at_once", "_noted", "_versions", "note", "receive")
         return {name: value for name, value in self.__dict__.items() if name not in left}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -75,6 +76,8 @@ class TrackedParameters:
         self._noted: deque[Tensor] = deque(maxlen=1)
         self.note: Receive = self._noted.append
         """Notes that a gradient is in `p.grad`."""
+        # {id of a parameter: version of its gradient when autograd had finished it}
+        self._versions: dict[int, int] = {}
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -115,9 +118,12 @@ class TrackedParameters:
             for key, known in self._takes_at_once.items():
                 if at_once.get(key) is not known:
                     self._hooks.pop(key)[1].remove()
+            ends = {id(param) for param in (*self.params[:1], *self.params[-1:])}
             for param in self.params:
                 if id(param) not in self._hooks:
                     hook = self.receive if at_once[id(param)] else self.note
+                    if id(param) in ends and not at_once[id(param)]:
+                        hook = _watch(self._noted, self._versions)
                     handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                     self._hooks[id(param)] = (param, handle)
             self._takes_at_once = at_once
@@ -128,6 +134,20 @@ class TrackedParameters:
     def has_noted(self) -> bool:
         """Whether a gradient was noted since the last `take` or `forget`."""
         return bool(self._noted)
+
+    @property
+    def has_foreign(self) -> bool:
+        """Whether something has set or changed a `p.grad` that autograd had finished.
+
+        Of gradients that stay there only those of the first and the last parameter are watched, and
+        no DTensor's.
+        """
+        return any(
+            self._takes_at_once.get(id(param), False)
+            or self._versions.get(id(param), grad._version) != grad._version
+            for param in self.params
+            if (grad := param.grad) is not None
+        )
 
     def take(self) -> tuple[list[Tensor], list[Tensor]]:
         """Take all gradients out of `p.grad`: their parameters, and the gradients."""
@@ -143,6 +163,7 @@ class TrackedParameters:
     def forget(self) -> None:
         """Forget that gradients have come."""
         self._noted.clear()
+        self._versions.clear()
 
     def release(self) -> None:
         """Remove all hooks."""
@@ -201,6 +222,19 @@ class TrackedParameters:
                 "domain gradients must be real; the wrapped optimizer has complex parameters. "
                 "Train them with an optimizer of their own."
             )
+
+
+def _watch(noted: deque[Tensor], versions: dict[int, int]) -> Receive:
+    """A hook that notes the version of a gradient as well."""
+
+    # In the names of its own variables: a reference to their owner would keep it alive.
+    def hook(param: Tensor) -> None:
+        if type(param.grad) is Tensor:
+            versions[id(param)] = param.grad._version
+        noted.append(param)
+
+    watching: Receive = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+    return watching
 
 
 def on_host(value: object) -> float | None:

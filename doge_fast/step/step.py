@@ -279,10 +279,10 @@ class Step:
                 with ownership.opened(self), watching:
                     yield opened
                     self._has_watched = True
+                self._refuse_reduced()
                 if self.parameters.has_noted:
                     self._collect(opened)
                 self.buffer.flush()
-                self._refuse_reduced()
                 if not opened.has_received:
                     raise RuntimeError(
                         "no parameter of the optimizer received a gradient inside "
@@ -590,9 +590,7 @@ class Step:
 
     def _refuse_reduced(self) -> None:
         """Refuse gradients that a wrapper has reduced and put back after our hooks ran."""
-        if self.exchange.num_ranks > 1 and any(
-            param.grad is not None for param in self.parameters.params
-        ):
+        if self.exchange.num_ranks > 1 and self.parameters.has_foreign:
             raise RuntimeError(
                 "something has set p.grad inside a domain, as torch's replicate() does, or "
                 "DistributedDataParallel after a forward pass before the domain. Run forward and "

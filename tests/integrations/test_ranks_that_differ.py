@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from doge_fast import DoGEOptimizer
 from doge_fast.distributed import process_group
+from doge_fast.step import parameters
 from doge_fast.step.step import DROPPED
 from tests.integrations.test_several_processes import examples, losses, small_model, values
 from tests.ranks import Ranks
@@ -223,7 +225,13 @@ THAT_REDUCE: dict[str, Callable[[nn.Module], nn.Module]] = {
 FORWARD_FIRST = "Run forward and backward inside the domain"
 
 
-def of_wrapper(said: str) -> str:
+def of_wrapper(said: str, is_taken_at_once: bool) -> str:
+    """On a GPU gradients are taken when the domain is left."""
+    with mock.patch.object(parameters, "takes_at_once", return_value=is_taken_at_once):
+        return what_is_said(said)
+
+
+def what_is_said(said: str) -> str:
     model, _ = built()
     wrapped = THAT_REDUCE.get(said, DistributedDataParallel)(model)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -235,10 +243,11 @@ def of_wrapper(said: str) -> str:
     return raised(lambda: enter(lambda _: outputs, optimizer, name))
 
 
+@pytest.mark.parametrize("is_taken_at_once", [True, False], ids=["at once", "at the end"])
 @pytest.mark.parametrize("said", [*THAT_REDUCE, FORWARD_FIRST])
 @pytest.mark.filterwarnings("ignore")
-def test_what_reduces_by_itself_is_refused(ranks: Ranks, said: str) -> None:
-    for sentence in ranks.run(2, of_wrapper, said):
+def test_what_reduces_by_itself_is_refused(ranks: Ranks, said: str, is_taken_at_once: bool) -> None:
+    for sentence in ranks.run(2, of_wrapper, said, is_taken_at_once):
         assert said in sentence
 
 
