@@ -1,7 +1,7 @@
-"""The models that steps are measured on: GPT-2-shaped, of transformers or of torch alone.
+"""The models that steps are measured on: GPT-2-shaped, in the paper's five sizes and any other.
 
-The paper's five sizes and any other. Dropout is off. `forward` takes tokens and gives logits, so
-that losses are ours whichever package built the model.
+Of torch alone: those of transformers make the host wait in each forward pass. Dropout is off.
+`forward` takes tokens and gives logits.
 """
 
 from collections.abc import Sequence
@@ -59,7 +59,7 @@ PEAK_TFLOPS = {"A100": 312.0, "H100 PCIe": 756.0, "H100": 989.0, "H200": 989.0, 
 
 
 class GPT(nn.Module):
-    """A GPT-2 in forty lines of torch, for machines without transformers."""
+    """A GPT-2 in forty lines of torch."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -96,43 +96,6 @@ class GPT(nn.Module):
         return mixed.transpose(1, 2).flatten(2)
 
 
-class Transformers(nn.Module):
-    """transformers' GPT-2, with logits for tokens."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        config = GPT2Config(
-            n_layer=shape.num_layers,
-            n_embd=shape.width,
-            n_head=shape.num_heads,
-            vocab_size=shape.vocab_size,
-            n_positions=shape.sequence,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-        self.model = GPT2LMHeadModel(config)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits [B, L, V] of `tokens` [B, L]."""
-        logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
-        return logits
-
-    def hidden(self, tokens: Tensor) -> Tensor:
-        """[B, L, H] what the head reads."""
-        states: Tensor = self.model.base_model(tokens, use_cache=False).last_hidden_state
-        return states
-
-    @property
-    def head(self) -> nn.Module:
-        """The matrix that makes logits."""
-        return self.model.lm_head
-
-
 def _layer(width: int) -> nn.ModuleDict:
     return nn.ModuleDict(
         {
@@ -146,25 +109,11 @@ def _layer(width: int) -> nn.ModuleDict:
     )
 
 
-def has_transformers() -> bool:
-    """Whether transformers can be imported, and what it needs with it."""
-    try:
-        from transformers import GPT2LMHeadModel  # noqa: F401
-    except Exception:
-        return False
-    return True
-
-
-def build(shape: Shape, device: torch.device | str, *, package: str | None = None) -> nn.Module:
-    """The model, from a fixed seed, drawn on the device.
-
-    Args:
-        package: "transformers" or "torch"; None: transformers where it is installed.
-    """
-    package = package or ("transformers" if has_transformers() else "torch")
+def build(shape: Shape, device: torch.device | str) -> GPT:
+    """The model, from a fixed seed, drawn on the device."""
     torch.manual_seed(0)
     with torch.device(device):
-        return Transformers(shape) if package == "transformers" else GPT(shape)
+        return GPT(shape)
 
 
 def token_losses(model: nn.Module, tokens: Tensor) -> Tensor:

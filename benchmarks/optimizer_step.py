@@ -147,7 +147,6 @@ def problems_of(args: argparse.Namespace) -> Sequence[Problem]:
     options = {
         "autocast": args.autocast or ("bfloat16" if on_gpu else None),
         "buffer_dtype": args.buffer_dtype,
-        "package": args.package,
         "mode": args.mode,
     }
     if options["autocast"] == "float32":
@@ -172,7 +171,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--autocast", help="bfloat16 on a GPU unless given; float32 for none")
     parser.add_argument("--buffer-dtype", help="of the stored domain gradients")
     parser.add_argument("--mode", choices=steps.MODES, default=steps.SEQUENTIAL)
-    parser.add_argument("--package", choices=["torch", "transformers"], help="of the model")
     parser.add_argument("--no-memory", action="store_true", help="leave the peaks out")
     args = parser.parse_args(arguments)
     rows = []

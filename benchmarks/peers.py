@@ -10,7 +10,6 @@ of its own. What cannot run is a row with the reason.
 """
 
 import argparse
-import copy
 import dataclasses
 import importlib.util
 import warnings
@@ -235,8 +234,7 @@ class Truth:
     """Domain gradients of the same model in float64, one backward each."""
 
     def __init__(self, problem: Problem, device: torch.device | str) -> None:
-        model = copy.deepcopy(models.build(problem.shape, device, package=problem.package))
-        model = model.double()
+        model = models.build(problem.shape, device).double()
         params = list(model.parameters())
         rows = []
         for tokens in steps.batches(problem, device).values():
@@ -349,16 +347,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--domains", type=int, default=7, help="K")
     parser.add_argument("--sequences", type=int, default=7, help="per step, of all domains")
     parser.add_argument("--autocast", help="a dtype of torch, as bfloat16")
-    parser.add_argument("--package", choices=["torch", "transformers"], default="torch")
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=20.0, help="at most, per peer")
     parser.add_argument("--no-memory", action="store_true", help="leave the peaks out")
     parser.add_argument("--json", type=Path, help="where to write the record")
     args = parser.parse_args(arguments)
     shape = PAPER[args.model] if args.model else CPU_PROBLEM.shape
-    problem = Problem(
-        shape, args.domains, args.sequences, autocast=args.autocast, package=args.package
-    )
+    problem = Problem(shape, args.domains, args.sequences, autocast=args.autocast)
     rows = measure(
         problem,
         args.device,

@@ -37,8 +37,6 @@ class Problem:
     """A dtype of torch by name; None: float32 throughout."""
     buffer_dtype: str | None = None
     """Of the stored domain gradients; None: that of the gradients."""
-    package: str | None = None
-    """That builds the model; None: transformers where it is installed."""
     bar: float | None = None
     """The ratio to a plain step that must not be passed."""
 
@@ -70,7 +68,7 @@ class PlainStep:
 
     def __init__(self, problem: Problem, device: torch.device | str) -> None:
         self.problem = problem
-        self.model = models.build(problem.shape, device, package=problem.package)
+        self.model = models.build(problem.shape, device)
         self.data = batches(problem, device)
         self.sizes = {name: len(tokens) for name, tokens in self.data.items()}
         if problem.mode == STACKED:

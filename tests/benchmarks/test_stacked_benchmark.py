@@ -14,9 +14,8 @@ from benchmarks.steps import DogeStep, Problem
 TINY = Shape(1, 2, 32, 64, 16)
 
 
-@pytest.mark.parametrize("package", ["torch", "transformers"])
-def test_the_fused_step_is_the_stacked_step(package: str) -> None:
-    problem = Problem(TINY, 3, 6, mode=steps.STACKED, package=package)
+def test_the_fused_step_is_the_stacked_step() -> None:
+    problem = Problem(TINY, 3, 6, mode=steps.STACKED)
     alphas = []
     for side in (DogeStep, FusedStep):
         step = side(problem, "cpu")
@@ -36,7 +35,7 @@ def test_both_heads_give_the_same_gradients() -> None:
 def test_the_command_prints_and_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    problem = Problem(TINY, 3, 6, mode=steps.STACKED, package="torch", bar=0.001)
+    problem = Problem(TINY, 3, 6, mode=steps.STACKED, bar=0.001)
     monkeypatch.setattr(stacked, "CPU_PROBLEMS", (problem,))
     monkeypatch.setattr(stacked, "CPU_HEADS", ((3, 5, 8, 40),))
     out = tmp_path / "stacked.json"

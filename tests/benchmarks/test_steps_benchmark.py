@@ -14,7 +14,7 @@ from benchmarks.steps import Problem
 from doge_fast.pipeline.sizes import SIZES
 
 TINY = Shape(1, 2, 32, 64, 16)
-PROBLEM = Problem(TINY, 3, 6, package="torch")
+PROBLEM = Problem(TINY, 3, 6)
 
 
 def test_the_papers_sizes_are_the_familys() -> None:
@@ -24,13 +24,11 @@ def test_the_papers_sizes_are_the_familys() -> None:
         assert models.num_parameters(shape) == pytest.approx(nominal, rel=0.02)
 
 
-@pytest.mark.parametrize("package", ["torch", "transformers"])
-def test_both_packages_build_the_same_model(package: str) -> None:
-    model = models.build(TINY, "cpu", package=package)
+def test_fresh_weights_know_nothing() -> None:
+    model = models.build(TINY, "cpu")
     assert sum(p.numel() for p in model.parameters()) == models.num_parameters(TINY)
     tokens = models.domain_batches(TINY, 1, 2, "cpu")["domain0"]
     loss = models.loss_of(model, tokens)
-    # Fresh weights know nothing.
     assert float(loss.detach()) == pytest.approx(torch.tensor(64.0).log().item(), rel=0.05)
     torch.testing.assert_close(models.token_losses(model, tokens).mean(), loss)
 
@@ -44,7 +42,7 @@ def test_sequences_are_dealt_out_evenly() -> None:
 
 
 def test_the_sum_of_losses_is_that_of_the_domains() -> None:
-    model = models.build(TINY, "cpu", package="torch")
+    model = models.build(TINY, "cpu")
     batches = models.domain_batches(TINY, 3, 7, "cpu")
     sizes = [len(tokens) for tokens in batches.values()]
     whole = models.sum_of_losses(model, torch.cat(list(batches.values())), sizes)
@@ -67,7 +65,7 @@ def test_flops_are_six_per_weight_and_token() -> None:
     ids=str,
 )
 def test_a_row_of_the_step_benchmark(options: dict[str, str]) -> None:
-    problem = Problem(TINY, 3, 6, package="torch", bar=100.0, **options)
+    problem = Problem(TINY, 3, 6, bar=100.0, **options)
     row = optimizer_step.measure(problem, "cpu", pairs=2, with_memory=False)
     assert row["verdict"] == "met"
     assert 0 < row["low"] <= row["ratio"] <= row["high"]
@@ -105,7 +103,7 @@ def test_the_command_measures_what_it_is_asked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "steps.json"
-    problem = Problem(Shape(1, 1, 64, 64, 128), 2, 2, package="torch")
+    problem = Problem(Shape(1, 1, 64, 64, 128), 2, 2)
     monkeypatch.setattr(optimizer_step, "CPU_PROBLEMS", (problem,))
     optimizer_step.main(f"--device cpu --pairs 2 --json {out}".split())
     record = json.loads(out.read_text())
@@ -174,7 +172,7 @@ def test_peers_of_torchjd() -> None:
 def test_a_peer_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
     assert peers.obstacle("TorchJD autojac") == "the package torchjd is not installed"
-    unequal = Problem(TINY, 3, 7, package="torch")
+    unequal = Problem(TINY, 3, 7)
     (row,) = peers.measure(unequal, "cpu", names=["torch.func.vmap"], pairs=2, with_memory=False)
     assert "7 sequences do not go into 3" in row["reason"]
     assert "7 sequences" in peers.table([row], unequal)
@@ -210,7 +208,7 @@ def test_errors_are_against_float64() -> None:
 
 
 def test_many_logits_are_taken_one_domain_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = steps.PlainStep(Problem(TINY, 3, 7, mode=steps.STACKED, package="torch"), "cpu")
+    plain = steps.PlainStep(Problem(TINY, 3, 7, mode=steps.STACKED), "cpu")
     at_once = plain.sum_of_losses()
     monkeypatch.setattr(models, "MOST_LOGITS_BYTES", 0)
     torch.testing.assert_close(plain.sum_of_losses(), at_once)

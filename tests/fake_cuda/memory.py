@@ -50,7 +50,6 @@ def wide_product(out: Tensor, left: Tensor, right: Tensor, adds: bool) -> None:
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", attention)
-    monkeypatch.setattr(models, "has_transformers", lambda: False)
     monkeypatch.setattr(times, "PAPER", {name: scaled(shape) for name, shape in PAPER.items()})
     limits = [(models, "MOST_LOGITS_BYTES"), (linear, "MOST_TEMPORARY_BYTES")]
     for module, limit in limits:

@@ -134,7 +134,7 @@ def outside_of_the_capture(gram: Tensor) -> Tensor:
         return gram * 1.5
 
 
-PROBLEM = steps.Problem(Shape(1, 2, 32, 64, 16), 3, 6, package="torch")
+PROBLEM = steps.Problem(Shape(1, 2, 32, 64, 16), 3, 6)
 
 
 @pytest.fixture(autouse=True)
