@@ -129,10 +129,10 @@ def test_help_fits_one_screen_and_begins_with_what_must_be_given(
 
 
 def test_numbers_may_be_said_in_thousands_and_billions() -> None:
-    words = "proxy --out x --max-tokens-per-domain 10k --mu 1e-3 --min-learning-rate -1"
+    words = "proxy --out x --max-tokens-per-domain 10k --mu 1e-3 --min-learning-rate 0"
     config = cli.parse(words.split())
     assert config.corpus.max_tokens_per_domain == 10_000
-    assert (config.mu, config.training.min_learning_rate) == (1e-3, -1)
+    assert (config.mu, config.training.min_learning_rate) == (1e-3, 0)
     assert (
         cli.parse(["weights", "show", "w.json", "--budget-tokens", "1.5B"]).budget_tokens == 1.5e9
     )
@@ -190,7 +190,7 @@ def test_a_file_says_numbers_and_lists_of_one_as_options_do(tmp_path: Path) -> N
     config = cli.parse(["proxy", "--config", str(file)])
     assert (config.target, config.training.steps) == (("ca",), 10_000)
     assert (config.training.learning_rate, config.training.eval_every) == (1e-3, 100)
-    for wrong, word in {"lr: 1": "training.learning_rate", "mu: much": "mu is"}.items():
+    for wrong, word in {"lr: 1": "training.learning_rate", "mu: much": "mu must be"}.items():
         file.write_text(f"out: x\n{wrong}\n")
         with pytest.raises(ValueError, match=word):
             cli.parse(["proxy", "--config", str(file)])

@@ -1,10 +1,10 @@
 """The fields of the verbs' dataclasses: what their docstrings say, and values from a file."""
 
 import ast
+import contextlib
 import dataclasses
 import difflib
 import inspect
-import json
 import textwrap
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from doge_fast.pipeline import named
+from doge_fast.pipeline.config.ranges import bare, check_value, is_optional
 
 Config = TypeVar("Config")
 Json = dict[str, Any]
@@ -104,7 +105,7 @@ def filled(default: Config, given: Mapping[str, Any], where: str = "config") -> 
     Raises:
         ValueError: a key is no field, or a value is not of its field's type.
     """
-    hints = get_type_hints(type(default))
+    hints = get_type_hints(type(default), include_extras=True)
     hints = {field.name: hints[field.name] for field in dataclasses.fields(default)}  # type: ignore[arg-type]
     changes = {}
     for said, value in given.items():
@@ -117,7 +118,7 @@ def filled(default: Config, given: Mapping[str, Any], where: str = "config") -> 
             raise ValueError(f"{where}: {key} is there twice, with - and with _. Remove one.")
         now = getattr(default, key)
         if not dataclasses.is_dataclass(now):
-            changes[key] = _converted(value, hints[key], f"{where}: {key}")
+            changes[key] = converted(f"{where}: {key}", value, hints[key])
         elif isinstance(value, Mapping):
             changes[key] = filled(now, value, f"{where}: {key}")
         else:
@@ -125,29 +126,31 @@ def filled(default: Config, given: Mapping[str, Any], where: str = "config") -> 
     return dataclasses.replace(default, **changes)  # type: ignore[type-var]
 
 
-def _converted(value: Any, hint: Any, where: str) -> Any:
-    from pydantic import TypeAdapter, ValidationError
+def converted(name: str, value: Any, hint: Any) -> Any:
+    """A word that was typed, or a value of a file, as a field of this type holds it.
 
-    if isinstance(value, bool) and hint is not bool:
-        raise ValueError(f"{where} is {json.dumps(value)}; it is no switch.")
-    if isinstance(value, str):
-        value = _of_words(value, hint)
-    try:
-        return TypeAdapter(hint).validate_python(value)
-    except ValidationError as error:
-        told = error.errors()[0]["msg"]
-        raise ValueError(f"{where} is {json.dumps(value, default=str)}. {told}.") from None
+    Raises:
+        ValueError: it is not of the type or out of its range; the sentence begins with `name`.
+    """
+    found = _held(value, hint)
+    check_value(name, found, hint)
+    return found
 
 
-def _of_words(text: str, hint: Any) -> Any:
-    """What an option would make of the text: 10k is a number, a word alone a list of one."""
-    if get_origin(hint) is tuple:
-        return [text]
-    kinds = {int, float}.intersection(get_args(hint) or (hint,))
-    try:
-        return named.number_as(kinds.pop(), text) if kinds else text
-    except (ValueError, OverflowError):
-        return text
+def _held(value: Any, hint: Any) -> Any:
+    """A number for its text, a path, a tuple; anything else is left for the check."""
+    if is_optional(hint) and value in (None, "None"):
+        return None
+    kind = bare(hint)
+    if get_origin(kind) is tuple:
+        values = value if isinstance(value, list | tuple) else [value]
+        return tuple(_held(each, get_args(kind)[0]) for each in values)
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    if kind in (int, float) and isinstance(value, str):
+        with contextlib.suppress(ValueError, OverflowError):
+            return named.number_as(kind, value)
+    return int(value) if kind is int and isinstance(value, float) and value.is_integer() else value
 
 
 def _unknown(key: str, config: Any, where: str) -> str:

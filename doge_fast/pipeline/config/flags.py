@@ -13,19 +13,19 @@ import shutil
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, NamedTuple, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
 
 from doge_fast.pipeline import config as configs
-from doge_fast.pipeline import named
 from doge_fast.pipeline.config.fields import (
     ELSEWHERE,
     Json,
+    converted,
     filled,
     read_file,
     required,
     texts_of,
 )
+from doge_fast.pipeline.config.ranges import bare
 
 # What an experiment says of one kind of run: several have steps or a model, so their options are
 # --proxy.steps, --base.steps; all other options are the fields' names alone.
@@ -47,46 +47,28 @@ class Option(NamedTuple):
     flag: str
     """As it is typed; of one that stands without a flag the name for messages."""
     hint: Any
-    """Its type, without what may be absent."""
+    """Its type, None and range included."""
     text: str
     default: Any
     is_positional: bool
-    is_optional: bool
-    """Whether it may be None."""
     group: type
     """The dataclass that has the field."""
 
     @property
+    def name(self) -> str:
+        """As a message says it."""
+        return self.flag.upper() if self.is_positional else self.flag
+
+    @property
     def is_several(self) -> bool:
         """Whether it takes any number of values."""
-        return get_origin(self.hint) is tuple
+        return get_origin(bare(self.hint)) is tuple
 
     @property
     def kind(self) -> Any:
         """The type of a value."""
-        return get_args(self.hint)[0] if self.is_several else self.hint
-
-
-def _read(kind: Any, is_optional: bool, word: str) -> Any:
-    """The value that a word is; `argparse.ArgumentTypeError` where it is none."""
-    if word == "None" and is_optional:
-        return None
-    if get_origin(kind) is Literal:
-        choices = get_args(kind)
-        if word not in choices:
-            near = difflib.get_close_matches(word, choices, n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
-            told = f"must be one of {', '.join(choices)}; got {word!r}.{hint}"
-            raise argparse.ArgumentTypeError(told)
-        return word
-    if kind not in (int, float):
-        return kind(word)
-    try:
-        return named.number_as(kind, word)
-    except (ValueError, OverflowError):
-        what = "a whole number" if kind is int else "a number"
-        told = f"must be {what}, 10k or 1B too; got {word!r}."
-        raise argparse.ArgumentTypeError(told) from None
+        kind = bare(self.hint)
+        return bare(get_args(kind)[0]) if self.is_several else kind
 
 
 def parse(words: Sequence[str], config: type, *, verb: str, is_positional: bool) -> Any:
@@ -105,7 +87,7 @@ def parse(words: Sequence[str], config: type, *, verb: str, is_positional: bool)
     typed = vars(_parser(options, config, verb, ()).parse_args(list(words)))
     file = typed.pop("--config", None)
     said = {
-        option.path: tuple(typed[option.flag]) if option.is_several else typed[option.flag]
+        option.path: converted(option.name, typed[option.flag], option.hint)
         for option in options
         if typed.get(option.flag, _UNSAID) is not _UNSAID
     }
@@ -127,7 +109,7 @@ def options_of(
     `is_positional`: fields that must be given stand without an option.
     """
     kind = type(config)
-    hints, texts = get_type_hints(kind), texts_of(kind)
+    hints, texts = get_type_hints(kind, include_extras=True), texts_of(kind)
     own, inside = [], []
     for field in dataclasses.fields(kind):
         name, default = field.name, getattr(config, field.name)
@@ -135,14 +117,10 @@ def options_of(
             inner = f"{name}." if type(default) in PREFIXED else ""
             inside += options_of(default, False, inner, (*path, name))
             continue
-        hint = hints[name]
-        is_optional = get_origin(hint) in (Union, UnionType)
-        if is_optional:
-            hint = next(each for each in get_args(hint) if each is not type(None))
         is_bare = (default is _UNSAID and is_positional) or (kind, name) in _POSITIONAL_FIELDS
         flag = name if is_bare else "--" + prefix + name.rstrip("_").replace("_", "-")
         text = texts.get(name, "")
-        own.append(Option((*path, name), flag, hint, text, default, is_bare, is_optional, kind))
+        own.append(Option((*path, name), flag, hints[name], text, default, is_bare, kind))
     # What must be given comes first.
     return sorted(own, key=lambda option: option.default is not _UNSAID) + inside
 
@@ -222,7 +200,7 @@ def _parser(
 def _add(parser: Any, option: Option) -> None:
     text = f"{option.text} {_default(option)}".strip().replace("%", "%%")
     names = [option.flag] if option.is_positional else ["--" + option.flag.removeprefix("--")]
-    if option.hint is bool:
+    if option.kind is bool:
         parser.add_argument(
             *names, dest=option.flag, action=argparse.BooleanOptionalAction, help=text
         )
@@ -233,10 +211,7 @@ def _add(parser: Any, option: Option) -> None:
         several = "*" if option.is_positional else "+"
     # Not argparse.SUPPRESS, which it would read as if it were typed.
     rest = {"default": _UNSAID} if option.is_positional else {"dest": option.flag}
-    read = functools.partial(_read, option.kind, option.is_optional)
-    parser.add_argument(
-        *names, **rest, type=read, nargs=several, metavar=_value_name(option), help=text
-    )
+    parser.add_argument(*names, **rest, nargs=several, metavar=_value_name(option), help=text)
 
 
 def _value_name(option: Option) -> Any:

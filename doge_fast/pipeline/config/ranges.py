@@ -1,6 +1,7 @@
 """The numbers that a field may hold: written at the field, checked here and by pydantic."""
 
 import dataclasses
+import difflib
 import math
 import sys
 from collections.abc import Callable
@@ -82,30 +83,45 @@ def check(config: Any) -> None:
         if dataclasses.is_dataclass(value):
             check(value)
         else:
-            _check(field.name, value, hints[field.name])
+            check_value(field.name, value, hints[field.name])
 
 
-def _check(name: str, value: Any, hint: Any) -> None:
+def is_optional(hint: Any) -> bool:
+    """Whether a field of this type may be None."""
+    return get_origin(hint) in (Union, UnionType)
+
+
+def bare(hint: Any) -> Any:
+    """The type of a field without None and without its range."""
+    if is_optional(hint):
+        hint = next(part for part in get_args(hint) if part is not type(None))
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
+
+
+def check_value(name: str, value: Any, hint: Any) -> None:
+    """Raise ValueError, a sentence that begins with `name`, unless the value is of this type."""
     kind, parts = get_origin(hint), get_args(hint)
     if isinstance(value, str | Path) and "\0" in str(value):
         raise ValueError(f"{name} must be text without a NUL, which no file has; got {value!r}.")
-    if kind in (Union, UnionType):
+    if is_optional(hint):
         for part in parts:
             if value is not None and part is not type(None):
-                _check(name, value, part)
+                check_value(name, value, part)
     elif kind is tuple:
         if not isinstance(value, tuple | list):
             raise ValueError(f"{name} must be a tuple of values; got {value!r}.")
         for each in value:
-            _check(name, each, parts[0])
+            check_value(name, each, parts[0])
     elif kind is Literal:
         if value not in parts:
-            raise ValueError(f"{name} must be one of {', '.join(parts)}; got {value!r}.")
+            near = difflib.get_close_matches(str(value), parts, n=1)
+            hint_told = f" Did you mean {near[0]}?" if near else ""
+            raise ValueError(f"{name} must be one of {', '.join(parts)}; got {value!r}.{hint_told}")
     elif kind is Annotated:
         number, limits = parts[0], parts[1]
         if told := limits.refusal(value, is_whole=number is int):
             raise ValueError(f"{name} {told}")
-    elif hint is not bool and isinstance(hint, type) and not isinstance(value, hint):
-        words: dict[Any, str] = {str: "text (str)", Path: "a pathlib.Path"}
+    elif isinstance(hint, type) and not isinstance(value, hint):
+        words: dict[Any, str] = {str: "text (str)", Path: "a pathlib.Path", bool: "true or false"}
         kind_told = words.get(hint, f"a {hint.__name__}")
         raise ValueError(f"{name} must be {kind_told}; got {value!r}.")
