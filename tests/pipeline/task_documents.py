@@ -58,6 +58,10 @@ def document(task: str, draw: random.Random) -> dict[str, Any]:
     }[task]
 
 
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
 def write_documents(folder: Path, *tasks: str) -> Path:
     """Nine documents of each task for shots, and six that are scored."""
     for task in tasks:

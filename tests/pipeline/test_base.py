@@ -19,6 +19,7 @@ from doge_fast.pipeline import failures, records
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import BaseConfig, ProxyConfig
 from doge_fast.pipeline.proxy import learn_weights
+from doge_fast.pipeline.run import Run
 from doge_fast.pipeline.trainer import RecordedTrainer
 from tests.pipeline.stages import NAMES, assert_same_run, killed_at, words_of, write_weights
 
@@ -31,7 +32,7 @@ OWNER = (
 def test_a_run_leaves_records_the_weights_used_and_a_model(trained_base: Path) -> None:
     held = sorted(entry.name for entry in trained_base.iterdir())
     assert held == ["config.json", "metrics.jsonl", "model", "weights.json"]
-    assert records.weights_by_name(records.read_weights(trained_base)) == dict.fromkeys(NAMES, 0.25)
+    assert Run(trained_base).weights == dict.fromkeys(NAMES, 0.25)
     lines = records.read_metrics(trained_base, kind="train")
     assert [line["step"] for line in lines] == list(range(1, 9))
     # A step of warm-up, then a cosine to the minimum.
@@ -48,22 +49,19 @@ def test_a_run_leaves_records_the_weights_used_and_a_model(trained_base: Path) -
 
 
 def test_natural_weights_are_by_tokens(base: Make) -> None:
-    config = base(weights="natural")
-    train_base(config)
-    weights = records.weights_by_name(records.read_weights(config.out))
-    domains = records.read_config(config.out)["corpus"]["domains"]
+    run = train_base(base(weights="natural"))
+    domains = records.read_config(run.path)["corpus"]["domains"]
     total = sum(domain["train_tokens"] for domain in domains.values())
-    for name, domain in domains.items():
-        assert weights[name] == pytest.approx(domain["train_tokens"] / total, rel=1e-12)
-    tokens = records.read_metrics(config.out, kind="train")[-1]["tokens"]
+    expected = {name: domain["train_tokens"] / total for name, domain in domains.items()}
+    assert run.weights == pytest.approx(expected, rel=1e-12)
+    tokens = run.metrics("train")[-1]["tokens"]
     assert max(tokens, key=tokens.__getitem__) == "prose"
 
 
 def test_tokens_follow_the_weights(base: Make) -> None:
     wanted = {"code": 0.5, "prose": 0.3, "table": 0.2, "verse": 0.0}
-    config = base(weights="code=0.5,prose=0.3,table=0.2,verse=0", steps=20)
-    train_base(config)
-    tokens = records.read_metrics(config.out, kind="train")[-1]["tokens"]
+    run = train_base(base(weights="code=0.5,prose=0.3,table=0.2,verse=0", steps=20))
+    tokens = run.metrics("train")[-1]["tokens"]
     assert sum(tokens.values()) == 20 * 8 * 16
     for name, weight in wanted.items():
         # Each step's count is within one block of its share; so is their running sum or nearly.
@@ -73,13 +71,11 @@ def test_tokens_follow_the_weights(base: Make) -> None:
 def test_a_proxy_run_gives_its_average_weights(
     base: Make, proxy: Callable[..., ProxyConfig]
 ) -> None:
-    learned = learn_weights(proxy(target=("verse",))).path
-    config = base(weights=str(learned), targets=("verse",))
-    train_base(config)
-    used = records.weights_by_name(records.read_weights(config.out))
-    assert used == records.weights_by_name(records.read_weights(learned))
-    assert "verse" in records.read_metrics(config.out, kind="eval")[-1]["loss"]
-    assert set(records.read_metrics(config.out, kind="train")[-1]["tokens"]) == set(NAMES[:3])
+    learned = learn_weights(proxy(target=("verse",)))
+    run = train_base(base(weights=str(learned.path), targets=("verse",)))
+    assert run.weights == learned.weights
+    assert "verse" in run.metrics("eval")[-1]["loss"]
+    assert set(run.metrics("train")[-1]["tokens"]) == set(NAMES[:3])
 
 
 def test_weights_of_other_tokens_are_used_with_a_word(

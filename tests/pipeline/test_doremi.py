@@ -20,12 +20,7 @@ from doge_fast.pipeline.config import BaseConfig, DoReMiConfig, ReportConfig
 from doge_fast.pipeline.domains import BlockSampler, mixed_batch
 from doge_fast.pipeline.doremi import DoReMiTrainer, learn_by_excess_loss
 from doge_fast.pipeline.model import open_model
-from doge_fast.weights.group_dro import (
-    SMOOTHING,
-    STEP_SIZE,
-    Variant,
-    domain_means,
-)
+from doge_fast.weights.group_dro import SMOOTHING, STEP_SIZE, Variant, domain_means
 from tests.method.test_group_dro import ULPS, VARIANTS, loss_by_loop, moved_by_loop
 from tests.pipeline.stages import NAMES, killed_at, write_weights
 
@@ -183,11 +178,10 @@ def test_a_proxy_of_another_size_and_a_held_out_domain(
     doremi: Make, reference: Callable[..., Path]
 ) -> None:
     against = reference(targets=("verse",))
-    config = doremi(reference=against, targets=("verse",), model="tiny")
-    learn_by_excess_loss(config)
-    record = records.read_weights(config.out, domains=NAMES[:3])
-    assert record["parameters"] > record["reference"]["parameters"]
-    assert "verse" in records.read_metrics(config.out, kind="eval")[-1]["loss"]
+    run = learn_by_excess_loss(doremi(reference=against, targets=("verse",), model="tiny"))
+    assert list(run.weights) == NAMES[:3]
+    assert run.record["parameters"] > run.record["reference"]["parameters"]
+    assert "verse" in run.metrics("eval")[-1]["loss"]
 
 
 def test_a_run_does_not_go_on_against_another_reference(

@@ -11,12 +11,7 @@ import pytest
 
 from doge_fast.mixture.counts import Phase
 from doge_fast.pipeline import records, tables
-from doge_fast.pipeline.config import (
-    BaseConfig,
-    EvaluateConfig,
-    ExperimentConfig,
-    ProxyConfig,
-)
+from doge_fast.pipeline.config import BaseConfig, EvaluateConfig, ExperimentConfig, ProxyConfig
 from doge_fast.pipeline.config.fields import filled
 from doge_fast.pipeline.evaluation import evaluate
 from doge_fast.pipeline.experiments import runner

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,16 +21,12 @@ from doge_fast.pipeline.domains import Corpus
 from doge_fast.pipeline.failures import FileFailure
 from doge_fast.pipeline.model import open_model, padded_vocab_size
 from tests.pipeline.corpora import write_jsonl
-from tests.pipeline.task_documents import CHOICES, document, write_documents
+from tests.pipeline.task_documents import CHOICES, document, read, write_documents
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: the extra fewshot")
 from lm_eval.models.huggingface import HFLM
 
 from doge_fast.pipeline.fewshot import PAPER_TASKS, few_shot, open_tasks, table, task_names
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -335,11 +332,9 @@ def test_the_hub_is_asked_for_what_lm_eval_names(
 
 
 def test_the_verb_measures_both_or_one(
-    base: Callable[..., BaseConfig], task_data: Path, capsys: pytest.CaptureFixture[str]
+    trained_base: Path, task_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from doge_fast.pipeline.base import train_base
-
-    out = train_base(base(block_size=64)).path
+    out = shutil.copytree(trained_base, tmp_path / "base")
     words = ["evaluate", str(out), "--device", "cpu", "--task-data", str(task_data)]
     assert cli.main([*words, "--tasks", "copa,wic", "--task-limit", "2"]) == 0
     printed = capsys.readouterr().out.splitlines()

@@ -13,11 +13,7 @@ from safetensors.torch import load_file, save_file
 from doge_fast import cli
 from doge_fast.integrations.transformers import DoGETrainer
 from doge_fast.pipeline import records
-from doge_fast.pipeline.config import (
-    EvaluateConfig,
-    ProxyConfig,
-    ReportConfig,
-)
+from doge_fast.pipeline.config import EvaluateConfig, ProxyConfig, ReportConfig
 from doge_fast.pipeline.evaluation import evaluate
 from doge_fast.pipeline.health import Diverged, LostSteps
 from doge_fast.pipeline.proxy import ProxyTrainer, learn_weights

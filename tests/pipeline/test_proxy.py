@@ -14,18 +14,11 @@ from doge_fast import cli
 from doge_fast.pipeline import records
 from doge_fast.pipeline.config import ProxyConfig
 from doge_fast.pipeline.model import open_model
-from doge_fast.pipeline.proxy import (
-    ProxyTrainer,
-    learn_weights,
-)
+from doge_fast.pipeline.proxy import ProxyTrainer, learn_weights
 from doge_fast.pipeline.reporting.runs import open_runs
+from doge_fast.pipeline.run import Run
 from tests.pipeline.corpora import texts, write_jsonl
-from tests.pipeline.stages import (
-    NAMES,
-    assert_same_run,
-    lines_of,
-    words_of,
-)
+from tests.pipeline.stages import NAMES, assert_same_run, lines_of, words_of
 from tests.pipeline.workshop import Damage
 
 Make = Callable[..., ProxyConfig]
@@ -54,6 +47,11 @@ def test_the_bars_of_transformers_are_off_in_a_run_alone(
     assert "|" not in capfd.readouterr().err
 
 
+def difficulties_of(run: Path) -> list[float]:
+    lines = records.read_metrics(run, kind="train")[1:]
+    return [value for line in lines for value in line["difficulty"].values()]
+
+
 def test_a_run_leaves_weights_records_and_a_model(trained_proxy: Path) -> None:
     held = sorted(entry.name for entry in trained_proxy.iterdir())
     assert held == ["config.json", "metrics.jsonl", "model", "weights.json"]
@@ -69,7 +67,8 @@ def test_a_run_leaves_weights_records_and_a_model(trained_proxy: Path) -> None:
         there = corpus[entry["name"]]
         assert (entry["tokens"], entry["documents"]) == (there["train_tokens"], there["documents"])
         assert entry["mean_doc_tokens"] == there["train_tokens"] / there["documents"]
-    assert "initial" not in record
+    # Domains are cut to norm one before they are scored, unless told otherwise.
+    assert max(difficulties_of(trained_proxy)) <= 1 + 1e-9
     assert record["target"] == "universal"
     assert (record["steps"], record["seed"], record["block_size"]) == (8, 0, 16)
     model = AutoModelForCausalLM.from_pretrained(trained_proxy / "model")
@@ -80,9 +79,9 @@ def test_a_run_leaves_weights_records_and_a_model(trained_proxy: Path) -> None:
 
 
 def test_lines_hold_the_weights_raw_and_averaged_from_step_zero(proxy: Make) -> None:
-    config = proxy(domain_max_grad_norm=None)
-    learn_weights(config)
-    lines = records.read_metrics(config.out, kind="train")
+    run = learn_weights(proxy(domain_max_grad_norm=None))
+    assert max(difficulties_of(run.path)) > 1
+    lines = run.metrics("train")
     assert [line["step"] for line in lines] == list(range(9))
     assert lines[0]["alpha"] == lines[0]["alpha_mean"] == dict.fromkeys(NAMES, 0.25)
     for name in NAMES:
@@ -99,40 +98,18 @@ def test_lines_hold_the_weights_raw_and_averaged_from_step_zero(proxy: Make) -> 
     assert last["tokens"] == dict.fromkeys(NAMES, 8 * 2 * 16)
     assert last["skipped"] is False
     assert last["combined_norm"] > 0
-    assert lines[1]["lr"] == 0.0  # Warm-up begins there.
-    assert lines[2]["lr"] == pytest.approx(3e-3)
-    weights = records.weights_by_name(records.read_weights(config.out))
-    assert last["alpha_mean"] == weights
-    held_out = records.read_metrics(config.out, kind="eval")
-    assert [line["step"] for line in held_out] == [8]
-    assert set(held_out[0]["loss"]) == set(NAMES)
+    assert last["alpha_mean"] == run.weights
+    (held_out,) = run.metrics("eval")
+    assert held_out["step"] == 8
+    assert set(held_out["loss"]) == set(NAMES)
 
 
 def test_one_pass_for_all_domains_leaves_the_same_weights(proxy: Make) -> None:
     """To float32's rounding over 8 steps of AdamW; auto is one of the two, to the bit."""
-    weights = {
-        mode: records.weights_by_name(
-            records.read_weights(learn_weights(proxy(mode, mode=mode)).path)
-        )
-        for mode in ("sequential", "stacked", "auto")
-    }
+    modes = ("sequential", "stacked", "auto")
+    weights = {mode: learn_weights(proxy(mode, mode=mode)).weights for mode in modes}
     assert weights["auto"] == weights["stacked"] != weights["sequential"]
     assert weights["stacked"] == pytest.approx(weights["sequential"], rel=1e-5)
-
-
-def test_domains_are_cut_to_norm_one_before_they_are_scored_unless_told_otherwise(
-    proxy: Make,
-) -> None:
-    weights = []
-    for norm in (None, 1.0):
-        config = proxy(f"cut-{norm}", domain_max_grad_norm=norm)
-        learn_weights(config)
-        weights.append(records.weights_by_name(records.read_weights(config.out)))
-        lines = records.read_metrics(config.out, kind="train")[1:]
-        difficulty = max(value for line in lines for value in line["difficulty"].values())
-        assert (difficulty <= 1 + 1e-9) == (norm == 1.0)
-    assert weights[0] != weights[1]
-    assert proxy().domain_max_grad_norm == 1.0
 
 
 def test_the_seed_gives_the_run(proxy: Make) -> None:
@@ -143,19 +120,18 @@ def test_the_seed_gives_the_run(proxy: Make) -> None:
 
 
 def test_a_held_out_domain_is_measured_and_not_trained_on(proxy: Make) -> None:
-    config = proxy(target=("verse",))
-    learn_weights(config)
-    record = records.read_weights(config.out, domains=["code", "prose", "table"])
+    run = learn_weights(proxy(target=("verse",)))
+    record = records.read_weights(run.path, domains=["code", "prose", "table"])
     assert record["target"] == {"verse": 1.0}
     # A target has tokens, and no share of the training.
     assert sum(entry["prior"] for entry in record["domains"]) == pytest.approx(1, rel=1e-12)
-    line = records.read_metrics(config.out, kind="train")[-1]
+    line = run.metrics("train")[-1]
     assert line["rows"] == ["code", "prose", "table", "verse"]
     assert set(line["alpha"]) == {"code", "prose", "table"}
     # No training domain is its own target.
     assert line["difficulty"] == dict.fromkeys(["code", "prose", "table"], 0.0)
-    assert "verse" in records.read_metrics(config.out, kind="eval")[-1]["loss"]
-    assert list(records.read_config(config.out)["corpus"]["targets"]) == ["verse"]
+    assert "verse" in run.metrics("eval")[-1]["loss"]
+    assert list(records.read_config(run.path)["corpus"]["targets"]) == ["verse"]
 
 
 def test_weighted_targets_and_chosen_domains(proxy: Make) -> None:
@@ -168,34 +144,28 @@ def test_weighted_targets_and_chosen_domains(proxy: Make) -> None:
 
 
 def test_mix_is_measured_on_blocks_that_nobody_trains_on(proxy: Make, trained_proxy: Path) -> None:
-    config = proxy(target=("mix",))
-    learn_weights(config)
-    line = records.read_metrics(config.out, kind="train")[-1]
+    run = learn_weights(proxy(target=("mix",)))
+    line = run.metrics("train")[-1]
     assert line["rows"] == [*NAMES, "mix"]
     assert line["difficulty"] == dict.fromkeys(NAMES, 0.0)
-
-    def blocks(run: Path) -> int:
-        domains = records.read_config(run)["corpus"]["domains"]
-        return sum(domain["train_blocks"] for domain in domains.values())
-
-    assert blocks(config.out) < blocks(trained_proxy)
-
-    def document_lengths(run: Path) -> dict[str, float]:
-        entries = records.read_weights(run)["domains"]
-        return {entry["name"]: entry["mean_doc_tokens"] for entry in entries}
-
+    found, whole = (
+        records.read_config(each)["corpus"]["domains"] for each in (run.path, trained_proxy)
+    )
+    assert all(found[name]["train_blocks"] < whole[name]["train_blocks"] for name in NAMES)
     # What is held out came from the same documents.
-    assert document_lengths(config.out) == document_lengths(trained_proxy)
+    lengths = [
+        [entry["mean_doc_tokens"] for entry in records.read_weights(each)["domains"]]
+        for each in (run.path, trained_proxy)
+    ]
+    assert lengths[0] == lengths[1]
 
 
 def test_selected_parameters_alone_enter_the_gain(proxy: Make, tmp_path: Path) -> None:
     selection = tmp_path / "selection.json"
     selection.write_text('["transformer.h.0.mlp.c_fc.weight"]')
-    some, all_of_them = proxy("some", selection=selection), proxy("all")
-    learn_weights(some)
-    learn_weights(all_of_them)
-    gains = [records.read_metrics(c.out, kind="train")[1]["gain"] for c in (some, all_of_them)]
-    assert all(0 < gains[0][name] < gains[1][name] for name in NAMES)
+    runs = [learn_weights(proxy("some", selection=selection)), learn_weights(proxy("all"))]
+    some, whole = (run.metrics("train")[1]["gain"] for run in runs)
+    assert all(0 < some[name] < whole[name] for name in NAMES)
 
 
 @pytest.mark.parametrize("step", [4, 8])
@@ -213,10 +183,7 @@ def test_a_training_is_not_lost_with_the_lines_about_it(
 
     monkeypatch.setattr(ProxyTrainer, "line", damaged)
     assert cli.main(["proxy", *words_of(config)]) == 0
-    found, expected = (
-        records.weights_by_name(records.read_weights(run)) for run in (config.out, trained_proxy)
-    )
-    assert found == expected
+    assert Run(config.out).weights == Run(trained_proxy).weights
     assert records.is_finished(config.out)
 
 

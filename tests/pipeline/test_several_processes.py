@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,7 @@ from safetensors.torch import load_file
 from doge_fast import cli
 from doge_fast.pipeline import records
 from doge_fast.pipeline.base import train_base
-from doge_fast.pipeline.config import (
-    BaseConfig,
-    EvaluateConfig,
-    ProxyConfig,
-    TemperatureConfig,
-)
+from doge_fast.pipeline.config import BaseConfig, EvaluateConfig, ProxyConfig, TemperatureConfig
 from doge_fast.pipeline.evaluation import evaluate
 from doge_fast.pipeline.report import terminal_table
 from doge_fast.pipeline.temperature import temperature
@@ -65,6 +60,28 @@ def ends_on_a_rank(stage: Callable[[Any], Any], config: Any) -> str:
     return f"{type(error.value).__name__}: {error.value}"
 
 
+NOT_COMPARED = {"seconds", "source", "out", "run", "sha256", "model_sha256", "drift"}
+
+
+def leaves(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    """Each value of what JSON holds, but for what a clock says and where it lies."""
+    if not isinstance(value, (dict, list)):
+        yield where, value
+        return
+    places = value.items() if isinstance(value, dict) else enumerate(value)
+    for place, inner in places:
+        if place not in NOT_COMPARED:
+            yield from leaves(inner, f"{where}/{place}")
+
+
+def assert_near(ours: Any, theirs: Any, rtol: float) -> None:
+    found, expected = dict(leaves(ours)), dict(leaves(theirs))
+    assert found.keys() == expected.keys()
+    for place, value in expected.items():
+        near = pytest.approx(value, rel=rtol, abs=1e-6) if isinstance(value, float) else value
+        assert found[place] == near, place
+
+
 def assert_alike(run: Path, other: Path, rtol: float = 1e-4) -> None:
     """The same files, and the same numbers in them to float32's rounding in some steps of AdamW."""
     assert files(run) == files(other)
@@ -81,25 +98,6 @@ def assert_alike(run: Path, other: Path, rtol: float = 1e-4) -> None:
 
 def files(run: Path) -> list[Path]:
     return sorted(path.relative_to(run) for path in run.rglob("*") if path.is_file())
-
-
-NOT_COMPARED = {"seconds", "source", "out", "run", "sha256", "model_sha256", "drift"}
-
-
-def assert_near(ours: Any, theirs: Any, rtol: float, where: str = "") -> None:
-    """Of what JSON holds, but for what a clock says and where it lies."""
-    if isinstance(theirs, dict):
-        assert ours.keys() == theirs.keys(), where
-        for key in theirs.keys() - NOT_COMPARED:
-            assert_near(ours[key], theirs[key], rtol, f"{where}/{key}")
-    elif isinstance(theirs, list):
-        assert len(ours) == len(theirs), where
-        for index, (mine, yours) in enumerate(zip(ours, theirs, strict=True)):
-            assert_near(mine, yours, rtol, f"{where}/{index}")
-    elif isinstance(theirs, float):
-        assert ours == pytest.approx(theirs, rel=rtol, abs=1e-6), where
-    else:
-        assert ours == theirs, where
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from doge_fast import cli
 from doge_fast.pipeline import records
 from doge_fast.pipeline.config import BaseConfig, ProxyConfig, TargetConfig
-from tests.pipeline.task_documents import write_documents
+from tests.pipeline.task_documents import read, write_documents
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: the extra fewshot")
 
@@ -20,10 +20,6 @@ from doge_fast.pipeline.task_target import write_target
 from tests.pipeline.stages import words_of
 
 REAL_DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "fewshot"
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def copa(document: dict[str, Any]) -> str:

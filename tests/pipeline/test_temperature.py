@@ -16,6 +16,7 @@ from doge_fast.pipeline.experiments.jobs import Job
 from doge_fast.pipeline.health import Diverged
 from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.report import terminal_table
+from doge_fast.pipeline.run import Run
 from doge_fast.pipeline.temperature import next_inverses, sharpened, temperature
 from tests.pipeline.conftest import settings_of
 from tests.pipeline.stages import NAMES, write_weights
@@ -87,7 +88,7 @@ def asked(learned: Path, **changes: Any) -> TemperatureConfig:
 def test_the_lowest_measured_loss_is_written(learned: Path) -> None:
     config = asked(learned, seeds=(0, 1), most_runs=4)
     run = temperature(config)
-    record, alpha = run.record, records.weights_by_name(records.read_weights(learned))
+    record, alpha = run.record, Run(learned).weights
     assert len(record["points"]) == 4
     for point in record["points"]:
         inverse, weights = point["inverse_temperature"], point["weights"]
@@ -98,8 +99,7 @@ def test_the_lowest_measured_loss_is_written(learned: Path) -> None:
             base = run.path / "runs" / f"base-{inverse:g}-seed{seed}"
             loss = json.loads((base / "evaluation.json").read_text())["loss"]
             assert point["losses"][str(seed)] == pytest.approx(sum(loss.values()) / len(NAMES))
-            used = records.weights_by_name(records.read_weights(base))
-            assert used == pytest.approx(weights)
+            assert Run(base).weights == pytest.approx(weights)
         assert point["loss"] == pytest.approx(sum(point["losses"].values()) / 2)
     best = min(record["points"], key=lambda point: point["loss"])
     assert record["inverse_temperature"] == best["inverse_temperature"]
