@@ -233,6 +233,12 @@ def test_lingua_knows_sources_by_their_folder() -> None:
         made("lingua", paths=PATHS | {"web": "/other/web"})
     with pytest.raises(ValueError, match="rows"):
         made("lingua", rows="blocks")
+    # A number and a variable to OmegaConf, which reads it.
+    odd = export(
+        {"x": 1.0}, to="lingua", paths={"x": "/${HOME}/1e3"}, mean_doc_tokens={"x": 1}
+    ).text
+    assert "root_dir: /\\${HOME}\n" in odd
+    assert "'1e3': 1.0" in odd
 
 
 def test_mosaic_draws_at_random_and_asks_for_a_batch() -> None:

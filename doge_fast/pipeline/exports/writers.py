@@ -148,7 +148,7 @@ def _lingua(blend: Blend) -> str:
             f"{', '.join(roots)}. Link to them from one folder."
         )
     sources = {folders[name].name: share for name, share in shares.items()}
-    return _to_yaml({"data": {"root_dir": roots[0], "sources": sources}})
+    return _to_yaml({"data": {"root_dir": _literal(roots[0]), "sources": sources}})
 
 
 def _maxtext(blend: Blend) -> str:
@@ -169,7 +169,11 @@ def _maxtext(blend: Blend) -> str:
     files = [f"{path},{_plain(share)}" for share, path in weighted]
     patterns = ";".join(files) if len(files) > 1 else weighted[0][1]
     return _to_yaml(
-        {"dataset_type": "grain", "grain_file_type": "arrayrecord", "grain_train_files": patterns}
+        {
+            "dataset_type": "grain",
+            "grain_file_type": "arrayrecord",
+            "grain_train_files": _literal(patterns),
+        }
     )
 
 
@@ -192,7 +196,7 @@ def _factory(blend: Blend) -> str:
     found = _datasets(blend)
     return _to_yaml(
         {
-            "dataset": ",".join(found),
+            "dataset": _literal(",".join(found)),
             "mix_strategy": "interleave_over",
             "interleave_probs": ",".join(map(_plain, found.values())),
         }
@@ -316,7 +320,19 @@ class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
     """Writes a share as the float that a framework reads."""
 
 
+def _text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    """Quoted where it begins like a number: 1e3 and 0o7 are numbers to some readers."""
+    style = "'" if re.match(r"[-+.\d]", text) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
 _Dumper.add_representer(Decimal, lambda dumper, share: dumper.represent_float(float(share)))
+_Dumper.add_representer(str, _text)
+
+
+def _literal(text: str) -> str:
+    """Text of a value in which OmegaConf, with which the target reads it, fills in nothing."""
+    return text.replace("${", "\\${")
 
 
 def _to_yaml(value: Any) -> str:
