@@ -23,7 +23,7 @@ from doge_fast.pipeline.config import ProxyConfig
 from doge_fast.pipeline.config.fields import filled, read_file
 from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.records import runs
-from doge_fast.pipeline.records.shapes import EvaluationRecord, ExperimentRecord, FewShotRecord
+from doge_fast.pipeline.records.shapes import EvaluationRecord, ExperimentRecord
 
 CORPUS = Path(__file__).with_name("corpus")
 Parser = Callable[[bytes], object]
@@ -96,9 +96,9 @@ def _run(data: bytes) -> object:
 
 
 def _measures(data: bytes) -> object:
-    for name in ("evaluation.json", "fewshot.json", "experiment.json"):
+    for name in ("evaluation.json", "experiment.json"):
         _file(name, data)
-    for kind in (EvaluationRecord, FewShotRecord, ExperimentRecord):
+    for kind in (EvaluationRecord, ExperimentRecord):
         with contextlib.suppress(ValueError):
             records.load(_folder(), kind)
     return None

@@ -17,8 +17,7 @@ import pytest
 from doge_fast.pipeline import records, report
 from doge_fast.pipeline.config import ReportConfig
 from doge_fast.pipeline.records.movement import Movement, movement_of
-from doge_fast.pipeline.reporting.sections import sections_of
-from doge_fast.pipeline.reporting.study import open_study, remarks_on
+from doge_fast.pipeline.reporting.study import remarks_on
 from tests.pipeline.written_runs import (
     DOMAINS,
     STEPS,
@@ -450,21 +449,3 @@ def test_a_line_of_weights_that_lacks_the_average_is_named(tmp_path: Path) -> No
     with pytest.raises(ValueError, match="line 3 is not of the run"):
         report.write_report(ReportConfig(runs=(proxy,)))
     assert not (proxy / "report.html").exists()
-
-
-def test_accuracies_have_the_error_of_seeds_and_of_documents(tmp_path: Path) -> None:
-    write_experiment(tmp_path, [0.0] * 3)
-    for seed in range(3):
-        score = {"acc": 0.5 + 0.1 * seed, "acc_stderr": 0.02, "chance": 0.5}
-        score |= {"truncated_requests": 3}
-        setting = {"shots": 2, "fewshot_seed": 0, "positions": 32}
-        told = records.few_shot(step=1, tasks={"copa": score}, setting=setting)
-        records.write_json(tmp_path / "runs" / f"uniform-seed{seed}" / records.FEWSHOT, told)
-    # Scored in another way, so not beside the others.
-    odd = told | {"shots": 0}
-    records.write_json(tmp_path / "runs" / "doge-seed0" / records.FEWSHOT, odd)
-    tables = [table for part in sections_of(open_study([tmp_path])) for table in part.tables]
-    (table,) = [each for each in tables if each.title.startswith("Tasks")]
-    assert "Prompts were cut" in table.note
-    error = math.hypot(10 / math.sqrt(3), 2)
-    assert [cell.text for cell in table.rows[0].cells] == [f"60.0 ± {error:.1f}", "50.0"]

@@ -184,36 +184,6 @@ class EvaluationRecord(WholeFile):
 
 
 @dataclass(frozen=True)
-class Average:
-    """The average over tasks in fewshot.json."""
-
-    acc: float
-    chance: float
-    acc_stderr: Number = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskScores(Average):
-    """What fewshot.json says of a task."""
-
-    truncated_requests: CountOrZero
-
-
-@dataclass(frozen=True)
-class FewShotRecord(WholeFile):
-    """fewshot.json, as far as it is read."""
-
-    file = FEWSHOT
-    absent = f"{{}} holds no {FEWSHOT}: run doge-fast evaluate --tasks on it."
-
-    shots: CountOrZero
-    tasks: dict[str, TaskScores]
-    average: Average
-    task_limit: Count | None = None
-    task_data_sha256: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True)
 class ArmRecord:
     """Runs in experiment.json that differ in nothing but their seed."""
 

@@ -17,7 +17,6 @@ from doge_fast.pipeline.records.shapes import (
     Asked,
     ConfigRecord,
     EvaluationRecord,
-    FewShotRecord,
     MetricsLine,
 )
 from doge_fast.pipeline.reporting.wording import listed, to_floats
@@ -41,7 +40,6 @@ class RecordedRun:
     lines: Sequence[MetricsLine]
     weights: Json | None
     evaluation: EvaluationRecord | None
-    few_shot: FewShotRecord | None
 
     @property
     def name(self) -> str:
@@ -206,7 +204,6 @@ def _read_run(path: Path) -> RecordedRun:
         lines=records.read_lines(path) if is_there(records.METRICS) else [],
         weights=records.read_weights(path) if is_there(records.WEIGHTS) else None,
         evaluation=records.load_evaluation(path) if is_there(records.EVALUATION) else None,
-        few_shot=records.load(path, FewShotRecord) if is_there(records.FEWSHOT) else None,
     )
     _check_one_run(run, path)
     return run

@@ -10,15 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from doge_fast.pipeline import baselines
 from doge_fast.pipeline.records.shapes import (
-    Average,
     CostGroup,
-    FewShotRecord,
     PerplexityGroup,
     TargetsGroup,
     TemperatureGroup,
@@ -34,7 +31,6 @@ from doge_fast.pipeline.reporting.statistics import (
     PairedDifference,
     change_of,
     change_text,
-    stat_of,
 )
 from doge_fast.pipeline.reporting.study import Study, open_study
 from doge_fast.pipeline.reporting.wording import (
@@ -71,15 +67,12 @@ class Section:
 def sections_of(study: Study) -> list[Section]:
     """The page from top to bottom, of the runs that there are so far."""
     measured: list[PerplexityGroup | TargetsGroup] = [*study.of(PerplexityGroup)]
-    # Two tables of the same base models share their accuracies.
-    scored = {group.arms: group for group in study.of(PerplexityGroup)}
     found = [
         *(temperature_section(study, group) for group in study.of(TemperatureGroup)),
         *(mixture_section(study, group) for group in study.of(WeightsGroup)),
         warnings_section(study),
         course_section(study),
         *(perplexity_section(study, group) for group in (*measured, *study.of(TargetsGroup))),
-        *(tasks_section(study, group) for group in scored.values()),
         *(cost_section(study, group) for group in study.of(CostGroup)),
         provenance_section(study),
     ]
@@ -370,66 +363,6 @@ def _difference_table(
         note=f"Change of perplexity. {MARKS}{chance}",
         totals=rows[True],
     )
-
-
-def tasks_section(study: Study, group: PerplexityGroup) -> Section | None:
-    """k-shot accuracies of the arms over their common seeds, as tab:fewshot.
-
-    Runs count that were scored on the tasks of the first one, in the same way.
-    """
-    scores: dict[str, dict[int, FewShotRecord]] = {}
-    asked: tuple[Any, ...] | None = None
-    for arm in group.arms:
-        for run in study.runs_of(arm.runs):
-            if run.few_shot is None:
-                continue
-            asked = asked or _asked(run.few_shot)
-            if _asked(run.few_shot) == asked:
-                scores.setdefault(arm.label, {})[run.seed] = run.few_shot
-    seeds = sorted(set.intersection(*map(set, scores.values()))) if scores else []
-    if not seeds:
-        return None
-    kept = {label: [each[seed] for seed in seeds] for label, each in scores.items()}
-    first = next(iter(kept.values()))[0]
-    rows = [
-        _accuracies(task, [[each.tasks[task] for each in found] for found in kept.values()])
-        for task in first.tasks
-    ]
-    total = _accuracies("average", [[each.average for each in found] for found in kept.values()])
-    note = (
-        f"Accuracy in per cent, {first.shots}-shot; ±: standard error, of documents and, where "
-        "there are several, of seeds."
-    )
-    if any(task.truncated_requests for task in first.tasks.values()):
-        note += " Prompts were cut to fit the models' positions: these are not full k-shot scores."
-    if first.task_limit is not None:
-        note += f" Of every task the first {plural(first.task_limit, 'document')} alone."
-    abouts = {arm.label: f"{arm.about}, {plural(len(seeds), 'seed')}" for arm in group.arms}
-    heads = [*((label, abouts[label]) for label in kept), ("chance", "one of the choices")]
-    title = f"Tasks: {group.title}"
-    return Section(
-        title, tables=[table_of(["task", *heads], rows, title=title, note=note, totals=[total])]
-    )
-
-
-def _asked(scores: FewShotRecord) -> tuple[Any, ...]:
-    """Which tasks were scored, and how."""
-    return tuple(scores.tasks), scores.shots, scores.task_limit, scores.task_data_sha256
-
-
-def _accuracies(label: str, arms: Sequence[Sequence[Average]]) -> tuple[str, ...]:
-    """Of each arm the mean over seeds, with the error of seeds and documents; then chance."""
-    cells = []
-    for scores in arms:
-        seeds = stat_of(each.acc for each in scores)
-        errors = [each.acc_stderr for each in scores if each.acc_stderr is not None]
-        told = f"{100 * seeds.mean:.1f}"
-        if len(errors) == len(scores):
-            # Seeds answer the same documents, so that more of them do not make these fewer.
-            error = math.hypot(seeds.error or 0.0, math.fsum(errors) / len(scores))
-            told += f" ± {100 * error:.1f}"
-        cells.append(told)
-    return label, *cells, f"{100 * arms[0][0].chance:.1f}"
 
 
 def cost_section(study: Study, group: CostGroup) -> Section | None:
