@@ -322,22 +322,14 @@ def _select(config: configs.SelectConfig) -> list[str]:
 
 
 def _evaluate(config: configs.EvaluateConfig) -> list[str]:
-    if not config.perplexity and not config.tasks.tasks:
-        raise ValueError("With --no-perplexity there is nothing to measure; name --tasks.")
-    # First, so that a mistake in the tasks is reported before anything is computed.
     if config.tasks.tasks:
         from doge_fast.pipeline import fewshot
 
         ranks.refuse_several("evaluate --tasks")
-        fewshot.open_tasks(config)
-    lines = []
-    if config.perplexity:
-        from doge_fast.pipeline.evaluation import evaluate, table
+        return [fewshot.table(fewshot.few_shot(config))]
+    from doge_fast.pipeline.evaluation import evaluate, table
 
-        lines.append(table(evaluate(config)))
-    if config.tasks.tasks:
-        lines.append(fewshot.table(fewshot.few_shot(config)))
-    return lines
+    return [table(evaluate(config))]
 
 
 def _report(config: configs.ReportConfig) -> list[str]:

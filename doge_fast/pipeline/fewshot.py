@@ -78,7 +78,9 @@ def few_shot(config: EvaluateConfig) -> dict[str, Any]:
     Source: DoGE, section universal-exp, Table fewshot (5 shots).
     """
     record, asked = records.read_config(config.run), config.tasks
-    tasks = open_tasks(config)
+    records.check_finished(config.run)
+    check_ranges(config)
+    tasks = load_tasks(asked)
     folder = config.run / records.MODEL
     model, tokenizer = open_model(folder), AutoTokenizer.from_pretrained(folder)
     torch.nn.Module.to(model, training.device_of(config.device))
@@ -103,21 +105,13 @@ def few_shot(config: EvaluateConfig) -> dict[str, Any]:
     return result
 
 
-def open_tasks(config: EvaluateConfig) -> dict[str, Any]:
+@_quiet()
+def load_tasks(asked: TasksConfig) -> dict[str, Any]:
     """lm-eval's tasks with their documents; says what is wrong before any model is opened.
 
     Raises:
         ValueError, RuntimeError: as `few_shot`.
     """
-    records.read_config(config.run)
-    records.check_finished(config.run)
-    check_ranges(config)
-    return load_tasks(config.tasks)
-
-
-@_quiet()
-def load_tasks(asked: TasksConfig) -> dict[str, Any]:
-    """As `open_tasks`, whatever the run."""
     check_ranges(asked)
     names = task_names(asked.tasks)
     if not names:

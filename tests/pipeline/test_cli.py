@@ -138,7 +138,6 @@ def test_numbers_may_be_said_in_thousands_and_billions() -> None:
     )
     assert cli.parse(["proxy", "--out", "x", "--steps", "1.5e3"]).training.steps == 1500
     assert cli.parse(["proxy", "--out", "x", "--mu", "2", "--mu", "None"]).mu is None
-    assert not cli.parse(["evaluate", "x", "--no-perplexity"]).perplexity
 
 
 def test_the_version_and_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:

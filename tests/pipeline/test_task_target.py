@@ -114,6 +114,7 @@ def test_weights_are_learned_for_a_benchmark(
     trained = base(data=str(corpus), cache_dir=learned.corpus.cache_dir, block_size=64)
     words = ["--weights", str(learned.out), "--targets", "tasks"]
     assert cli.main(["base", *words_of(trained), *words]) == 0
+    assert cli.main(["evaluate", str(trained.out), "--device", "cpu"]) == 0
     words = ["--tasks", "sciq,copa", "--task-data", str(REAL_DATA), "--task-limit", "2"]
     assert cli.main(["evaluate", str(trained.out), "--device", "cpu", *words]) == 0
     assert "tasks" in records.read_evaluation(trained.out)["perplexity"]

@@ -16,8 +16,8 @@ from doge_fast.pipeline.config.stages import TasksConfig
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """Per-domain perplexity of a run's model on held-out documents; with `tasks`, also k-shot
-    accuracy through lm-evaluation-harness."""
+    """Per-domain perplexity of a run's model on held-out documents; with `tasks`, k-shot accuracy
+    through lm-evaluation-harness instead."""
 
     main: ClassVar = ("run", "data", "domains", "blocks", "tasks", "out")
     examples: ClassVar = ("runs/learned", "runs/learned --tasks copa sciq")
@@ -41,8 +41,6 @@ class EvaluateConfig:
     """The file to write; with `data` it must be named. None: the run's evaluation.json."""
     batch_size: Count = 16
     """Blocks, or prompts of a task, per forward pass."""
-    perplexity: bool = True
-    """Measure perplexity. Without it only the tasks are scored."""
     cache_dir: Path | None = None
     """With data: where its packed blocks are kept; None: $DOGE_FAST_CACHE, else doge_fast in the
     user's cache directory."""
