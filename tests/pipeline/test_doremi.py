@@ -1,6 +1,5 @@
 """DoReMi's weights follow the loss in excess of a reference, and its runs are runs like others."""
 
-import json
 import math
 import shutil
 from collections.abc import Callable
@@ -33,32 +32,8 @@ def doremi(configured: Callable[..., Make]) -> Make:
     return configured(DoReMiConfig, batch_size=8)
 
 
-@pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Reference runs, each trained once for all tests."""
-    return {"folder": tmp_path_factory.mktemp("references")}
-
-
-@pytest.fixture
-def reference(base: Callable[..., BaseConfig], trained: dict[str, Path]) -> Callable[..., Path]:
-    """A finished base run of 30 steps; keywords as for `base`."""
-
-    def make(**changes: Any) -> Path:
-        key = json.dumps(changes, sort_keys=True)
-        if key not in trained:
-            config = base(**{"steps": 30} | changes)
-            out = trained["folder"] / str(len(trained))
-            trained[key] = train_base(BaseConfig(**vars(config) | {"out": out})).path
-        return trained[key]
-
-    return make
-
-
-def test_a_run_leaves_weights_records_and_a_model(
-    doremi: Make, reference: Callable[..., Path]
-) -> None:
-    against = reference()
-    config = doremi(reference=against)
+def test_a_run_leaves_weights_records_and_a_model(doremi: Make, trained_base: Path) -> None:
+    config = doremi(reference=trained_base)
     assert learn_by_excess_loss(config).path == config.out
     held = sorted(entry.name for entry in config.out.iterdir())
     assert held == ["config.json", "metrics.jsonl", "model", "weights.json"]
@@ -71,7 +46,7 @@ def test_a_run_leaves_weights_records_and_a_model(
     assert record["parameters"] == sum(p.numel() for p in model.parameters())
     assert record["tokens"] == 8 * 8 * 16
     told = record["reference"]
-    assert (told["run"], told["steps"], told["tokens"]) == (str(against), 30, 30 * 8 * 16)
+    assert (told["run"], told["steps"], told["tokens"]) == (str(trained_base), 8, 8 * 8 * 16)
     assert told["parameters"] == record["parameters"]
     assert len(told["model_sha256"]) == 64
     assert {entry["reference_weight"] for entry in record["domains"]} == {0.25}
@@ -83,9 +58,9 @@ def test_a_run_leaves_weights_records_and_a_model(
     [*((variant, {}) for variant in VARIANTS), ("doremi", {"step_size": 0.1, "smoothing": 0.5})],
 )
 def test_lines_hold_the_weights_and_what_moved_them(
-    doremi: Make, reference: Callable[..., Path], variant: Variant, changes: dict[str, float]
+    doremi: Make, trained_base: Path, variant: Variant, changes: dict[str, float]
 ) -> None:
-    config = doremi(reference=reference(), variant=variant, **changes)
+    config = doremi(reference=trained_base, variant=variant, **changes)
     learn_by_excess_loss(config)
     step_size = changes.get("step_size", STEP_SIZE[variant])
     smoothing = changes.get("smoothing", SMOOTHING[variant])
@@ -114,7 +89,7 @@ def test_lines_hold_the_weights_and_what_moved_them(
                 assert line["excess"][name] >= least - rounding
     assert records.weights_by_name(record) == lines[-1]["alpha_mean"]
     assert lines[-1]["tokens"] == dict.fromkeys(NAMES, 8 * 2 * 16)
-    # A fresh model predicts worse than one of 30 steps, so something has moved.
+    # A fresh model predicts worse than one of 8 steps, so something has moved.
     assert all(excess > 0 for excess in lines[1]["excess"].values())
     assert lines[-1]["alpha"] != lines[0]["alpha"]
     held_out = records.read_metrics(config.out, kind="eval")
@@ -122,18 +97,15 @@ def test_lines_hold_the_weights_and_what_moved_them(
     assert set(held_out[0]["loss"]) == set(NAMES)
 
 
-def test_the_reference_is_measured_as_it_is_and_stays_so(
-    doremi: Make, reference: Callable[..., Path]
-) -> None:
+def test_the_reference_is_measured_as_it_is_and_stays_so(doremi: Make, trained_base: Path) -> None:
     """The recorded losses are those of the model in its folder, without dropout."""
-    against = reference()
-    before = (against / "model/model.safetensors").read_bytes()
-    config = doremi(reference=against)
+    before = (trained_base / "model/model.safetensors").read_bytes()
+    config = doremi(reference=trained_base)
     learn_by_excess_loss(config)
     corpus = domains.load_corpus(config.corpus)
     num_blocks = {name: len(corpus.train[name]) for name in NAMES}
     mixture = BlockSampler(0, dict.fromkeys(NAMES, 0.25), 8, num_blocks)
-    model = open_model(against / "model").train(False)
+    model = open_model(trained_base / "model").train(False)
     for line in records.read_metrics(config.out, kind="train")[1::3]:
         batch = mixed_batch(corpus, mixture.blocks(line["step"] - 1))
         with torch.no_grad():
@@ -141,17 +113,16 @@ def test_the_reference_is_measured_as_it_is_and_stays_so(
         losses_K = domain_means(token_losses(logits, batch["labels"]), batch["domain_ids"], 4)
         measured = [line["reference_loss"][name] for name in NAMES]
         assert measured == pytest.approx(losses_K.tolist(), rel=4 * 2**-23)
-    assert (against / "model/model.safetensors").read_bytes() == before
+    assert (trained_base / "model/model.safetensors").read_bytes() == before
 
 
 def test_batches_follow_the_references_weights_and_so_does_the_start(
-    doremi: Make, reference: Callable[..., Path]
+    doremi: Make, base: Callable[..., BaseConfig]
 ) -> None:
     """Natural weights: prose has three times the text; some domains are missing in some steps."""
-    config = doremi(reference=reference(weights="natural"), batch_size=3, steps=12)
-    learn_by_excess_loss(config)
-    lines = records.read_metrics(config.out, kind="train")
-    record = records.read_weights(config.out)
+    reference = train_base(base("reference", weights="natural")).path
+    run = learn_by_excess_loss(doremi(reference=reference, batch_size=3, steps=12))
+    lines, record = run.metrics("train"), run.record
     weights = {entry["name"]: entry["reference_weight"] for entry in record["domains"]}
     assert max(weights, key=weights.__getitem__) == "prose"
     assert weights == {entry["name"]: entry["prior"] for entry in record["domains"]}
@@ -170,14 +141,14 @@ def test_batches_follow_the_references_weights_and_so_does_the_start(
     # Nothing has been seen of it: as bad as a guess.
     unseen = [name for name in NAMES if lines[1]["loss"][name] is None]
     assert unseen
-    vocab_size = records.read_config(config.out)["corpus"]["vocab_size"]
+    vocab_size = records.read_config(run.path)["corpus"]["vocab_size"]
     assert all(lines[1]["excess"][name] == math.log(vocab_size) for name in unseen)
 
 
 def test_a_proxy_of_another_size_and_a_held_out_domain(
-    doremi: Make, reference: Callable[..., Path]
+    doremi: Make, base: Callable[..., BaseConfig]
 ) -> None:
-    against = reference(targets=("verse",))
+    against = train_base(base("reference", targets=("verse",))).path
     run = learn_by_excess_loss(doremi(reference=against, targets=("verse",), model="tiny"))
     assert list(run.weights) == NAMES[:3]
     assert run.record["parameters"] > run.record["reference"]["parameters"]
@@ -185,10 +156,13 @@ def test_a_proxy_of_another_size_and_a_held_out_domain(
 
 
 def test_a_run_does_not_go_on_against_another_reference(
-    doremi: Make, reference: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    doremi: Make,
+    base: Callable[..., BaseConfig],
+    trained_base: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    against = tmp_path / "reference"
-    shutil.copytree(reference(), against)
+    against = shutil.copytree(trained_base, tmp_path / "base")
     config = doremi(reference=against, save_every=3, batch_size=3)
     with killed_at(monkeypatch, "training_step", 6):
         learn_by_excess_loss(config)
@@ -197,7 +171,7 @@ def test_a_run_does_not_go_on_against_another_reference(
     assert "not complete, its records end at step 5 of 8" in page.read_text(encoding="utf-8")
     page.unlink()
     shutil.rmtree(against)
-    shutil.copytree(reference(seed=1), against)
+    train_base(base(seed=1))
     with pytest.raises(ValueError, match="began with a reference model of hash"):
         learn_by_excess_loss(config)
 
@@ -215,7 +189,7 @@ def test_a_reference_has_every_domain(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_gradient_is_that_of_the_weighted_loss(
-    doremi: Make, reference: Callable[..., Path], dtype: str, monkeypatch: pytest.MonkeyPatch
+    doremi: Make, trained_base: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What Trainer differentiates is the loop's loss at this step's weights, not the last's."""
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -236,7 +210,7 @@ def test_the_gradient_is_that_of_the_weighted_loss(
         return losses[-1]
 
     monkeypatch.setattr(DoReMiTrainer, "training_step", noted)
-    learn_by_excess_loss(doremi(reference=reference(), steps=3, dtype=dtype))
+    learn_by_excess_loss(doremi(reference=trained_base, steps=3, dtype=dtype))
     for loss, (losses_BT, ids_B, alpha_K) in zip(losses, seen, strict=True):
         expected = loss_by_loop(
             losses_BT.tolist(), ids_B.tolist(), alpha_K.tolist(), [0.25] * 4, "doremi"
