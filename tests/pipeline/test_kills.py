@@ -10,13 +10,16 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import EvaluateConfig
+from doge_fast.pipeline.evaluation import evaluate
+from doge_fast.pipeline.proxy import learn_weights
 from tests.pipeline.stages import assert_same_run
 from tests.ranks import FORKSERVER
 
@@ -31,21 +34,16 @@ _CHANGES = (
 )
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
-VERBS = ("proxy", "base", "evaluate")
+Call = Callable[[Any], object]
+CALLS = (learn_weights, train_base, evaluate)
 # In a directory whose run is complete.
 _LEFT = {"config.json", "metrics.jsonl", "weights.json", "model", "evaluation.json"}
 # Of each verb, in `make test-all`.
 SAMPLE = 4
 
 
-def run_verb(verb: str, config: Any, root: str, at: int | None) -> None:
+def run_verb(call: Call, config: Any, root: str, at: int | None) -> None:
     """Run it, and die at the change `at`; else leave their number."""
-    import torch
-
-    from doge_fast.pipeline.base import train_base
-    from doge_fast.pipeline.evaluation import evaluate
-    from doge_fast.pipeline.proxy import learn_weights
-
     torch.set_num_threads(1)
     count = 0
 
@@ -66,21 +64,16 @@ def run_verb(verb: str, config: Any, root: str, at: int | None) -> None:
         count += 1
 
     sys.addaudithook(watch)
-    verbs: dict[str, Callable[[Any], object]] = {
-        "proxy": learn_weights,
-        "base": train_base,
-        "evaluate": evaluate,
-    }
-    verbs[verb](config)
+    call(config)
     os.write(int(os.environ["DOGE_TEST_COUNT"]), str(count).encode())
     os._exit(0)
 
 
-def in_a_process(verb: str, config: Any, root: Path, at: int | None = None) -> int | None:
+def in_a_process(call: Call, config: Any, root: Path, at: int | None = None) -> int | None:
     """The number of changes; None: it was killed."""
     told = root.parent / f"{root.name}-count"
     told.unlink(missing_ok=True)
-    process = FORKSERVER.Process(target=_child, args=(str(told), verb, config, str(root), at))
+    process = FORKSERVER.Process(target=_child, args=(str(told), call, config, str(root), at))
     process.start()
     process.join(120)
     assert process.exitcode in (0, -signal.SIGKILL), process.exitcode
@@ -96,38 +89,23 @@ def _child(told: str, *arguments: Any) -> None:
 class Bench:
     """A verb with a folder of its own for what it writes, its cache included."""
 
-    def __init__(self, verb: str, make: Callable[..., Any], base: Any, tmp_path: Path) -> None:
-        self.verb, self.make, self.base, self.tmp_path = verb, make, base, tmp_path
+    def __init__(self, call: Call, make: Callable[[Path], Any], tmp_path: Path) -> None:
+        self.call, self.make, self.tmp_path = call, make, tmp_path
         self.whole = tmp_path / "whole"
-        self.num_changes = in_a_process(verb, self.config(self.whole), self.whole)
+        self.num_changes = in_a_process(call, make(self.whole), self.whole)
         assert self.num_changes is not None
-
-    def config(self, root: Path) -> Any:
-        """Of the verb, below this folder."""
-        root.mkdir()
-        if self.verb == "evaluate":
-            shutil.copytree(self.base, root / "run")
-            return EvaluateConfig(run=root / "run", blocks=4, device="cpu")
-        config = self.make()
-        corpus = replace(config.corpus, cache_dir=root / "cache")
-        training = replace(config.training, steps=4, save_every=2)
-        return replace(config, out=root / "run", corpus=corpus, training=training)
 
     def check(self, at: int) -> bool:
         """Whether it was killed; run again, it comes to the bits of the whole one."""
         root = self.tmp_path / "killed"
         shutil.rmtree(root, ignore_errors=True)
-        config = self.config(root)
-        was_killed = in_a_process(self.verb, config, root, at) is None
+        config = self.make(root)
+        was_killed = in_a_process(self.call, config, root, at) is None
         # A file that is being written may be another process's, for an hour.
         for left in root.rglob("*.writing"):
             os.utime(left, (0, 0))
-        assert in_a_process(self.verb, config, root) is not None, at
-        if self.verb == "evaluate":
-            found = [each / "run" / "evaluation.json" for each in (root, self.whole)]
-            assert found[0].read_bytes() == found[1].read_bytes(), at
-        else:
-            assert_same_run(root / "run", self.whole / "run")
+        assert in_a_process(self.call, config, root) is not None, at
+        assert_same_run(root / "run", self.whole / "run")
         strays = {each.name for each in (root / "run").iterdir()} - _LEFT
         assert not strays, at
         return was_killed
@@ -138,20 +116,25 @@ def bench(
     request: pytest.FixtureRequest,
     proxy: Callable[..., Any],
     base: Callable[..., Any],
+    trained_base: Path,
     tmp_path: Path,
 ) -> Bench:
     """Of the verb that the test names."""
-    verb = request.param
-    trained = None
-    if verb == "evaluate":
-        config = base("trained", steps=2)
-        assert in_a_process("base", config, tmp_path / "trained") is not None
-        trained = config.out
-    return Bench(verb, base if verb == "base" else proxy, trained, tmp_path)
+
+    def measured(root: Path) -> Any:
+        shutil.copytree(trained_base, root / "run")
+        return EvaluateConfig(run=root / "run", blocks=4, device="cpu")
+
+    def trained(root: Path) -> Any:
+        root.mkdir()
+        make = proxy if request.param is learn_weights else base
+        return make(root / "run", steps=4, save_every=2, cache_dir=root / "cache")
+
+    return Bench(request.param, measured if request.param is evaluate else trained, tmp_path)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("bench", VERBS, indirect=True)
+@pytest.mark.parametrize("bench", CALLS, indirect=True)
 def test_a_kill_at_some_changes_of_files_costs_no_bit(bench: Bench) -> None:
     assert bench.num_changes is not None
     drawn = random.Random(0).sample(range(bench.num_changes), min(SAMPLE, bench.num_changes))
@@ -160,7 +143,7 @@ def test_a_kill_at_some_changes_of_files_costs_no_bit(bench: Bench) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("bench", VERBS, indirect=True)
+@pytest.mark.parametrize("bench", CALLS, indirect=True)
 def test_a_kill_at_any_change_of_a_file_costs_no_bit(bench: Bench) -> None:
     assert bench.num_changes is not None
     assert all(bench.check(number) for number in range(bench.num_changes))
