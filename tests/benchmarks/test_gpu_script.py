@@ -1,6 +1,5 @@
 """The script for GPUs, here on the CPU with tiny problems, and what comes of its record."""
 
-import itertools
 import json
 import os
 import re
@@ -64,23 +63,13 @@ def test_every_part_runs_and_is_right(tmp_path: Path, capsys: pytest.CaptureFixt
         assert reason in printed
 
 
-def test_what_is_asked_first_runs_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    sections = ("correctness", "determinism", "offsets", "graphs", "sanitizer", "steps")
-    assert tuple(SECTIONS[:6]) == sections
+def test_memory_is_given_back_after_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
     released: list[torch.device] = []
     monkeypatch.setattr(optimizer_step, "measure", lambda *args, **options: {})
     monkeypatch.setattr(protocol, "release", released.append)
     # Not quick, but nothing is measured.
     rows = list(times.first_steps(Session(torch.device("cpu"), quick=False)))
-    found = [(row["domains"], row["model"], row["mode"]) for row in rows]
-    modes = ("sequential", "stacked")
-    # One after another and stacked, side by side; the sizes that bars speak of, K by K.
-    expected = itertools.product((7, 22, 50), ("82M", "124M"), modes)
-    assert found == list(expected)
-    # Memory is given back after each.
-    assert len(released) == len(rows)
-    further = [row["model"] for row in times.further_steps(Session(torch.device("cpu"), False))]
-    assert set(further) == {"60M", "210M", "684M"}
+    assert len(released) == len(rows) > 1
 
 
 def test_something_wrong_is_the_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

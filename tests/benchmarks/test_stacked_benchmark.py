@@ -57,11 +57,3 @@ def test_a_wrong_head_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stacked, "linear_domain_losses", lambda *args: 2 * wrong(*args))
     with pytest.raises(RuntimeError, match="gradients of the head are off"):
         stacked.measure_head((3, 5, 8, 40), "cpu", pairs=1, with_memory=False)
-
-
-def test_on_a_gpu_the_papers_sizes_have_bars() -> None:
-    parser_like = type("Args", (), {"device": "cuda", "model": ["60M"], "domains": [7, 50]})
-    first, second = stacked.problems_of(parser_like)
-    assert (first.bar, second.bar) == (1.03, 1.15)
-    assert first.mode == steps.STACKED
-    assert first.num_tokens == 128 * 512

@@ -30,18 +30,6 @@ def test_what_seeds_share_cancels() -> None:
     assert not paired_difference(own[::-1], seeds).is_decided
 
 
-def test_one_pair_has_no_interval() -> None:
-    found = paired_difference([2.0], [2.1])
-    assert (found.low, found.high, found.is_decided) == (None, None, False)
-    assert change_text(found) == "−9.5\N{NO-BREAK SPACE}%"
-
-
-def test_a_diverged_run_decides_nothing() -> None:
-    found = paired_difference([math.nan, 2.0], [2.1, 2.1])
-    assert not found.is_decided
-    assert change_text(found) == "not finite"
-
-
 def test_changes_are_of_perplexity() -> None:
     found = paired_difference([3.0, 3.02, 2.99], [3.1, 3.11, 3.08])
     mean, low, high = change_of(found)
@@ -52,7 +40,18 @@ def test_changes_are_of_perplexity() -> None:
     assert text.endswith("]")
 
 
-def test_no_pair_has_no_mean() -> None:
-    found = paired_difference([], [])
-    assert (found.is_known, found.is_decided, found.pairs) == (False, False, 0)
-    assert change_text(found) == "–"
+@pytest.mark.parametrize(
+    ("own", "other", "told"),
+    [
+        ([2.0], [2.1], "−9.5\N{NO-BREAK SPACE}%"),
+        ([math.nan, 2.0], [2.1, 2.1], "not finite"),
+        ([], [], "–"),
+    ],
+)
+def test_one_pair_a_diverged_one_and_none_decide_nothing(
+    own: list[float], other: list[float], told: str
+) -> None:
+    found = paired_difference(own, other)
+    assert not found.is_decided
+    assert found.is_known == (own == [2.0])
+    assert change_text(found) == told
