@@ -13,7 +13,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel, set_seed
 
@@ -24,7 +23,6 @@ from doge_fast.pipeline.domains import Corpus
 from doge_fast.pipeline.failures import FileFailure
 from doge_fast.pipeline.model import build_model, check_model, without_bars
 from doge_fast.pipeline.records import Json
-from doge_fast.pipeline.records.movement import movement_of
 from doge_fast.pipeline.trainer import RecordedTrainer, from_first
 
 _log = logging.getLogger("doge_fast")
@@ -240,18 +238,5 @@ def write_learned(
         model=config.model.model,
         steps=config.training.steps,
         seed=config.training.seed,
-        drift=_drift(config.out),
         **fields,
     )
-
-
-def _drift(run: Path) -> float | None:
-    """How far the average still moved in the end; None where the lines that say it are lost."""
-    try:
-        lines = records.read_metrics(run, kind="train")
-    except ValueError as error:
-        _log.warning("%s The weights are written without their drift.", error)
-        return None
-    steps_T = np.array([line["step"] for line in lines], dtype=np.float64)
-    means_TK = np.array([list(line["alpha_mean"].values()) for line in lines], np.float64)
-    return float(movement_of(steps_T, means_TK[None]).drift[-1]) if lines else None

@@ -77,10 +77,7 @@ def test_a_notebook_shows_the_table_and_names_as_they_are() -> None:
 
 
 def seeds(*values: tuple[float, ...], **changes: Any) -> dict[str, dict[str, Any]]:
-    return {
-        f"seed-{seed}": record(each, seed=seed, drift=seed / 10, **changes)
-        for seed, each in enumerate(values)
-    }
+    return {f"seed-{seed}": record(each, seed=seed, **changes) for seed, each in enumerate(values)}
 
 
 def test_an_average_has_the_mean_and_the_spread_of_its_files() -> None:
@@ -97,7 +94,6 @@ def test_an_average_has_the_mean_and_the_spread_of_its_files() -> None:
     assert (found["colour"], found["target"]) == ("blue", "universal")
     # What differs is said once for each, not of all.
     assert "seed" not in found
-    assert "drift" not in found
     assert found["average"]["count"] == 3
     assert [each["seed"] for each in found["average"]["of"]] == [0, 1, 2]
     assert found["average"]["of"][1]["weights"] == {"verse": 0.2, "prose": 0.4, "code": 0.4}
