@@ -209,6 +209,16 @@ def config(data: Path, cache: Path) -> CorpusConfig:
     )
 
 
+@pytest.fixture
+def load(config: CorpusConfig, tmp_path: Path) -> Callable[..., Corpus]:
+    """Loads what lies in the test's folder, or at a place in it; keywords replace settings."""
+
+    def load(place: str = "", **changes: Any) -> Corpus:
+        return load_corpus(replace(config, data=str(tmp_path / place), **changes))
+
+    return load
+
+
 @pytest.fixture(scope="session")
 def corpus(config: CorpusConfig) -> Corpus:
     return load_corpus(config)

@@ -1,8 +1,9 @@
 """Documents that name their domain, written in the layouts a corpus comes in."""
 
 import dataclasses
+import gzip
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,26 @@ def texts(name: str, count: int = 40) -> list[str]:
     return [text_of(name, index) for index in range(count)]
 
 
-def write_jsonl(path: Path, documents: Iterable[str], column: str = "text") -> Path:
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    """Rows in the form that the file's name says; JSON lines, if it says none."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps({column: text}) + "\n" for text in documents))
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    match path.suffix:
+        case ".parquet":
+            pq.write_table(pa.Table.from_pylist(list(rows)), path)
+        case ".json":
+            path.write_text(json.dumps(list(rows), indent=1))
+        case ".zst":
+            path.write_bytes(pa.compress(lines, "zstd", asbytes=True))
+        case ".gz":
+            path.write_bytes(gzip.compress(lines))
+        case _:
+            path.write_bytes(lines)
     return path
+
+
+def write_jsonl(path: Path, documents: Iterable[str]) -> Path:
+    return write_rows(path, [{"text": text} for text in documents])
 
 
 def write_parquet(path: Path, **columns: Sequence[Any]) -> Path:

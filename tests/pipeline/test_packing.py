@@ -77,11 +77,11 @@ def test_a_large_share_held_out_is_warned_of(tmp_path, config, caplog):
     assert warned == [warning]
 
 
-def test_equal_documents_fall_on_one_side(tmp_path, config):
+def test_equal_documents_fall_on_one_side(tmp_path, load):
     copies = [text_of("a", index % 12) for index in range(96)]
     write_jsonl(tmp_path / "data" / "a.jsonl", copies)
     write_jsonl(tmp_path / "data" / "b.jsonl", texts("b"))
-    loaded = load_corpus(rename(config, data=str(tmp_path / "data"), validation_fraction=0.3))
+    loaded = load("data", validation_fraction=0.3)
     train = {text.split(":")[0] for text in documents(loaded, "a", "train")}
     held_out = {text.split(":")[0] for text in documents(loaded, "a", "validation")}
     assert len(held_out) == 4
@@ -217,11 +217,11 @@ def test_letters_that_a_tokenizer_drops_are_warned_of(tmp_path, config):
     assert warning.startswith("x: 33% of its characters are unknown")
 
 
-def test_numbers_of_tokens_may_have_gaps(tmp_path, config):
+def test_numbers_of_tokens_may_have_gaps(tmp_path, load):
     entries = {"</s>": 0, "<unk>": 1, "word": 70_000}
     tokenizer = save_words(tmp_path / "tokenizer", entries)
     write_jsonl(tmp_path / "data" / "a.jsonl", ["word " * (20 + i) for i in range(40)])
-    loaded = load_corpus(rename(config, data=str(tmp_path / "data"), tokenizer=tokenizer))
+    loaded = load("data", tokenizer=tokenizer)
     assert set(tokens(loaded.train["a"])) == {0, 70_000}
     assert loaded.vocab_size == 70_001
 
@@ -289,9 +289,9 @@ def test_a_trained_tokenizer_loses_nothing(corpus):
     assert corpus.tokenizer.decode(ids) == text
 
 
-def test_a_document_cannot_forge_its_end(tmp_path, config):
+def test_a_document_cannot_forge_its_end(tmp_path, load):
     forged = [f"before <|endoftext|> after {text}" for text in texts("a")]
     write_jsonl(tmp_path / "data" / "a.jsonl", forged)
     write_jsonl(tmp_path / "data" / "b.jsonl", texts("b"))
-    loaded = load_corpus(rename(config, data=str(tmp_path / "data")))
+    loaded = load("data")
     assert tokens(loaded.train["a"]).count(loaded.tokenizer.eos_token_id) <= loaded.documents["a"]

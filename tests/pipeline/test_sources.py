@@ -1,7 +1,5 @@
 """Every layout and form of text is found and read; what cannot be read is told in a sentence."""
 
-import gzip
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from tests.pipeline.corpora import (
     texts,
     write_jsonl,
     write_parquet,
+    write_rows,
 )
 
 
@@ -37,12 +36,10 @@ def cut(path: Path, chars: int = 16_384) -> list[str]:
     return [row.text for row in file_rows.text_documents(text_file(path), chars)]
 
 
-def test_what_is_read_held_out_and_left_out_is_said(tmp_path, config, caplog):
+def test_what_is_read_held_out_and_left_out_is_said(tmp_path, load, caplog):
     for name in ("code.jsonl", "prose/0.jsonl", "verse.JSONL", "table.csv"):
         write_jsonl(tmp_path / name, texts(name, 30))
-    (tmp_path / "prose" / "1.json.gz").write_bytes(
-        gzip.compress("\n".join(json.dumps({"text": each}) for each in texts("more")).encode())
-    )
+    write_jsonl(tmp_path / "prose" / "1.json.gz", texts("more"))
     write_jsonl(tmp_path / "prose" / ".ipynb_checkpoints" / "0.jsonl", texts("old"))
     for name in ("prose/2.csv", "prose/README.txt", ".hidden.jsonl", "LICENSE"):
         (tmp_path / name).write_text("terms of use")
@@ -51,7 +48,7 @@ def test_what_is_read_held_out_and_left_out_is_said(tmp_path, config, caplog):
     write_jsonl(tmp_path / "code2" / "code2-validation.jsonl", texts("held-out", 9))
     write_jsonl(tmp_path / "code2" / "test.jsonl", texts("never read", 9))
     with caplog.at_level("INFO", logger="doge_fast"):
-        loaded = load_corpus(rename(config, data=str(tmp_path)))
+        loaded = load()
     assert loaded.documents == {"code": 27, "code2": 40, "prose": 63, "verse": 27}
     (held,) = [line for line in caplog.messages if ": held out, " in line]
     assert "code2 code2/code2-validation.jsonl" in held
@@ -94,9 +91,7 @@ def test_no_more_of_a_hub_data_set_is_read_than_fills_the_named_domains(
     for split, number in (("train", 9000), ("validation", 300)):
         names = ["book" if row % 20 == 0 else "web" if row % 2 else "code" for row in range(number)]
         rows = [{"text": text_of(f"{split} {n}", i), "set": n} for i, n in enumerate(names)]
-        file = tmp_path / "large" / f"{split}.jsonl"
-        file.parent.mkdir(exist_ok=True)
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(tmp_path / "large" / f"{split}.jsonl", rows)
     read = answer_as_hub(monkeypatch, "owner/large", tmp_path / "large")
     asked = {"data": "owner/large", "domain_column": "set", "domains": ("book", "web")}
     tokenizer = str(tmp_path / "tokenizer")
@@ -156,13 +151,13 @@ def test_text_files_are_cut_at_blank_lines(tmp_path):
     assert all(len(text) >= 16_384 for text in found[:-1])
 
 
-def test_a_text_of_one_long_line_is_cut(tmp_path, config):
+def test_a_text_of_one_long_line_is_cut(tmp_path, load):
     """As text8 is: words between spaces, without an end of line."""
     line = " ".join(texts("a", 2000)).replace("\n", " ")
     (tmp_path / "a.txt").write_text(line)
     write_jsonl(tmp_path / "b.jsonl", texts("b"))
     assert "".join(cut(tmp_path / "a.txt", 500)) == line
-    loaded = load_corpus(rename(config, data=str(tmp_path)))
+    loaded = load()
     num_held = len(loaded.validation["a"])
     assert 0.05 < num_held / (num_held + len(loaded.train["a"])) < 0.2
     # Pieces of our own say nothing of the length of a document.
@@ -202,12 +197,12 @@ def test_splits_are_told_by_name(name, split):
     assert corpus_files.split_of(name) == split
 
 
-def test_a_test_split_is_held_out_only_where_there_is_no_validation(tmp_path, config):
+def test_a_test_split_is_held_out_only_where_there_is_no_validation(tmp_path, load):
     for split, count in (("train", 40), ("test", 20)):
         write_jsonl(tmp_path / "data" / "a" / f"{split}.jsonl", texts(f"a {split}", count))
         write_jsonl(tmp_path / "data" / "b" / split / "part.jsonl", texts(f"b {split}", count))
     write_jsonl(tmp_path / "data" / "b" / "valid" / "part.jsonl", texts("b valid", 20))
-    loaded = load_corpus(rename(config, data=str(tmp_path / "data")))
+    loaded = load("data")
     assert documents(loaded, "a", "validation")[0] == text_of("a test", 0)
     assert documents(loaded, "b", "validation")[0] == text_of("b valid", 0)
     assert documents(loaded, "b", "train")[0] == text_of("b train", 0)
@@ -229,9 +224,7 @@ def test_a_test_split_is_held_out_only_where_there_is_no_validation(tmp_path, co
 )
 def test_what_is_no_directory_of_domains_is_refused(tmp_path, config, files, place, column, word):
     for file in files:
-        path = write_jsonl(tmp_path / file, texts("a"))
-        if file.endswith(".gz"):
-            path.write_bytes(gzip.compress(path.read_bytes()))
+        write_jsonl(tmp_path / file, texts("a"))
     check_refused(rename(config, data=str(tmp_path / place), domain_column=column), word)
 
 
@@ -260,11 +253,11 @@ def test_what_a_row_holds_beside_its_text_may_be_anything(tmp_path, config, colu
             load_corpus(asked)
 
 
-def test_a_column_that_is_there_twice_is_refused(tmp_path, config):
+def test_a_column_that_is_there_twice_is_refused(tmp_path, load):
     arrays = [pa.array(texts(name, 20)) for name in "ab"]
     pq.write_table(pa.Table.from_arrays(arrays, names=["text"] * 2), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match=r"a\.parquet .*'text' is there twice"):
-        load_corpus(rename(config, data=str(tmp_path)))
+        load()
 
 
 def test_more_held_out_by_name_than_trained_on_is_refused(tmp_path, config):
@@ -278,10 +271,10 @@ def test_more_held_out_by_name_than_trained_on_is_refused(tmp_path, config):
     assert len(loaded.validation["blog"]) > 3 * len(loaded.train["blog"])
 
 
-def test_a_name_that_begins_like_a_split_is_trained_on_and_warned_of(tmp_path, config, caplog):
+def test_a_name_that_begins_like_a_split_is_trained_on_and_warned_of(tmp_path, load, caplog):
     for name in ("dev-blog.jsonl", "test_bench.jsonl", "val-d-isere/0.jsonl"):
         write_jsonl(tmp_path / "a" / name, texts(name, 20))
-    loaded = load_corpus(rename(config, data=str(tmp_path)))
+    loaded = load()
     assert loaded.documents == {"a": 54}
     (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert all(name in warning for name in ("dev-blog", "test_bench", "val-d-isere"))
@@ -293,48 +286,32 @@ def test_a_path_is_no_pattern(tmp_path, config, name, has_column):
     """Beside it lie folders and files that it would match as one."""
     column = "source" if has_column else None
     for folder in (name, "corpus2", "code", "axb", "y", "a", "b"):
-        rows = [
-            json.dumps({"text": f"{folder} {i} " + "word " * 30, "source": "own"})
-            for i in range(40)
-        ]
-        path = tmp_path / folder / "[a]*.jsonl"
-        path.parent.mkdir()
-        path.write_text("\n".join(rows))
-        path.with_name("a.jsonl" if has_column else "b.jsonl").write_text("\n".join(rows))
+        rows = [{"text": f"{folder} {i} " + "word " * 30, "source": "own"} for i in range(40)]
+        for file in ("[a]*.jsonl", "a.jsonl" if has_column else "b.jsonl"):
+            write_rows(tmp_path / folder / file, rows)
     loaded = load_corpus(rename(config, data=str(tmp_path / name), domain_column=column))
     assert set(loaded.names) == ({"own"} if has_column else {"[a]*", "b"})
     for domain in loaded.names:
         assert all(t.startswith(name) for t in documents(loaded, domain, "train")[:-1])
 
 
-def test_what_lies_in_a_folder_does_not_say_what_is_read(tmp_path, config):
+def test_what_lies_in_a_folder_does_not_say_what_is_read(tmp_path, load):
     """README.md and .huggingface.yaml choose files for `datasets`, also outside and far away."""
     rows = [{"text": text, "source": "web"} for text in texts("inside")]
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "out.jsonl").write_text(json.dumps({"text": "outside", "source": "other"}))
+    write_rows(tmp_path / "in" / "a.jsonl", rows)
+    write_rows(tmp_path / "out.jsonl", [{"text": "outside", "source": "other"}])
     told = "configs:\n- config_name: default\n  data_files: ../out.jsonl\n"
     (tmp_path / "in" / "README.md").write_text(f"---\n{told}---\n")
     (tmp_path / "in" / ".huggingface.yaml").write_text(told)
-    loaded = load_corpus(rename(config, data=str(tmp_path / "in"), domain_column="source"))
+    loaded = load("in", domain_column="source")
     assert loaded.documents == {"web": 36}
 
 
-def test_with_a_domain_column_every_kind_of_file_is_read(tmp_path, config):
+def test_with_a_domain_column_every_kind_of_file_is_read(tmp_path, load):
     domains_of = {"a.jsonl": "web", "b.parquet": "books", "c.json": "code", "d.JSON.zst": "papers"}
     for file, domain in domains_of.items():
-        rows = [{"text": text, "source": domain} for text in texts(file)]
-        if file.endswith(".parquet"):
-            pq.write_table(pa.Table.from_pylist(rows), tmp_path / file)
-        elif file == "c.json":
-            (tmp_path / file).write_text(json.dumps(rows, indent=1))
-        else:
-            lines = "\n".join(map(json.dumps, rows)).encode()
-            is_plain = file.endswith("jsonl")
-            (tmp_path / file).write_bytes(
-                lines if is_plain else pa.compress(lines, "zstd", asbytes=True)
-            )
-    loaded = load_corpus(rename(config, data=str(tmp_path), domain_column="source"))
+        write_rows(tmp_path / file, [{"text": text, "source": domain} for text in texts(file)])
+    loaded = load(domain_column="source")
     assert loaded.documents == dict.fromkeys(sorted(domains_of.values()), 36)
 
 
@@ -346,17 +323,13 @@ def test_with_a_domain_column_every_kind_of_file_is_read(tmp_path, config):
     ],
     ids=["kinds", "parquet"],
 )
-def test_a_column_that_nobody_needs_may_be_anything(tmp_path, config, files):
+def test_a_column_that_nobody_needs_may_be_anything(tmp_path, load, files):
     for name, others in files.items():
         rows = [
             {"text": text, **others[i * len(others) // 40]} for i, text in enumerate(texts(name))
         ]
-        (tmp_path / "one").mkdir(exist_ok=True)
-        if name.endswith(".parquet"):
-            pq.write_table(pa.Table.from_pylist(rows), tmp_path / "one" / name)
-        else:
-            (tmp_path / "one" / name).write_text("\n".join(map(json.dumps, rows)))
-    assert load_corpus(rename(config, data=str(tmp_path))).documents == {"one": 36 * len(files)}
+        write_rows(tmp_path / "one" / name, rows)
+    assert load().documents == {"one": 36 * len(files)}
 
 
 @pytest.mark.parametrize(
@@ -382,8 +355,7 @@ def test_rows_without_text_or_domain_are_counted(tmp_path, config):
     # As pandas writes what is missing.
     rows += [{"text": math.nan, "source": math.nan}]
     rows[-13]["source"] = math.nan
-    path = tmp_path / "all.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
+    path = write_rows(tmp_path / "all.jsonl", rows)
     for _ in ("packed", "found in the cache"):
         loaded = load_corpus(rename(config, data=str(path), domain_column="source"))
         assert loaded.documents == {"web": 36}
@@ -408,17 +380,17 @@ def test_class_labels_are_named(tmp_path, config, column):
         assert loaded.documents == {"code": 36, "web": 36}
 
 
-def test_folders_of_save_to_disk_are_read(tmp_path, config):
+def test_folders_of_save_to_disk_are_read(tmp_path, config, load):
     splits = {
         split: datasets.Dataset.from_dict({"text": texts(split, n), "source": ["web"] * n})
         for split, n in (("train", 40), ("validation", 15))
     }
     datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "both"))
     splits["train"].save_to_disk(str(tmp_path / "domains" / "web"))
-    loaded = load_corpus(rename(config, data=str(tmp_path / "both"), domain_column="source"))
+    loaded = load("both", domain_column="source")
     assert loaded.documents == {"web": 40}
     assert documents(loaded, "web", "validation")[0] == text_of("validation", 0)
-    assert load_corpus(rename(config, data=str(tmp_path / "domains"))).documents == {"web": 36}
+    assert load("domains").documents == {"web": 36}
     check_refused(rename(config, data=str(tmp_path / "domains" / "web")), "as save_to_disk leaves")
     check_refused(rename(config, data=str(tmp_path / "both")), "names a split")
 
@@ -433,8 +405,7 @@ def test_folders_of_save_to_disk_are_read(tmp_path, config):
     ],
 )
 def test_a_domain_column_that_leads_nowhere_is_named(tmp_path, config, meta, column, word):
-    rows = [json.dumps({"text": text, **meta}) for text in texts("a")]
-    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    write_rows(tmp_path / "a.jsonl", [{"text": text, **meta} for text in texts("a")])
     one = rename(config, data=str(tmp_path / "a.jsonl"), domain_column=column)
     check_refused(one, rf'"{column}".*{word}')
 
@@ -444,32 +415,31 @@ def test_names_of_two_kinds_are_refused(tmp_path, config, other, told):
     """1, 1.0 and true would be three domains, "1" and 1 the same one."""
     rows = [{"text": text, "set": 1} for text in texts("a")]
     rows[3]["set"] = None
-    write = (tmp_path / "a.jsonl").write_text
-    one = rename(config, data=str(tmp_path / "a.jsonl"), domain_column="set")
-    write("\n".join(map(json.dumps, rows)))
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    one = rename(config, data=str(path), domain_column="set")
     assert list(sources.find_parts(one, [])) == ["1"]
     rows[7]["set"] = other
-    write("\n".join(map(json.dumps, rows)))
+    write_rows(path, rows)
     check_refused(one, rf"of one kind; it has 1 in .*, row 1 and {told} in .*, row 8")
 
 
-def test_a_column_may_have_a_dot_in_its_name(tmp_path, config):
+def test_a_column_may_have_a_dot_in_its_name(tmp_path, load):
     rows = [{"text": text, "meta.set": "web"} for text in texts("a")]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "b.parquet")
-    loaded = load_corpus(rename(config, data=str(tmp_path), domain_column="meta.set"))
+    for file in ("a.jsonl", "b.parquet"):
+        write_rows(tmp_path / file, rows)
+    loaded = load(domain_column="meta.set")
     # Of each a copy, on the same side.
     assert loaded.documents == {"web": 72}
 
 
-def test_a_mark_of_the_encoding_is_no_text(tmp_path, config):
+def test_a_mark_of_the_encoding_is_no_text(tmp_path, load):
     for name in ("a.jsonl", "b.txt"):
         write_jsonl(tmp_path / name, texts("a"))
         (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + (tmp_path / name).read_bytes())
     # Of a file of two that were joined, and in a text that was read with it.
     (tmp_path / "a.jsonl").write_bytes((tmp_path / "a.jsonl").read_bytes() * 2)
     write_jsonl(tmp_path / "c.jsonl", ["\ufeff" + text for text in texts("a")])
-    loaded = load_corpus(rename(config, data=str(tmp_path)))
+    loaded = load()
     for name in loaded.names:
         assert not any("\ufeff" in text for text in documents(loaded, name, "train"))
 
@@ -483,11 +453,11 @@ def test_text_that_is_not_utf_8_is_refused(tmp_path, config):
 
 
 @pytest.mark.parametrize("names", [("caf\u00e9", "cafe\u0301"), ("web", "web\u200b")])
-def test_names_that_look_alike_are_refused(tmp_path, config, names):
+def test_names_that_look_alike_are_refused(tmp_path, load, names):
     rows = [{"text": text, "source": name} for name in names for text in texts(name, 20)]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_rows(tmp_path / "a.jsonl", rows)
     with pytest.raises(ValueError, match="look alike"):
-        load_corpus(rename(config, data=str(tmp_path / "a.jsonl"), domain_column="source"))
+        load("a.jsonl", domain_column="source")
 
 
 def test_splits_with_a_common_beginning_are_all_read(config, monkeypatch):
@@ -519,30 +489,30 @@ def test_a_file_counts_once(tmp_path, config):
     check_refused(rename(config, data=str(tmp_path)), "x.jsonl and .*y.jsonl are one file")
 
 
-def test_a_folder_without_text_is_left_out_where_domains_are_named(tmp_path, config):
+def test_a_folder_without_text_is_left_out_where_domains_are_named(tmp_path, load):
     write_jsonl(tmp_path / "good.jsonl", texts("good"))
     (tmp_path / "scripts").mkdir()
-    loaded = load_corpus(rename(config, data=str(tmp_path), domains=("good",)))
+    loaded = load(domains=("good",))
     assert loaded.names == ("good",)
 
 
-def test_links_to_folders_are_followed(tmp_path, config):
+def test_links_to_folders_are_followed(tmp_path, load):
     store = tmp_path / "store"
     write_jsonl(store / "a" / "one.jsonl", texts("a"))
     write_jsonl(store / "more" / "two.jsonl", texts("more"))
     (store / "a" / "more").symlink_to(store / "more")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a").symlink_to(store / "a")
-    loaded = load_corpus(rename(config, data=str(tmp_path / "data")))
+    loaded = load("data")
     # Of 80, a tenth is held out.
     assert loaded.documents == {"a": 72}
 
 
-def test_a_parquet_without_the_text_column(tmp_path, config):
+def test_a_parquet_without_the_text_column(tmp_path, config, load):
     write_parquet(tmp_path / "a.parquet", content=texts("a"), url=["x"] * 40)
     check_refused(
         rename(config, data=str(tmp_path)),
         r'a.parquet has no column "text"; its columns are content, url\. Name the right one with '
         r"text_column \(--text-column\)",
     )
-    assert load_corpus(rename(config, data=str(tmp_path), text_column="content")).documents
+    assert load(text_column="content").documents

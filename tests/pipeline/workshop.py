@@ -1,6 +1,5 @@
 """A directory with everything that the verbs read, which is as it was after every command."""
 
-import gzip
 import json
 import os
 import random
@@ -10,11 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-import pyarrow as pa
 import pytest
 
 from doge_fast import cli
-from tests.pipeline.corpora import texts, write_jsonl, write_parquet
+from tests.pipeline.corpora import texts, write_jsonl, write_parquet, write_rows
 from tests.pipeline.stages import write_weights
 from tests.pipeline.written_runs import write_experiment
 
@@ -52,14 +50,9 @@ def answer(words: list[str], capsys: pytest.CaptureFixture[str]) -> Answer:
 def make() -> None:
     """Fill the current directory."""
     _corpus(Path("corpus"))
-    rows = {"text": texts("rows", 40), "source": ["a", "b"] * 20}
-    write_parquet(Path("rows.parquet"), **rows)
-    Path("rows.jsonl").write_text(
-        "".join(
-            json.dumps({"text": text, "source": source}) + "\n"
-            for text, source in zip(*rows.values(), strict=True)
-        )
-    )
+    rows = [{"text": text, "source": "ab"[i % 2]} for i, text in enumerate(texts("rows", 40))]
+    for name in ("rows.parquet", "rows.jsonl"):
+        write_rows(Path(name), rows)
     trained, paths = TRAINED.split(), [f"{name}=/data/{name}" for name in CORPUS]
     for words in (
         ["proxy", "--out", "runs/proxy", "--steps", "3", "--sequences-per-domain", "1", *trained],
@@ -84,11 +77,8 @@ def _corpus(folder: Path) -> None:
     write_jsonl(folder / "code" / "train.jsonl", texts("code", 30))
     write_jsonl(folder / "code" / "validation.jsonl", texts("held-out code", 9))
     write_parquet(folder / "prose.parquet", text=texts("prose", 40), source=["x"] * 40)
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts("verse", 40)).encode()
-    with gzip.open(folder / "verse.jsonl.gz", "wb") as packed:
-        packed.write(lines)
-    with pa.output_stream(str(folder / "table.jsonl.zst"), compression="zstd") as packed:
-        packed.write(lines.replace(b"verse", b"table"))
+    write_jsonl(folder / "verse.jsonl.gz", texts("verse", 40))
+    write_jsonl(folder / "table.jsonl.zst", texts("table", 40))
     (folder / "logs.txt").write_text("\n\n".join(texts("logs", 60)))
 
 
