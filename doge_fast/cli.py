@@ -243,15 +243,20 @@ def overview(first: str = "") -> str:
 def _load(packages: Sequence[str], config: Any) -> None:
     """Import slow packages, after a line that says what comes then."""
     missing = [package for package in packages if package not in sys.modules]
-    if not missing:
-        return
     told = ""
     if isinstance(config, configs.StageConfig):
         corpus, training = config.corpus, config.training
         told = f"{config.out}: {config.stage} of {training.steps} steps on {corpus.data}; "
-    _log.info("%sloading %s ...", told, ", ".join(missing))
-    for package in missing:
-        import_module(package)
+    if missing:
+        _log.info("%sloading %s ...", told, ", ".join(missing))
+    # What takes a while has a bar of ours, and what is wrong a sentence.
+    for package in packages:
+        module = import_module(package)
+        if package == "datasets":
+            module.disable_progress_bars()
+        elif package == "transformers":
+            module.utils.logging.disable_progress_bar()
+            module.utils.logging.set_verbosity(logging.CRITICAL)
 
 
 def _in(module: str, function: str) -> Callable[[Any], list[str]]:

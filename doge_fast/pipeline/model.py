@@ -4,12 +4,10 @@ A size of the family is a GPT-2 of transformers, so that what a stage saves open
 `AutoModelForCausalLM` and everything built on it.
 """
 
-import logging
 import math
 import shlex
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +19,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import logging as transformers_logging
 
 from doge_fast.pipeline import hub
 from doge_fast.pipeline.config import ModelConfig
@@ -194,7 +191,7 @@ def open_model(name: str | Path) -> PreTrainedModel:
     Raises:
         FileFailure: it does not open, or its files lack some of the weights.
     """
-    with reading(name, "Name another model, or make it anew."), _quiet():
+    with reading(name, "Name another model, or make it anew."):
         opened: Any = hub.from_pretrained(
             AutoModelForCausalLM.from_pretrained,
             str(name),
@@ -212,30 +209,6 @@ def open_model(name: str | Path) -> PreTrainedModel:
             "it anew."
         )
     return _with_loss(model)
-
-
-@contextmanager
-def without_bars() -> Iterator[None]:
-    """transformers shows no bar for each file of weights: what takes a while has one of ours."""
-    had_bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        if had_bars:
-            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """transformers tells of weights in a table; one sentence of ours does."""
-    before = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity(logging.CRITICAL)
-    try:
-        with without_bars():
-            yield
-    finally:
-        transformers_logging.set_verbosity(before)
 
 
 def _with_loss(model: Any) -> PreTrainedModel:

@@ -376,9 +376,6 @@ def _hub_rows(
 @contextlib.contextmanager
 def _from_hub(data: str) -> Iterator[None]:
     """What goes wrong while a data set is opened ends a sentence of ours."""
-    had_bars = not datasets.are_progress_bars_disabled()
-    # What takes a while is announced, or has a bar of ours.
-    datasets.disable_progress_bars()
     try:
         with hub.asked_once():
             yield
@@ -386,6 +383,3 @@ def _from_hub(data: str) -> Iterator[None]:
         raise ValueError(
             f"{data} is neither a path here nor a data set that could be opened: {one_line(error)}."
         ) from error
-    finally:
-        if had_bars:
-            datasets.enable_progress_bars()
