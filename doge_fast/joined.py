@@ -191,7 +191,7 @@ def step_with(optimizer: Optimizer, loss: Any) -> None:
     RuntimeError if it calls the closure after it has moved the parameters or cleared the
     gradients, as SAM does.
     """
-    if loss is None or not _takes_closure(optimizer):
+    if loss is None or not takes_closure(optimizer):
         optimizer.step()
         return
     params = [param for param in _params_of(optimizer) if param.grad is not None]
@@ -215,7 +215,7 @@ def step_parameters(optimizer: Optimizer) -> list[inspect.Parameter]:
     return [parameter for parameter in parameters if parameter.name != "self"]
 
 
-def _takes_closure(optimizer: Optimizer) -> bool:
+def takes_closure(optimizer: Optimizer) -> bool:
     """Whether the first argument of its step is a closure, whatever its name."""
     first = next(iter(step_parameters(optimizer)), None)
     # `step(*args)` hands on what it is given.

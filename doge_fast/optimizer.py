@@ -124,8 +124,8 @@ class DoGEOptimizer(OptimizerWrapper):
             group once there is one.
 
     Raises:
-        TypeError: `optimizer` is not a torch optimizer, its step needs a closure (LBFGS), its
-            first group has no number for `lr`, or `scaler` is no GradScaler.
+        TypeError: `optimizer` is not a torch optimizer, its step evaluates the loss several times
+            (LBFGS), its first group has no number for `lr`, or `scaler` is no GradScaler.
         ValueError: an argument is outside its range.
 
     Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), Algorithms 1 and 2, eq. (update_dw).
@@ -354,13 +354,19 @@ class DoGEOptimizer(OptimizerWrapper):
                 wrapped optimizer whose step takes a closure.
 
         Raises:
-            RuntimeError: as `combine`; a backward pass has run outside any domain; a domain was
-                entered fewer than `micro_batches` times; or `lr` has changed since combining.
+            RuntimeError: as `combine`; the wrapped optimizer needs a closure; a backward pass has
+                run outside any domain; a domain was entered fewer than `micro_batches` times; or
+                `lr` has changed since combining.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        elif self._needing_a_loss:
+            raise RuntimeError(
+                f"{' and '.join(self._needing_a_loss)} needs the loss: call step(closure), with a "
+                "function that runs the domains and returns it."
+            )
         if self._step.is_of_others():
             step_with(self.inner, loss)
             return loss

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from doge_fast.joined import JoinedOptimizer, step_parameters, step_with
+from doge_fast.joined import JoinedOptimizer, step_parameters, step_with, takes_closure
 from doge_fast.tracing import outside_graphs
 from doge_fast.weights.simplex import is_number
 
@@ -38,8 +38,9 @@ class OptimizerWrapper(Optimizer):
     """A torch optimizer around another one, or around several, which `doge_fast.joined` joins.
 
     Raises:
-        TypeError: one is not a torch optimizer or is a wrapper already; its step needs a closure
-            (LBFGS); or its state_dict is not torch's (Lookahead).
+        TypeError: one is not a torch optimizer or is a wrapper already; its step evaluates the loss
+            several times (LBFGS) or needs more than a closure; or its state_dict is not torch's
+            (Lookahead).
         ValueError: two of them share a parameter, or the list is empty.
     """
 
@@ -51,6 +52,9 @@ class OptimizerWrapper(Optimizer):
 
     def __init__(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
         self._inner = _one_of(optimizer)
+        self._needing_a_loss = [
+            type(each).__name__ for each in each_of(self._inner) if _needed(each)
+        ]
         # Not super().__init__, which would copy the parameter groups.
         self._set_up()
 
@@ -125,21 +129,21 @@ def _checked(optimizer: object) -> Optimizer:
         )
     if isinstance(optimizer, OptimizerWrapper):
         raise TypeError("the optimizer is a DoGEOptimizer already; wrap the one inside it.")
-    needed = [
-        parameter.name
-        for parameter in step_parameters(optimizer)
-        if parameter.default is inspect.Parameter.empty
-        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
-    if needed:
+    if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError(
-            f"{type(optimizer).__name__} evaluates the loss several times in a step (its step() "
-            f"needs {needed[0]}), while the domain weights move once, with one gradient of each "
-            "domain. Wrap an optimizer that takes one gradient a step, such as torch.optim.AdamW."
+            f"{type(optimizer).__name__} evaluates the loss several times in a step, while the "
+            "domain weights move once, with one gradient of each domain. Wrap an optimizer that "
+            "takes one gradient a step, such as torch.optim.AdamW."
+        )
+    needed = _needed(optimizer)
+    if needed[1:] or (needed and not takes_closure(optimizer)):
+        raise TypeError(
+            f"{type(optimizer).__name__}.step() needs {' and '.join(needed)}, and DoGEOptimizer "
+            "hands on a closure alone. Wrap a subclass whose step() takes no more than that."
         )
     try:
         keys = set(optimizer.state_dict())
-    except KeyError:
+    except (KeyError, AttributeError):
         keys = set()
     if not keys >= {"state", "param_groups"}:
         raise TypeError(
@@ -147,6 +151,16 @@ def _checked(optimizer: object) -> Optimizer:
             "checkpoint of it could be written. If it wraps another optimizer, wrap that one."
         )
     return optimizer
+
+
+def _needed(optimizer: Optimizer) -> list[str]:
+    """Names of the arguments that its step cannot do without."""
+    return [
+        parameter.name
+        for parameter in step_parameters(optimizer)
+        if parameter.default is inspect.Parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
 
 
 class SkipFlag:

@@ -219,6 +219,16 @@ class HandsOn(AsksForTheLoss):
         super().step(*arguments)
 
 
+class NeedsTheLoss(AsksForTheLoss):
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        super().step(closure)
+
+
+class NeedsMore(AsksForTheLoss):
+    def step(self, closure: Any, batch: Any) -> None:  # type: ignore[override]
+        super().step(closure)
+
+
 class Sharpness(torch.optim.SGD):
     """As SAM: the gradient is taken again, at other parameters."""
 
@@ -231,7 +241,7 @@ class Sharpness(torch.optim.SGD):
         super().step()
 
 
-@pytest.mark.parametrize("kind", [AsksForTheLoss, AsksByAnotherName, HandsOn])
+@pytest.mark.parametrize("kind", [AsksForTheLoss, AsksByAnotherName, HandsOn, NeedsTheLoss])
 @pytest.mark.parametrize("is_one_of_two", [False, True])
 def test_the_loss_is_handed_to_who_asks_for_it(
     kind: type[AsksForTheLoss], is_one_of_two: bool
@@ -251,17 +261,26 @@ def test_the_loss_is_handed_to_who_asks_for_it(
     with pytest.raises(RuntimeError, match="Sharpness"):
         optimizer.step(closure)
 
+    model, optimizer = small.wrapped(kind_of(NeedsTheLoss, is_one_of_two))
+    small.collect(model, optimizer, 0)
+    with pytest.raises(RuntimeError, match=r"step\(closure\)"):
+        optimizer.step()
+    with pytest.raises(TypeError, match="closure and batch"):
+        small.wrapped(kind_of(NeedsMore, is_one_of_two))
+
 
 class Lookahead(torch.optim.SGD):
-    """As wrappers of optimizers have it: a form of its own, or keys that it cannot find."""
+    """As wrappers of optimizers have it: a form of its own, or what it cannot find."""
 
     form: Any = None
 
     def state_dict(self) -> Any:
+        if self.form is None:
+            raise AttributeError("no hooks: a class that leaves out torch's __init__")
         return {"base_optimizer": super().state_dict(), "form": self.form["slow weights"]}
 
 
-@pytest.mark.parametrize("form", [{}, {"slow weights": 1}])
+@pytest.mark.parametrize("form", [None, {}, {"slow weights": 1}])
 def test_what_cannot_be_saved_is_not_wrapped(form: Any) -> None:
     model = small.small_model()
     inner = Lookahead(model.parameters(), lr=0.1)
