@@ -223,23 +223,6 @@ def test_quick_verbs_import_nothing_slow(words: list[str]) -> None:
     assert done.stderr.splitlines()[-1] == "[]"
 
 
-def test_a_refusal_is_one_line_and_exit_code_two(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ["proxy", "--out", str(tmp_path / "x"), "--data", str(tmp_path / "nothing"), "--mu"]
-    monkeypatch.delenv(cli.TRACEBACK, raising=False)
-    assert cli.main([*words, "1"]) == cli.EXIT_REFUSED
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("doge-fast: ")
-    assert said.err.count("\n") == 1
-    assert "nothing" in said.err
-    assert not (tmp_path / "x").exists()
-    monkeypatch.setenv(cli.TRACEBACK, "1")
-    with pytest.raises(ValueError, match="nothing"):
-        cli.main([*words, "1"])
-
-
 def test_an_interruption_says_how_to_go_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

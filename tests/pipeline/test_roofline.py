@@ -8,8 +8,6 @@ import torch
 from doge_fast.pipeline import roofline
 from doge_fast.pipeline.roofline import bandwidth
 
-NUM_BYTES = 1 << 22
-
 
 @pytest.fixture(autouse=True)
 def _nothing_measured_yet() -> Iterator[None]:

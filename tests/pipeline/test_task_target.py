@@ -1,7 +1,6 @@
 """Tasks as a target: texts are what lm-eval scores, and nothing of the scored split is in them."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,16 +9,12 @@ import datasets
 import pytest
 
 from doge_fast import cli
-from doge_fast.pipeline import records
-from doge_fast.pipeline.config import BaseConfig, ProxyConfig, TargetConfig
+from doge_fast.pipeline.config import TargetConfig
 from tests.pipeline.task_documents import read, write_documents
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: the extra fewshot")
 
 from doge_fast.pipeline.task_target import write_target
-from tests.pipeline.stages import words_of
-
-REAL_DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "fewshot"
 
 
 def copa(document: dict[str, Any]) -> str:
@@ -92,30 +87,3 @@ def test_refusals(task_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(ValueError, match="names no training split of truthfulqa_mc1"):
         write_target(TargetConfig(("truthfulqa_mc1",), out=tmp_path / "truth.jsonl"))
     assert not (tmp_path / "truth.jsonl").exists()
-
-
-@pytest.mark.skipif(not REAL_DATA.is_dir(), reason=f"no real task documents at {REAL_DATA}")
-def test_weights_are_learned_for_a_benchmark(
-    proxy: Callable[..., ProxyConfig],
-    base: Callable[..., BaseConfig],
-    small_corpus: Path,
-    tmp_path: Path,
-) -> None:
-    corpus = shutil.copytree(small_corpus, tmp_path / "corpus")
-    words = ["sciq", "copa", "--task-data", str(REAL_DATA), "--task-limit", "60"]
-    assert cli.main(["target", *words, "--out", str(corpus / "tasks.jsonl")]) == 0
-    learned = proxy(data=str(corpus), cache_dir=tmp_path / "cache")
-    assert cli.main(["proxy", *words_of(learned), "--target", "tasks"]) == 0
-    record = records.read_weights(learned.out)
-    assert record["target"] == {"tasks": 1.0}
-    assert set(records.weights_by_name(record)) == {"code", "prose", "table", "verse"}
-    kept = records.read_config(learned.out)["corpus"]["targets"]["tasks"]
-    assert 60 < kept["documents"] < 120
-    trained = base(data=str(corpus), cache_dir=learned.corpus.cache_dir, block_size=64)
-    words = ["--weights", str(learned.out), "--targets", "tasks"]
-    assert cli.main(["base", *words_of(trained), *words]) == 0
-    assert cli.main(["evaluate", str(trained.out), "--device", "cpu"]) == 0
-    words = ["--tasks", "sciq,copa", "--task-data", str(REAL_DATA), "--task-limit", "2"]
-    assert cli.main(["evaluate", str(trained.out), "--device", "cpu", *words]) == 0
-    assert "tasks" in records.read_evaluation(trained.out)["perplexity"]
-    assert set(records.read_json(trained.out / "fewshot.json")["tasks"]) == {"sciq", "copa"}
