@@ -96,9 +96,9 @@ class DomainWeights:
         self._warned: set[str] = set()
         self.assumed_lr: float | None = None
         """The largest learning rate that the default mu was computed from; None: mu was given."""
-        # The largest learning rate of a step so far: of numbers, and of tensors.
-        self._largest_lr = 0.0
-        self._largest_lr_there: Tensor | None = None
+        # The largest learning rate of a step so far and the sum of all: of numbers, of tensors.
+        self._rates = (0.0, 0.0)
+        self._rates_there: Tensor | None = None
         self._state_S: Tensor = new_state(self._start_K.to(device))
         self._tau_R = torch.tensor(objective.tau, dtype=torch.float64, device=device)
         # Whether the state is a checkpoint's: loaded, and not moved since.
@@ -148,7 +148,7 @@ class DomainWeights:
         """Restore what `state` returned."""
         self._are_loaded = True
         # Steps that this object has not seen had rates of their own.
-        self._largest_lr = math.inf
+        self._rates = (math.inf, math.inf)
         for name, view in state_views(self._state_S)._asdict().items():
             view.copy_(parts[name])
 
@@ -199,15 +199,18 @@ class DomainWeights:
         return step._replace(lr=lr)
 
     def _note_rate(self, lr: float | Tensor) -> None:
-        """Keep the largest learning rate; of tensors where they are, without waiting for it."""
+        """Keep the largest learning rate and the sum; of tensors without waiting for them."""
         if not isinstance(lr, Tensor):
-            self._largest_lr = max(self._largest_lr, lr)
+            largest, total = self._rates
+            self._rates = (max(largest, lr), total + lr)
             return
         lr = lr.detach().double().view(())
-        if self._largest_lr_there is None or self._largest_lr_there.device != lr.device:
-            self._largest_lr_there = torch.zeros_like(lr)
+        if self._rates_there is None or self._rates_there.device != lr.device:
+            self._rates_there = lr.new_zeros(2)
         # In its place, for a step that is captured in a CUDA graph.
-        torch.maximum(self._largest_lr_there, lr, out=self._largest_lr_there)
+        largest_there, total_there = self._rates_there
+        torch.maximum(largest_there, lr, out=largest_there)
+        total_there.add_(lr)
 
     def set_mu(self, mu: float) -> None:
         """Use another Bregman coefficient from the next step on."""
@@ -239,9 +242,11 @@ class DomainWeights:
         )
 
     def _other_rate(self, state: WeightsState) -> str | None:
-        steps, largest, assumed = int(state.num_steps), self._largest_lr, self.assumed_lr
-        if self._largest_lr_there is not None:
-            largest = max(largest, float(self._largest_lr_there))
+        steps, assumed = int(state.num_steps), self.assumed_lr
+        largest, total = self._rates
+        if self._rates_there is not None:
+            largest_there, total_there = self._rates_there.tolist()
+            largest, total = max(largest, largest_there), total + total_there
         is_settled = steps >= _STEPS_OF_A_RATE
         if steps >= _STEPS_OF_A_STANDSTILL and largest == 0:
             return (
@@ -251,14 +256,14 @@ class DomainWeights:
         if assumed is None or math.isinf(largest):
             return None
         if largest > 10 * assumed:
-            side = "move too fast"
-        elif is_settled and largest < assumed / 100:
-            side = "hardly move"
+            found, side = f"largest of {steps} steps was {largest:g}", "move too fast"
+        elif is_settled and total < steps * assumed / 100:
+            found, side = f"mean of {steps} steps was {total / steps:g}", "hardly move"
         else:
             return None
         return (
             f"mu={self.rule.mu:g} was computed from a learning rate of {assumed:g}, and the "
-            f"largest of {steps} steps was {largest:g}, so the domain weights {side}. Pass mu=: "
+            f"{found}, so the domain weights {side}. Pass mu=: "
             "the default is 20 times the largest learning rate of the run, times (T + 1) / 2 for T "
             "targets (all domains for the universal target)."
         )

@@ -69,6 +69,8 @@ def test_steps_that_were_all_skipped_are_counted(tmp_path: Any) -> None:
         (1.0, lambda inner: LambdaLR(inner, lambda step: 1e-4), None, "hardly move"),
         (1.0, lambda inner: LambdaLR(inner, lambda step: 1e-4), 20.0, None),
         (torch.tensor(1.0), lambda inner: LambdaLR(inner, lambda step: 1e-4), None, "hardly move"),
+        # At its height for one step of many.
+        (0.1, lambda inner: LambdaLR(inner, lambda step: 0.3**step), None, "hardly move"),
         (0.01, lambda inner: None, None, None),
         (torch.tensor(0.01), lambda inner: None, None, None),
         (0.01, lambda inner: LambdaLR(inner, lambda step: min(1, step / 30)), None, None),
@@ -78,7 +80,7 @@ def test_a_default_mu_of_another_rate_is_told(
     lr: Any, schedule: Schedule, mu: float | None, word: str | None
 ) -> None:
     inner = torch.optim.SGD([torch.ones(4, requires_grad=True)], lr=lr, momentum=0.9)
-    said = messages(run(inner, 60, schedule, mu=mu))
+    said = messages(run(inner, 150, schedule, mu=mu))
     found = [message for message in said if "mu=" in message or "was 0" in message]
     assert len(found) == (word is not None)
     assert word is None or word in found[0]
