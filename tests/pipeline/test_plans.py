@@ -22,7 +22,7 @@ from doge_fast.pipeline.config.fields import filled
 from doge_fast.pipeline.experiments.jobs import Job
 from doge_fast.pipeline.experiments.planner import Plan
 from doge_fast.pipeline.experiments.plans import plan_of
-from doge_fast.pipeline.experiments.presets import known_domains, preset_of, with_mu
+from doge_fast.pipeline.experiments.presets import known_domains, preset_of
 from doge_fast.pipeline.experiments.runner import run_experiment
 from doge_fast.pipeline.sources import find_parts
 from doge_fast.weights.weights_file import plain, write_json
@@ -45,23 +45,6 @@ def test_the_clip_can_be_switched_off(off: float | None) -> None:
     ):
         proxies = [job.config for job in planned(asked, "ab").jobs if job.config.stage == "proxy"]
         assert {proxy.domain_max_grad_norm for proxy in proxies} == {clip}  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize(
-    ("name", "preset", "changes", "mu"),
-    [
-        ("universal", "small", {}, 0.08),
-        ("universal", "small", {"rates": {"learning_rate": 5e-4}}, 0.04),
-        ("universal", "small", {"proxy": {"mu": 0.5}}, 0.5),
-        ("ood", "small", {}, 0.02),
-        ("ood", "paper", {}, 0.01),
-    ],
-)
-def test_mu_follows_target_domains_and_learning_rate(
-    name: Any, preset: Any, changes: dict[str, Any], mu: float
-) -> None:
-    config = filled(preset_of(name, preset), changes)
-    assert with_mu(config, tuple("abcdefg")).proxy.mu == pytest.approx(mu, rel=1e-12)
 
 
 def test_the_plan_is_commands_in_an_order_that_can_be_run(

@@ -23,7 +23,7 @@ from doge_fast.pipeline.config import (
     TrainingConfig,
 )
 from doge_fast.pipeline.experiments.jobs import Job
-from doge_fast.pipeline.experiments.presets import doremi_steps, rates_of, with_mu
+from doge_fast.pipeline.experiments.presets import doremi_steps, rates_of
 from doge_fast.pipeline.records.shapes import ArmRecord, CostGroup, Group, Method, PerplexityGroup
 
 Runs = dict[int, Path]
@@ -38,7 +38,7 @@ class Plan:
     title: str
     question: str
     config: ExperimentConfig
-    """What was asked for, mu a number."""
+    """What was asked for."""
     jobs: list[Job]
     groups: list[Group]
 
@@ -65,13 +65,13 @@ class Planner:
     """Puts runs of every seed into an experiment's plan, each once.
 
     Args:
-        config: as it was asked for; `config.proxy.mu` becomes a number.
+        config: as it was asked for.
         names: domains that the corpus holds.
         out: the experiment's directory.
     """
 
     def __init__(self, config: ExperimentConfig, names: Sequence[str], out: Path) -> None:
-        self.config = with_mu(config, names)
+        self.config = config
         self.names, self.out = tuple(names), out
         self.domains = config.corpus.domains or self.names
         self.jobs: dict[Path, Job] = {}

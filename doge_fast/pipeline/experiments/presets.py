@@ -1,7 +1,6 @@
 """How large an experiment is: for a test, for minutes, for two cores, or as in the paper."""
 
 import functools
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import yaml
 
 from doge_fast.pipeline.config import Experiment, ExperimentConfig, Preset
 from doge_fast.pipeline.config.fields import filled
-from doge_fast.weights.defaults import default_mu
 
 PAPER_LANGUAGES = ("en", "de", "fr", "es", "ru")
 PAPER_LANGUAGE_TARGETS = ("ca", "nl")
@@ -51,15 +49,6 @@ def known_domains(config: ExperimentConfig) -> tuple[str, ...] | None:
     if config.corpus.data == WIKI40B:
         return (*PAPER_LANGUAGES, *(config.targets or PAPER_LANGUAGE_TARGETS))
     return config.corpus.domains if config.corpus.data == SLIMPAJAMA else None
-
-
-def with_mu(config: ExperimentConfig, names: Sequence[str]) -> ExperimentConfig:
-    """The experiment with the proxies' mu as a number; `names` are those of the corpus."""
-    if config.proxy.mu is not None:
-        return config
-    total = 1 if config.name in _TARGETED else len(config.corpus.domains or names)
-    rate, _ = rates_of(config, config.proxy.model)
-    return replace(config, proxy=replace(config.proxy, mu=default_mu(rate, total)))
 
 
 def rates_of(config: ExperimentConfig, model: str) -> tuple[float, float]:

@@ -123,7 +123,6 @@ class Asked:
     batch_size: Count | None = None
     weights: str = ""
     reference: str = ""
-    selection: str | None = None
 
 
 @dataclass(frozen=True)
@@ -153,8 +152,6 @@ class MetricsLine:
     loss: Number | ByName = None
     alpha: ByName = field(default_factory=dict)
     alpha_mean: ByName = field(default_factory=dict)
-    gain: ByName = field(default_factory=dict)
-    excess: ByName = field(default_factory=dict)
     lr: Number = None
     seconds: Number = None
     skipped: bool = False
@@ -310,7 +307,6 @@ class ExperimentRecord(WholeFile):
     data: str
     runs: tuple[str, ...]
     groups: tuple[Group, ...]
-    versions: dict[str, str]
 
 
 @dataclass(frozen=True)
