@@ -208,8 +208,12 @@ def unforeseen(error: BaseException, words: list[str], directory: Path | None = 
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of an error's text, or its class where it has none."""
-    return next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+    """The first line of an error's text, or its class where it has none.
+
+    And the second where the first one ends in a colon.
+    """
+    lines = [line.strip() for line in str(error).splitlines()] or [type(error).__name__]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1]).rstrip(".")
 
 
 def raise_terminated(signal: int, frame: object) -> None:

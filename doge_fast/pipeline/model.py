@@ -23,6 +23,7 @@ from transformers import (
 from doge_fast.pipeline import hub
 from doge_fast.pipeline.config import ModelConfig
 from doge_fast.pipeline.failures import FileFailure, one_line, reading
+from doge_fast.pipeline.records.runs import read_json
 from doge_fast.pipeline.sizes import SIZES, Size
 from doge_fast.pipeline.tokenizer import end_of_text_id, vocabulary_size
 
@@ -140,6 +141,10 @@ def _check_numbers(value: Any, name: str, key: str = "") -> None:
             _check_numbers(each, name, str(inner))
     elif isinstance(value, float) and math.isnan(value):
         raise FileFailure(f"{name}: {key} of its config.json is NaN. Give it a number.")
+    elif "drop" in key and type(value) in (int, float) and not 0 <= value < 1:
+        raise FileFailure(
+            f"{name}: {key} of its config.json is {value}. Give it a share, at least 0 and below 1."
+        )
 
 
 def _check_heads(name: str, architecture: Any) -> None:
@@ -244,13 +249,15 @@ def load_architecture(name: str) -> Any:
     Raises:
         ValueError: there is none.
     """
+    file = next((file for file in (Path(name), Path(name, "config.json")) if file.is_file()), None)
+    if file is not None:
+        # A key that is there twice is refused.
+        read_json(file)
     try:
         return hub.from_pretrained(AutoConfig.from_pretrained, name)
     except Exception as error:
         # Whatever it stumbles over is in the file.
-        reason, file = one_line(error), Path(name)
-        is_there = file.is_file() or (file / "config.json").exists()
-        kind = FileFailure if is_there else ValueError
+        reason, kind = one_line(error), FileFailure if file else ValueError
         raise kind(
             f"model must be a size of the family ({', '.join(SIZES)}), or a folder or Hub id whose "
             f"config.json AutoConfig opens; got {name!r} ({reason})."
@@ -294,7 +301,7 @@ def _check_causal(name: str, model: PreTrainedModel, block_size: int) -> None:
     model.train(False)
     # A cache is for generating, and some of few layers cannot make theirs.
     model.config.use_cache = False
-    with torch.no_grad():
+    with reading(name, _MEND), torch.no_grad():
         logits_LV, changed_LV = (model(input_ids=each).logits[0] for each in (tokens_1L, other_1L))
     model.config.use_cache = caches
     model.train(is_training)

@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerFast
 
 from doge_fast.pipeline import cache, progress
 from doge_fast.pipeline.config import CorpusConfig
+from doge_fast.pipeline.failures import reading
 from doge_fast.pipeline.sources import Counts, Part
 from doge_fast.pipeline.tokenizer import (
     Groups,
@@ -209,7 +210,8 @@ def _fill(
         # Only the slower one says which characters a token stands for.
         is_sampled = any(writers[name, split].is_sampled for name, _, split in batch)
         encode = backend.encode_batch if is_sampled else backend.encode_batch_fast
-        encodings = encode(texts, add_special_tokens=False)
+        with reading(tokenizer.name_or_path, "Mend its tokenizer.json, or name another."):
+            encodings = encode(texts, add_special_tokens=False)
         for (name, text, split), encoding in zip(batch, encodings, strict=True):
             writer = writers[name, split]
             if is_sampled and writer.is_sampled:
