@@ -28,6 +28,8 @@ from lm_eval.models.huggingface import HFLM
 
 from doge_fast.pipeline.fewshot import PAPER_TASKS, few_shot, table, task_names
 
+Ask = Callable[..., EvaluateConfig]
+
 
 @pytest.fixture(scope="module")
 def task_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -61,20 +63,19 @@ def run(make_run: Callable[[int], Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ask(run: Path, task_data: Path) -> EvaluateConfig:
-    """All tasks on the local documents."""
-    tasks = TasksConfig(PAPER_TASKS, shots=2, task_data=task_data)
-    return EvaluateConfig(run=run, device="cpu", tasks=tasks)
+def ask(run: Path, task_data: Path) -> Ask:
+    """Asks for all tasks on the local documents; keywords replace what is asked of tasks."""
 
+    def ask(**changes: Any) -> EvaluateConfig:
+        tasks = TasksConfig(PAPER_TASKS, shots=2, task_data=task_data)
+        return EvaluateConfig(run=run, device="cpu", tasks=replace(tasks, **changes))
 
-def asking(ask: EvaluateConfig, **changes: Any) -> EvaluateConfig:
-    """The same of other tasks."""
-    return replace(ask, tasks=replace(ask.tasks, **changes))
+    return ask
 
 
 @pytest.fixture(scope="module")
-def result(ask: EvaluateConfig) -> dict[str, Any]:
-    return few_shot(ask)
+def result(ask: Ask) -> dict[str, Any]:
+    return few_shot(ask())
 
 
 def test_every_task_of_the_paper_is_scored(result: dict[str, Any], run: Path) -> None:
@@ -116,17 +117,16 @@ def test_the_table_puts_chance_beside_every_accuracy(result: dict[str, Any]) -> 
 
 
 def test_accuracies_are_those_of_the_bare_model(
-    ask: EvaluateConfig, monkeypatch: pytest.MonkeyPatch
+    ask: Ask, run: Path, task_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PIQA, its prompts and both its metrics written out, in float64."""
-    assert ask.tasks.task_data is not None
     seen = record_scores(monkeypatch)
-    result = few_shot(asking(ask, tasks=("piqa",)))["tasks"]["piqa"]
+    result = few_shot(ask(tasks=("piqa",)))["tasks"]["piqa"]
     train, validation = (
-        read(ask.tasks.task_data / "piqa" / f"{split}.jsonl") for split in ("train", "validation")
+        read(task_data / "piqa" / f"{split}.jsonl") for split in ("train", "validation")
     )
-    model = open_model(ask.run / "model").double().eval()
-    tokenizer = AutoTokenizer.from_pretrained(ask.run / "model")
+    model = open_model(run / "model").double().eval()
+    tokenizer = AutoTokenizer.from_pretrained(run / "model")
     draw = random.Random(1234)
     right, right_norm = [], []
     for asked in validation:
@@ -176,16 +176,16 @@ def log_likelihood(model: Any, tokenizer: Any, prompt: str, answer: str) -> floa
 
 
 def test_asking_again_gives_the_same_and_the_batch_does_not_matter(
-    ask: EvaluateConfig, result: dict[str, Any]
+    ask: Ask, result: dict[str, Any]
 ) -> None:
-    assert few_shot(replace(ask, batch_size=3)) == result
-    alone = few_shot(asking(ask, tasks=("wic",)))
+    assert few_shot(replace(ask(), batch_size=3)) == result
+    alone = few_shot(ask(tasks=("wic",)))
     # A task's shots do not depend on which tasks were run before it.
     assert alone["tasks"]["wic"] == result["tasks"]["wic"]
 
 
-def test_the_first_documents_only(ask: EvaluateConfig) -> None:
-    result = few_shot(asking(ask, tasks=("copa,wic",), task_limit=1, shots=0))
+def test_the_first_documents_only(ask: Ask) -> None:
+    result = few_shot(ask(tasks=("copa,wic",), task_limit=1, shots=0))
     scores = result["tasks"]["copa"]
     assert (scores["documents"], scores["requests"], scores["acc_stderr"]) == (1, 2, None)
     assert result["average"]["acc_stderr"] is None
@@ -193,9 +193,9 @@ def test_the_first_documents_only(ask: EvaluateConfig) -> None:
 
 
 def test_cut_prompts_are_counted_and_said(
-    ask: EvaluateConfig, make_run: Callable[[int], Path], caplog: pytest.LogCaptureFixture
+    ask: Ask, make_run: Callable[[int], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked = asking(ask, tasks=("copa",), shots=5)
+    asked = ask(tasks=("copa",), shots=5)
     whole, cut = few_shot(asked), few_shot(replace(asked, run=make_run(64)))
     tokens = cut["tasks"]["copa"]
     assert tokens["truncated_requests"] == tokens["requests"] == 12
@@ -208,11 +208,11 @@ def test_cut_prompts_are_counted_and_said(
 
 
 def test_of_an_answer_longer_than_the_model_the_end_is_scored(
-    ask: EvaluateConfig, make_run: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+    ask: Ask, make_run: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = record_scores(monkeypatch)
     run = make_run(8)
-    result = few_shot(replace(asking(ask, tasks=("copa", "piqa")), run=run))
+    result = few_shot(replace(ask(tasks=("copa", "piqa")), run=run))
     model, tokenizer = (
         open_model(run / "model").eval(),
         AutoTokenizer.from_pretrained(run / "model"),
@@ -247,14 +247,14 @@ def test_names_between_commas_or_spaces() -> None:
     ],
 )
 def test_tasks_that_cannot_be_scored_are_refused(
-    ask: EvaluateConfig, tmp_path: Path, changes: dict[str, Any], word: str
+    ask: Ask, tmp_path: Path, changes: dict[str, Any], word: str
 ) -> None:
     if changes.get("tasks") == ("lambada_openai",):
         for split in ("train", "validation"):
             write_jsonl(tmp_path / "lambada_openai" / f"{split}.jsonl", ["one two"] * 3)
         changes = changes | {"task_data": tmp_path}
     with pytest.raises(ValueError, match=word):
-        few_shot(asking(ask, **changes))
+        few_shot(ask(**changes))
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_tasks_that_cannot_be_scored_are_refused(
     ],
 )
 def test_local_documents_are_checked(
-    ask: EvaluateConfig, tmp_path: Path, task: str, change: dict[str, Any], word: str
+    ask: Ask, tmp_path: Path, task: str, change: dict[str, Any], word: str
 ) -> None:
     write_documents(tmp_path, task)
     path = tmp_path / task / "validation.jsonl"
@@ -277,7 +277,7 @@ def test_local_documents_are_checked(
         del changed[key]
     path.write_text("\n".join([lines[0], json.dumps(changed), *lines[2:]]))
     with pytest.raises(ValueError, match=f"validation.jsonl, document 2: .*{word}"):
-        few_shot(asking(ask, tasks=(task,), task_data=tmp_path))
+        few_shot(ask(tasks=(task,), task_data=tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -290,26 +290,24 @@ def test_local_documents_are_checked(
     ],
 )
 def test_local_files_are_checked(
-    ask: EvaluateConfig, tmp_path: Path, content: bytes | None, kind: type[Exception], word: str
+    ask: Ask, tmp_path: Path, content: bytes | None, kind: type[Exception], word: str
 ) -> None:
     if content is not None:
         (write_documents(tmp_path, "copa") / "copa" / "train.jsonl").write_bytes(content)
     with pytest.raises(kind, match=word):
-        few_shot(asking(ask, tasks=("copa",), task_data=tmp_path))
+        few_shot(ask(tasks=("copa",), task_data=tmp_path))
 
 
 def test_without_local_data_the_hub_is_asked(
-    ask: EvaluateConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ask: Ask, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Tests run without network: the way out is named."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
     with pytest.raises(RuntimeError, match=r"copa cannot be had from the Hub .*--task-data DIR"):
-        few_shot(asking(ask, tasks=("copa",), task_data=None))
+        few_shot(ask(tasks=("copa",), task_data=None))
 
 
-def test_the_hub_is_asked_for_what_lm_eval_names(
-    ask: EvaluateConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_hub_is_asked_for_what_lm_eval_names(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     """The data set's own splits, sciq's test split among them."""
     asked = []
 
@@ -325,7 +323,7 @@ def test_the_hub_is_asked_for_what_lm_eval_names(
         )
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    result = few_shot(asking(ask, tasks=("sciq",), task_data=None))
+    result = few_shot(ask(tasks=("sciq",), task_data=None))
     assert asked == [("allenai/sciq", None)]
     assert result["tasks"]["sciq"]["split"] == "test"
     assert result["task_data_sha256"] is None

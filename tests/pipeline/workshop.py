@@ -152,9 +152,6 @@ class Damage(NamedTuple):
     def _noise(self, file: Path, _: str) -> None:
         file.write_bytes(random.Random(0).randbytes(max(200, file.stat().st_size)))
 
-    def _zeros(self, file: Path, _: str) -> None:
-        file.write_bytes(bytes(file.stat().st_size))
-
     def _flip(self, file: Path, place: str) -> None:
         """One bit, at a share of the file's length."""
         data = bytearray(file.read_bytes())
@@ -181,10 +178,6 @@ class Damage(NamedTuple):
     def _pipe(self, file: Path, _: str) -> None:
         self._delete(file, "")
         os.mkfifo(file)
-
-    def _loop(self, file: Path, _: str) -> None:
-        self._delete(file, "")
-        file.symlink_to(file.name)
 
     def _text(self, file: Path, text: str) -> None:
         file.write_bytes(text.encode().decode("unicode_escape").encode("utf-8", "surrogateescape"))
