@@ -155,6 +155,25 @@ def test_parameters_that_are_not_stepped_are_not_scored() -> None:
     assert all(score > 0 for score in effect.scores().values())
 
 
+def test_what_ranks_have_is_summed() -> None:
+    """Of ranks with one example: gradients, norms and changes are so many times as long."""
+    found = []
+    for num_ranks in (1, 2):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2)}).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        effect = CancellationEffect(model, optimizer)
+        with effect.watching():
+            model["used"](torch.ones(1, 2).double()).square().sum().backward()
+        effect.sum_over_ranks(lambda values, times=num_ranks: times * values)
+        optimizer.step()
+        assert (model["unused"].weight.grad == 0).all()
+        found.append([effect.scores(reading) for reading in READINGS])
+    for one, two in zip(*found, strict=True):
+        assert one["used.weight"] > 0
+        assert two == pytest.approx(one, rel=1e-12)
+
+
 def test_misuse_speaks() -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters())
