@@ -11,16 +11,7 @@ from torch import Tensor
 
 from doge_fast import reference
 from doge_fast.kernels import gram, implementations
-from tests.grids import grid
-from tests.laws import (
-    assert_additive_over_columns,
-    assert_psd,
-    assert_row_permutation_equivariant,
-    assert_scales_quadratically,
-    assert_symmetric,
-    assert_torch_knows,
-    normalised_error,
-)
+from tests.laws import assert_torch_knows, normalised_error
 from tests.problems import GRADIENT_PROBLEMS, GradientProblem
 
 pytestmark = pytest.mark.usefixtures("nan_memory")
@@ -51,29 +42,8 @@ def test_gram_is_the_reference(
     gram_KK = gram(grads_KN, implementation=implementation)
     assert gram_KK.dtype == torch.float64
     assert gram_KK.device == device
-    assert_symmetric(gram_KK)
+    assert torch.equal(gram_KK, gram_KK.T)
     assert normalised_error(gram_KK, reference.gram(grads_KN.double())) <= rounding(grads_KN)
-
-
-def is_short(problem: GradientProblem) -> bool:
-    """Others take seconds under Triton's interpreter and the emulator of CUDA."""
-    return problem.num_rows * problem.num_columns < 8_000
-
-
-@pytest.mark.parametrize("problem", grid(GRADIENT_PROBLEMS, some=is_short), ids=str)
-def test_gram_obeys_its_laws(
-    problem: GradientProblem, implementation: str, device: torch.device
-) -> None:
-    grads_KN = problem.sample(device)
-    tolerance = 2 * rounding(grads_KN)
-
-    def ours(blocks: Tensor | list[Tensor]) -> Tensor:
-        return gram(blocks, implementation=implementation)
-
-    assert_psd(ours(grads_KN), tolerance)
-    assert_row_permutation_equivariant(ours, grads_KN, tolerance)
-    assert_scales_quadratically(ours, grads_KN)
-    assert_additive_over_columns(ours, grads_KN, tolerance)
 
 
 @pytest.mark.parametrize(
@@ -175,6 +145,8 @@ def test_more_than_a_thousand_rows(device: torch.device) -> None:
 
 def test_blocks_of_all_dtypes_at_once(implementation: str, device: torch.device) -> None:
     blocks = [torch.randn(5, 33 + i, device=device).to(d) for i, d in enumerate(STORAGE_DTYPES * 3)]
+    # An empty one adds nothing.
+    blocks.insert(4, torch.empty(5, 0, device=device))
     exact_KK = reference.gram(torch.cat([block.double() for block in blocks], dim=1))
     gram_KK = gram(blocks, implementation=implementation)
     assert normalised_error(gram_KK, exact_KK) <= rounding(blocks[0])
