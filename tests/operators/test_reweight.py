@@ -120,6 +120,8 @@ def test_the_step_is_the_reference(
         step.influence + step.difficulty, (step.gram @ problem.tau_R)[: shape[0]], **TOLERANCE
     )
     assert_simplex(step.alpha)
+    # What fused optimizers take.
+    assert (step.skipped.dtype, step.found_inf.dtype) == (torch.bool, torch.float32)
     assert not step.skipped
     assert step.found_inf == 0
     state = state_views(problem.state_S)
