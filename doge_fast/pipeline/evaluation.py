@@ -13,7 +13,7 @@ from doge_fast.pipeline import health, named, ranks, records, tables, training
 from doge_fast.pipeline.config import CorpusConfig, EvaluateConfig
 from doge_fast.pipeline.config.fields import filled
 from doge_fast.pipeline.config.ranges import check as check_ranges
-from doge_fast.pipeline.domains import load_corpus
+from doge_fast.pipeline.domains import MIX, load_corpus
 from doge_fast.pipeline.model import open_model
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.sources import find_parts
@@ -108,18 +108,10 @@ def _own(config: EvaluateConfig, record: Json) -> Mapping[str, datasets.Dataset]
     """Held-out blocks of the run's corpus, if it still is that one; domains may have come to it."""
     own, trained_on = record["config"]["corpus"], record["corpus"]
     asked = replace(filled(CorpusConfig(), own), domains=tuple(trained_on["domains"]))
-    corpus = load_corpus(asked, targets=tuple(trained_on["targets"]))
-    expected, found = trained_on["tokenizer_sha256"], corpus.tokenizer_sha256
-    if expected != found:
-        raise ValueError(
-            f"{config.run} was trained with the tokenizer {expected[:12]}; its corpus gives "
-            f"{found[:12]} now, so its files have changed. Restore them, or train again."
-        )
-    if changed := records.changed_domains(trained_on, corpus.describe()):
-        raise ValueError(
-            f"{config.run} was trained on another corpus: {own['data']} holds other text of "
-            f"{', '.join(changed)} now. Restore it, or train again."
-        )
+    # What "mix" reserves is not trained on.
+    mix = [MIX] if MIX in record["config"].get("target", ()) else []
+    corpus = load_corpus(asked, targets=(*trained_on["targets"], *mix))
+    records.check_corpus(config.run, trained_on, corpus.describe())
     return corpus.validation
 
 

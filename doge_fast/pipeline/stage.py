@@ -34,16 +34,8 @@ def is_finished(run: Path) -> bool:
     Raises:
         ValueError: it did, and what it left is damaged.
     """
-    if not records.check_model(run, is_hashed=False):
-        return False
-    try:
-        records.read_weights(run)
-    except ValueError as error:
-        raise ValueError(
-            f"{run} is complete, and its result is damaged: {error} Restore it, or remove "
-            f"{run / records.MODEL} to have it trained again."
-        ) from None
-    return True
+    # A result that is damaged is no result.
+    return records.check_model(run, is_hashed=False) and bool(records.read_weights(run))
 
 
 class ExistingRun(NamedTuple):
@@ -97,7 +89,7 @@ def read_corpus(config: StageConfig, existing: ExistingRun) -> Corpus:
     _log.info("%s: reading %s", config.out, config.corpus.data)
     corpus = domains.load_corpus(config.corpus, targets=config.targets)
     if existing.record:
-        records.check_corpus(config.out, existing.record, corpus.describe())
+        records.check_corpus(config.out, existing.record["corpus"], corpus.describe())
     return corpus
 
 

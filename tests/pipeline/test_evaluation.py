@@ -69,7 +69,7 @@ def test_a_corpus_that_has_grown_is_not_measured(
     # As many documents and blocks, in another order.
     lines = (data / "code.jsonl").read_text().splitlines(keepends=True)
     (data / "code.jsonl").write_text("".join(reversed(lines)))
-    with pytest.raises(ValueError, match="other text of code now"):
+    with pytest.raises(ValueError, match=r"another corpus: domains\.code\.digest"):
         evaluate(ask)
     (data / "code.jsonl").write_text("".join(lines))
     # A domain that the run does not know changes nothing.
@@ -77,7 +77,7 @@ def test_a_corpus_that_has_grown_is_not_measured(
     assert evaluate(ask) == before
     with (data / "prose.jsonl").open("a") as file:
         file.write('{"text": "the and of a range"}\n' * 3)
-    with pytest.raises(ValueError, match=r"another corpus: .*data holds other text of prose now"):
+    with pytest.raises(ValueError, match=r"another corpus: domains\.prose"):
         evaluate(ask)
     assert records.read_evaluation(grown.out) == before
 

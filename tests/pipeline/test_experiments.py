@@ -150,7 +150,7 @@ def test_an_arm_of_another_corpus_is_refused(
     runner._described.cache_clear()
     with (data / "code.jsonl").open("a") as file:
         file.write(json.dumps({"text": "something that was not there before " * 40}) + "\n")
-    with pytest.raises(ValueError, match="was trained on another corpus"):
+    with pytest.raises(ValueError, match="was made of another corpus"):
         run_experiment(config)
 
 

@@ -12,7 +12,8 @@ from transformers.utils import logging
 
 from doge_fast import cli
 from doge_fast.pipeline import records
-from doge_fast.pipeline.config import ProxyConfig
+from doge_fast.pipeline.config import EvaluateConfig, ProxyConfig
+from doge_fast.pipeline.evaluation import evaluate
 from doge_fast.pipeline.proxy import ProxyTrainer, learn_weights
 from doge_fast.pipeline.reporting.runs import open_runs
 from doge_fast.pipeline.run import Run
@@ -144,6 +145,8 @@ def test_mix_is_measured_on_blocks_that_nobody_trains_on(proxy: Make, trained_pr
     run = learn_weights(proxy(target=("mix",)))
     line = run.metrics("train")[-1]
     assert line["rows"] == [*NAMES, "mix"]
+    # What is reserved for it is reserved again.
+    assert set(evaluate(EvaluateConfig(run.path, blocks=2, device="cpu"))["loss"]) == set(NAMES)
     assert line["difficulty"] == dict.fromkeys(NAMES, 0.0)
     found, whole = (
         records.read_config(each)["corpus"]["domains"] for each in (run.path, trained_proxy)

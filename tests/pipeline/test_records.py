@@ -135,13 +135,16 @@ def test_another_tokenizer_or_text_is_refused(tmp_path):
 
     records.open_run(config.out, stage="proxy", config=config, corpus=corpus("a"))
     recorded = records.read_config(config.out)
-    records.check_corpus(config.out, recorded, corpus("a"))
+    records.check_corpus(config.out, recorded["corpus"], corpus("a"))
+    other = corpus("a") | {"tokenizer_sha256": "1" * 64}
     with pytest.raises(ValueError, match="tokenizer_sha256"):
-        records.check_corpus(config.out, recorded, corpus("a") | {"tokenizer_sha256": "1" * 64})
-    with pytest.raises(ValueError, match="began with another text"):
-        records.check_corpus(config.out, recorded, corpus("b"))
+        records.check_corpus(config.out, recorded["corpus"], other)
+    with pytest.raises(
+        ValueError, match=r"another corpus: domains.\w+.digest is a there and b now"
+    ):
+        records.check_corpus(config.out, recorded["corpus"], corpus("b"))
     # Earlier releases recorded none.
-    records.check_corpus(config.out, recorded | {"corpus": CORPUS}, corpus("b"))
+    records.check_corpus(config.out, CORPUS, corpus("b"))
 
 
 def test_a_run_killed_while_it_began_can_begin_again(tmp_path):

@@ -137,12 +137,7 @@ def _check_jobs(plan: Plan, jobs: Sequence[Job]) -> None:
         if job.is_trained():
             # As the plan has it, and of the corpus as it is now: else no arm compares.
             record = records.read_config(config.out)["corpus"]
-            if _described(config.corpus, config.targets) != record:
-                raise ValueError(
-                    f"{config.out} was trained on another corpus than {config.corpus.data} holds "
-                    "now, so its arm can be compared with none that comes after. Restore the "
-                    "files, or begin in another directory."
-                )
+            records.check_corpus(config.out, record, _described(config.corpus, config.targets))
             records.check_run(config.out, stage=config.stage, config=config)
         elif not plan.needed_by(job):
             # What reads runs may take their tokenizer.

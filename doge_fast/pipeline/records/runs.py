@@ -89,27 +89,19 @@ def check_run(out: Path, *, stage: Stage, config: Any) -> Json | None:
     return recorded
 
 
-def check_corpus(out: Path, recorded: Json, corpus: Mapping[str, Any]) -> None:
-    """Raise ValueError where a run, by its config.json, began with another corpus than this."""
-    before, now = recorded["corpus"], plain(corpus)
-    digests = [name for name in _flat(now) if name.endswith(".digest")]
-    check_same("corpus", out, before, now, digests)
-    if changed := changed_domains(before, now):
-        raise ValueError(
-            f"{out} began with another text: the blocks of {', '.join(changed)} are as many as "
-            "then, and hold something else or stand in another order. Restore the files of the "
-            "corpus, or name another directory."
-        )
-
-
-def changed_domains(before: Json, now: Json) -> list[str]:
-    """Domains and targets of two descriptions of a corpus whose blocks differ, where both say."""
-    found = []
-    for name, of in (before["domains"] | before["targets"]).items():
-        digest = (now["domains"] | now["targets"]).get(name, {}).get("digest")
-        if of.get("digest") and digest and of["digest"] != digest:
-            found.append(name)
-    return found
+def check_corpus(run: Path, recorded: Mapping[str, Any], corpus: Mapping[str, Any]) -> None:
+    """Raise ValueError where a run, by the corpus in its config.json, was made of another one."""
+    before, now = _flat(recorded), _flat(plain(corpus))
+    for name in before | now:
+        # Earlier releases recorded no digests.
+        is_known = before.get(name) is not None or not name.endswith(".digest")
+        if is_known and before.get(name) != now.get(name):
+            was, is_now = (str(each.get(name, "absent"))[:12] for each in (before, now))
+            raise ValueError(
+                f"{run} was made of another corpus: {name} is {was} there and {is_now} now (a "
+                "digest is of the text and its order). Restore the files of the corpus, or begin "
+                "in another directory."
+            )
 
 
 def _kept(config: Any) -> Any:
