@@ -254,24 +254,3 @@ def assert_equal(mode: Mode, inner: str, steps: int) -> None:
         scale = other.abs().max()
         error = ((param - other).abs().max() / scale).item()
         assert error <= TOLERANCE, f"{name}: {error}"
-
-
-def test_one_hot_weights_equal_plain_training_on_that_domain() -> None:
-    model = tied_transformer()
-    plain = copy.deepcopy(model)
-    optimizer = DoGEOptimizer(INNER["adamw"](model), **(AS_IN_THE_PAPER | {"mu": 1e6}))
-    state = optimizer.state_dict()
-    state["doge"]["alpha"] = torch.tensor([0, 1, 0, 0], dtype=torch.float64)
-    optimizer.load_state_dict(state)
-    (inner,) = INNER["adamw"](plain)
-    for step in range(5):
-        for row, name in enumerate(DOMAINS):
-            with optimizer.domain(name):
-                model(domain_tokens(row, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        plain(domain_tokens(1, step)).backward()
-        inner.step()
-        inner.zero_grad()
-    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(param, other)

@@ -102,18 +102,6 @@ def test_domains_outside_the_step_keep_their_score() -> None:
     assert float(optimizer.alpha.sum()) == pytest.approx(1)
 
 
-def test_all_domains_in_every_step_is_the_ordinary_optimizer() -> None:
-    alphas = []
-    for domains_per_step in (None, K):
-        model = model_of()
-        optimizer = optimizer_of(model, domains_per_step=domains_per_step)
-        assert optimizer.domains_of_step == tuple(NAMES)
-        for _ in range(5):
-            run_step(optimizer, model)
-        alphas.append(optimizer.alpha)
-    assert torch.equal(*alphas)
-
-
 def test_the_draw_stays_until_the_step_is_taken() -> None:
     model = model_of()
     optimizer = optimizer_of(model)
