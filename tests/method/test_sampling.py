@@ -85,17 +85,6 @@ def test_counts_are_within_one_of_their_share(kind):
     assert not counts_TK[weights_TK == 0].any()
 
 
-def test_counts_do_not_depend_on_what_was_asked_before():
-    weights_TK = moving("noise", 2600, 7)
-    forward = counts_at(weights_TK, 16)
-    asked = [2599, 3, 1024, 1023, 1025, 2048, 0, 2047, 1500, 1499]
-    expected = {step: forward.totals(step) for step in sorted([*asked, *range(1000, 1100)])}
-    backward = counts_at(weights_TK, 16)
-    for step in asked:
-        totals = backward.totals(step)
-        assert np.array_equal(totals.drawn_K, expected[step].drawn_K)
-
-
 def test_a_change_leaves_earlier_steps_as_they_were():
     counts = counts_at(np.tile([0.5, 0.5], (1, 1)), 4)
     steps = [*range(0, 2990, 130), *range(2990, 3001)]
