@@ -112,6 +112,19 @@ def test_steps_and_sizes(
     assert judged == [bars.MET, bars.MET]
 
 
+def test_fifty_domains_fit_40_gigabytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the two sizes that are asked first the larger one, with rows in bfloat16."""
+    session = Session(torch.device("cuda", 0), quick=False)
+    monkeypatch.setattr(times, "STEP_ROWS", (50,))
+    monkeypatch.setattr(times, "FIRST_SIZES", ("124M",))
+    with fake_cuda.memory_of(FREE_BYTES[40] // SCALE**2):
+        sections = gpu.run_part("steps", session, minutes=60.0)
+    assert bars.is_correct(sections)
+    rows = sections["steps"]["rows"]
+    assert [row["mode"] for row in rows if "ratio" in row] == list(steps.MODES)
+    assert all("rows in bfloat16" in row["problem"] for row in rows)
+
+
 @pytest.mark.parametrize(("gigabytes", "sequences"), [(40, 9), (80, 18)])
 def test_the_job(gigabytes: int, sequences: int) -> None:
     session = Session(torch.device("cuda", 0), quick=False)
