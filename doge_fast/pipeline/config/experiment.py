@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from doge_fast.pipeline.config.ranges import (
     Count,
     CountOrZero,
+    Device,
     Positive,
     PositiveOrZero,
     Range,
@@ -40,8 +41,8 @@ class RatesConfig:
     """Held-out blocks per domain for the tables; None: all."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """bfloat16: autocast, with float32 master weights."""
-    device: str = "auto"
-    """auto (the first available of cuda, xpu, mps and cpu), cpu, cuda, xpu or mps."""
+    device: Device = "auto"
+    """auto: the first available of cuda, xpu, mps and cpu."""
 
 
 @dataclass(frozen=True)
@@ -166,8 +167,8 @@ class DemoConfig:
     """Optimizer steps of the proxy and of each of the base models, four at most."""
     seed: Seed = 0
     """Seed of the model initialisation and of the order of the data."""
-    device: str = "auto"
-    """auto (the first available of cuda, xpu, mps and cpu), cpu, cuda, xpu or mps."""
+    device: Device = "auto"
+    """auto: the first available of cuda, xpu, mps and cpu."""
     cache_dir: Path | None = None
     """Where packed blocks are kept; None: $DOGE_FAST_CACHE, else doge_fast in the user's cache
     directory."""
@@ -205,5 +206,5 @@ class TemperatureConfig:
     complete, ask again: the next temperatures follow from what was measured."""
     only: tuple[str, ...] = ()
     """Names of runs that --plan printed: make only these."""
-    device: str = "auto"
-    """auto (the first available of cuda, xpu, mps and cpu), cpu, cuda, xpu or mps."""
+    device: Device = "auto"
+    """auto: the first available of cuda, xpu, mps and cpu."""

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from doge_fast.pipeline.config.ranges import (
     Count,
     CountOrZero,
+    Device,
     Positive,
     PositiveOrZero,
     Range,
@@ -87,8 +88,8 @@ class TrainingConfig:
     """Steps between checkpoints, from which a killed run resumes; None: ten in a run; 0: none."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """bfloat16: autocast, with float32 master weights."""
-    device: str = "auto"
-    """auto (the first available of cuda, xpu, mps and cpu), cpu, cuda, xpu or mps. proxy, doremi
+    device: Device = "auto"
+    """auto: the first available of cuda, xpu, mps and cpu. proxy, doremi
     and select need float64, which mps does not have."""
     compile: bool = False
     """torch.compile the model."""

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from doge_fast.pipeline.config.ranges import (
     Count,
     CountOrZero,
+    Device,
     Positive,
     Range,
     Seed,
@@ -44,8 +45,8 @@ class EvaluateConfig:
     cache_dir: Path | None = None
     """With data: where its packed blocks are kept; None: $DOGE_FAST_CACHE, else doge_fast in the
     user's cache directory."""
-    device: str = "auto"
-    """auto, cpu, cuda, xpu or mps."""
+    device: Device = "auto"
+    """auto: the first available of cuda, xpu, mps and cpu."""
     tasks: TasksConfig = field(default_factory=TasksConfig)
 
 
@@ -213,8 +214,8 @@ class ProfileConfig:
     """bfloat16: autocast."""
     buffer_dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
     """Dtype of the stored domain gradients; auto: the dtype of each gradient."""
-    device: str = "auto"
-    """cpu or cuda, the first that CUDA_VISIBLE_DEVICES leaves; auto: a GPU if there is one."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU if there is one. cuda: the first that CUDA_VISIBLE_DEVICES leaves."""
     steps: Count = 9
     """Timed pairs of steps; equally many further steps are timed phase by phase."""
     json: Path | None = None
