@@ -16,6 +16,7 @@ from markupsafe import Markup
 from doge_fast import atomic_file
 from doge_fast.pipeline.config import ReportConfig
 from doge_fast.pipeline.named import visible
+from doge_fast.pipeline.records import check_out
 from doge_fast.pipeline.reporting.figures import VARIABLES, Drawing
 from doge_fast.pipeline.reporting.sections import Section, sections_of
 from doge_fast.pipeline.reporting.study import open_study
@@ -39,6 +40,7 @@ def write_report(config: ReportConfig) -> Path:
     study = open_study(config.runs)
     sections = sections_of(study)
     page = config.out or _default_page(config.runs)
+    check_out(page, config.runs)
     page.parent.mkdir(parents=True, exist_ok=True)
     # Names in the page.
     names = (f"figure-{number}" for number in itertools.count(1))

@@ -145,3 +145,5 @@ def test_the_average_is_of_the_domains_that_are_named(run: BaseConfig) -> None:
     mean = (result["loss"]["verse"] + result["loss"]["code"]) / 2
     assert result["average_perplexity"] == pytest.approx(math.exp(mean), rel=1e-12)
     assert table(result).splitlines()[-1].split() == ["average", f"{math.exp(mean):.2f}"]
+    with pytest.raises(ValueError, match="holds code too"):
+        evaluate(replace(ask, domains=("verse",)))

@@ -97,6 +97,22 @@ def _check_corpus(config: configs.CorpusConfig) -> None:
         )
 
 
+def _check_places(config: configs.StageConfig) -> None:
+    """What lies inside the corpus is read as a part of it."""
+    corpus, data = config.corpus, Path(config.corpus.data).expanduser().resolve()
+    # Where domains are named nothing else is.
+    is_read = corpus.domain_column is not None or not corpus.domains
+    for name, place in (("out", config.out), ("cache_dir", corpus.cache_dir)):
+        if place is None or not (corpus.data and is_read):
+            continue
+        path = place.expanduser().resolve()
+        if data in path.parents and not path.relative_to(data).parts[0].startswith("."):
+            raise ValueError(
+                f"{name} must lie outside the corpus, of which it would be a domain; {place} is in "
+                f"{corpus.data}. Name another directory, or the domains to train on (--domains)."
+            )
+
+
 def _check_model(config: configs.ModelConfig | configs.ProfileConfig) -> None:
     name = config.model
     if not (name in SIZES or Path(name).expanduser().exists() or _HUB_MODEL.fullmatch(name)):
@@ -189,8 +205,9 @@ def _check_run(what: str, run: Path) -> None:
         raise ValueError(f"{what}: {run} is not a run directory: it holds no config.json.")
 
 
-_CHECKS: dict[type, Callable[[Any], None]] = {
+_CHECKS: dict[Any, Callable[[Any], None]] = {
     configs.CorpusConfig: _check_corpus,
+    configs.StageConfig: _check_places,
     configs.ModelConfig: _check_model,
     configs.ProfileConfig: _check_model,
     configs.RatesConfig: _check_rates,

@@ -386,7 +386,7 @@ def _read(run: Path) -> list[tuple[Json, MetricsLine]]:
     for n, text in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         where = f"{path}, line {n}"
         try:
-            line = json.loads(text)
+            line = json.loads(text, parse_constant=_refuse_constant)
         except (ValueError, RecursionError) as error:
             raise FileFailure(
                 f"{where}, must hold a JSON object and does not: {error}. {WAY_OUT}"
@@ -400,6 +400,10 @@ def _read(run: Path) -> list[tuple[Json, MetricsLine]]:
                     f"{', '.join(first[key])}. {WAY_OUT}"
                 )
     return lines
+
+
+def _refuse_constant(word: str) -> None:
+    raise ValueError(f"{word} is no number of JSON")
 
 
 def evaluation(
