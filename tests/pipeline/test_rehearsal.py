@@ -74,7 +74,7 @@ def test_a_dry_run_refuses_to_go_on_with_another_corpus(
         train_base(config)
     write_jsonl(tmp_path / "data" / "b.jsonl", texts("b", 90))
     for call in (train_base, rehearse):
-        with pytest.raises(ValueError, match="holds another run: the corpus's domains"):
+        with pytest.raises(ValueError, match="was made of another corpus: domains"):
             call(config)
 
 
