@@ -6,7 +6,8 @@ in that state: optimizers initialise a parameter's state when they find it empty
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -163,31 +164,25 @@ def _needed(optimizer: Optimizer) -> list[str]:
     ]
 
 
-class SkipFlag:
-    """Copies the skip flag of a step to the host, without waiting for work queued later."""
+def skip_reader(skipped: Tensor, inner: Optimizer) -> Callable[[], bool]:
+    """How the host reads whether the step is skipped; call this right after that is decided.
 
-    def __init__(self) -> None:
-        self._skipped: Tensor | None = None
-        self._on_host: Tensor | None = None
-        self._arrival: torch.cuda.Event | None = None
+    If `inner` needs the flag on the host its copy begins here. Reading then waits for the copy
+    alone, and not for work that is queued later.
+    """
+    is_needed = skipped.device.type == "cuda" and _needing_the_host(inner)
+    if not is_needed or torch.cuda.is_current_stream_capturing():
+        return partial(_read, skipped, None)
+    # torch takes pinned memory for a non-blocking copy.
+    on_host = skipped.to("cpu", non_blocking=True)
+    return partial(_read, on_host, torch.cuda.current_stream(skipped.device).record_event())
 
-    def send(self, skipped: Tensor, inner: Optimizer) -> None:
-        """Begin to copy the flag, if `inner` needs it on the host; right after it is decided."""
-        self._skipped = None
-        is_on_gpu = skipped.device.type == "cuda" and _needing_the_host(inner)
-        if is_on_gpu and not torch.cuda.is_current_stream_capturing():
-            # torch takes pinned memory for a non-blocking copy.
-            self._on_host = skipped.to("cpu", non_blocking=True)
-            self._arrival = torch.cuda.current_stream(skipped.device).record_event()
-            self._skipped = skipped
 
-    @outside_graphs
-    def read(self, skipped: Tensor) -> bool:
-        """Read the flag, waiting for its copy alone if it was sent."""
-        if self._skipped is not skipped or self._arrival is None:
-            return bool(skipped)
-        self._arrival.synchronize()
-        return bool(self._on_host)
+@outside_graphs
+def _read(flag: Tensor, arrival: torch.cuda.Event | None) -> bool:
+    if arrival is not None:
+        arrival.synchronize()
+    return bool(flag)
 
 
 def _needing_the_host(inner: Optimizer) -> list[str]:
@@ -208,7 +203,11 @@ def each_of(inner: Optimizer) -> Sequence[Optimizer]:
 
 
 def step_unless(
-    skipped: Tensor, found_inf: Tensor, inner: Optimizer, flag: SkipFlag, loss: Any = None
+    skipped: Tensor,
+    found_inf: Tensor,
+    inner: Optimizer,
+    is_skipped: Callable[[], bool],
+    loss: Any = None,
 ) -> None:
     """Step the wrapped optimizer unless the bool `skipped`, in float32 `found_inf`, is true.
 
@@ -231,7 +230,7 @@ def step_unless(
             f"{' and '.join(needing)} needs fused=True (and capturable=True where it has that "
             "argument), which lets the device skip it."
         )
-    elif not flag.read(skipped):
+    elif not is_skipped():
         step_with(inner, loss)
 
 

@@ -46,7 +46,7 @@ from doge_fast.tracing import outside_graphs, phase
 from doge_fast.weights import checkpoint, simplex
 from doge_fast.weights.state import DomainWeights
 from doge_fast.weights.subset import Subset
-from doge_fast.wrapper import SkipFlag, each_of, loss_scale, step_unless
+from doge_fast.wrapper import each_of, loss_scale, skip_reader, step_unless
 
 Absent = Literal["error", "keep"]
 
@@ -146,7 +146,6 @@ class Step:
         self._stacked_model: StackedModel | None = None
         # Only the first domain is watched.
         self._has_watched = False
-        self._flag = SkipFlag()
         self.state = StepState.EMPTY
         self._open: OpenDomain | None = None
         self._received = Received()
@@ -395,7 +394,7 @@ class Step:
                 lr=lr,
                 grad_scale=scale,
             )
-        self._flag.send(last.skipped, self._inner)
+        self._is_skipped = skip_reader(last.skipped, self._inner)
 
         with phase("weighted_sum"):
             # The sum goes into `p.grad` on all ranks.
@@ -485,7 +484,7 @@ class Step:
         assert last is not None
         self.parameters.refuse_other_lr(last)
         with phase("inner_step"):
-            step_unless(last.skipped, last.found_inf, self._inner, self._flag, loss)
+            step_unless(last.skipped, last.found_inf, self._inner, self._is_skipped, loss)
         self.subset.draw(self.subset.draws + 1)
         self.clear()
 

@@ -13,8 +13,9 @@ from doge_fast import DoGEOptimizer, Score
 from doge_fast.distributed import Exchange, exchange
 from doge_fast.flat_buffer import FlatBuffer
 from doge_fast.joined import JoinedOptimizer
+from doge_fast.step import step
 from doge_fast.step.step import _gram_matrices
-from doge_fast.wrapper import SkipFlag, step_unless
+from doge_fast.wrapper import skip_reader, step_unless
 
 
 class FusedSGD(torch.optim.SGD):
@@ -120,7 +121,7 @@ def test_where_one_optimizer_is_not_fused_one_flag_is_read(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     skipped: Any = FlagOfAGpu(False, [])
     with pytest.raises(RuntimeError, match="; SGD needs"):
-        step_unless(skipped, torch.zeros(()), inner, SkipFlag())
+        step_unless(skipped, torch.zeros(()), inner, lambda: False)
 
 
 class FlagOfAGpu:
@@ -160,7 +161,7 @@ class StreamOfAGpu:
         self.queue.append("wait for the event")
 
 
-class TestSkipFlag:
+class TestSkipReader:
     @pytest.fixture
     def queue(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         queue: list[str] = []
@@ -176,39 +177,29 @@ class TestSkipFlag:
     def test_the_host_waits_for_the_flag_alone(
         self, queue: list[str], inner: torch.optim.Optimizer, value: bool
     ) -> None:
-        sent, skipped = SkipFlag(), FlagOfAGpu(value, queue)
-        sent.send(skipped, inner)  # type: ignore[arg-type]
+        read = skip_reader(FlagOfAGpu(value, queue), inner)  # type: ignore[arg-type]
         queue.append("weighted sum")
-        assert sent.read(skipped) is value  # type: ignore[arg-type]
+        assert read() is value
         assert queue == ["copy of the flag", "event", "weighted sum", "wait for the event"]
 
-    def test_a_flag_that_was_not_sent_is_waited_for(
-        self, queue: list[str], inner: torch.optim.Optimizer
+    def test_nothing_is_copied_that_nobody_reads(
+        self, queue: list[str], inner: torch.optim.Optimizer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        sent, skipped = SkipFlag(), FlagOfAGpu(True, queue)
-        sent.send(FlagOfAGpu(False, []), inner)  # type: ignore[arg-type]
-        assert sent.read(skipped)  # type: ignore[arg-type]
-        assert queue == ["event", "wait for everything"]
-
-    def test_nothing_is_sent_that_nobody_reads(
-        self,
-        queue: list[str],
-        inner: torch.optim.Optimizer,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
-        """To an optimizer that skips on the device, and in a capture."""
+        """For an optimizer that skips on the device, and in a capture."""
         fused = FusedSGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-        SkipFlag().send(FlagOfAGpu(True, queue), fused)  # type: ignore[arg-type]
+        read = skip_reader(FlagOfAGpu(True, queue), fused)  # type: ignore[arg-type]
         assert queue == []
+        assert read()
+        assert queue == ["wait for everything"]
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        SkipFlag().send(FlagOfAGpu(True, queue), inner)  # type: ignore[arg-type]
-        assert queue == []
+        skip_reader(FlagOfAGpu(True, queue), inner)  # type: ignore[arg-type]
+        assert len(queue) == 1
 
-    def test_a_flag_on_a_cpu_is_read_where_it_is(self, inner: torch.optim.Optimizer) -> None:
-        sent, skipped = SkipFlag(), torch.tensor(True)
-        sent.send(skipped, inner)
-        assert sent.read(skipped)
-        assert not sent.read(torch.tensor(False))
+    @pytest.mark.parametrize("value", [True, False])
+    def test_a_flag_on_a_cpu_is_read_where_it_is(
+        self, inner: torch.optim.Optimizer, value: bool
+    ) -> None:
+        assert skip_reader(torch.tensor(value), inner)() is value
 
     @pytest.mark.parametrize("selection", [None, ["0.weight"]])
     def test_the_flag_leaves_when_it_is_decided(
@@ -216,17 +207,17 @@ class TestSkipFlag:
     ) -> None:
         """Right after the K x K step, before the weighted sum."""
         order: list[Any] = []
-        send, weigh = SkipFlag.send, exchange.weighted_gradients
+        weigh = exchange.weighted_gradients
 
-        def noted_send(self: SkipFlag, skipped: Tensor, inner: Any) -> None:
+        def noted_reader(skipped: Tensor, inner: Any) -> Any:
             order.append(skipped)
-            send(self, skipped, inner)
+            return skip_reader(skipped, inner)
 
         def noted_weigh(*args: Any) -> list[Tensor]:
             order.append("weighted sum")
             return weigh(*args)
 
-        monkeypatch.setattr(SkipFlag, "send", noted_send)
+        monkeypatch.setattr(step, "skip_reader", noted_reader)
         monkeypatch.setattr(exchange, "weighted_gradients", noted_weigh)
         optimizer = run(FusedSGD, max_grad_norm=1.0, selection=selection)
         assert [isinstance(each, Tensor) for each in order] == 2 * [True, False]
