@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PretrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     set_seed,
 )
@@ -31,17 +33,18 @@ def tokenizer_of(num_entries: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|endoftext|>")
 
 
-@pytest.fixture(scope="module")
-def paper_tokenizer() -> PreTrainedTokenizerFast:
-    return tokenizer_of(PAPER_VOCAB)
+def built(
+    model: str | Path, num_entries: int = 100, block_size: int = 16, **settings: Any
+) -> PreTrainedModel:
+    """For a tokenizer of so many entries."""
+    config = ModelConfig(model=str(model), **settings)
+    return build_model(config, tokenizer_of(num_entries), block_size=block_size)
 
 
 @pytest.mark.parametrize("name", ["82M", "684M"])
-def test_a_size_of_the_paper_has_the_parameters_of_its_name(
-    name: str, paper_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_a_size_of_the_paper_has_the_parameters_of_its_name(name: str) -> None:
     with torch.device("meta"):
-        model = build_model(ModelConfig(model=name), paper_tokenizer, block_size=512)
+        model = built(name, PAPER_VOCAB, block_size=512)
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     assert model.config.vocab_size == 50304
     # The names round, the 82M's down: 12 x 6 x 768^2 + 50304 x 768 = 81.1M without the rest.
@@ -49,7 +52,7 @@ def test_a_size_of_the_paper_has_the_parameters_of_its_name(
 
 
 def test_there_is_no_dropout_and_one_embedding() -> None:
-    model = build_model(ModelConfig(), tokenizer_of(100), block_size=16).train()
+    model = built(ModelConfig().model).train()
     tokens_BL = torch.arange(32).view(2, 16)
     assert torch.equal(model(tokens_BL).logits, model(tokens_BL).logits)
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
@@ -72,14 +75,13 @@ def llama(tmp_path: Path) -> Path:
 
 
 def test_any_causal_model_starts_afresh_with_the_corpus_tokenizer(llama: Path) -> None:
-    model = build_model(ModelConfig(model=str(llama)), tokenizer_of(100), block_size=16)
+    model = built(llama)
     assert isinstance(model, LlamaForCausalLM)
     assert model.config.vocab_size == 128
 
 
 def test_pretraining_continues_from_the_saved_weights_in_float32(llama: Path) -> None:
-    config = ModelConfig(model=str(llama), pretrained=True)
-    model = build_model(config, tokenizer_of(192), block_size=16)
+    model = built(llama, 192, pretrained=True)
     saved = LlamaForCausalLM.from_pretrained(llama, dtype=torch.float32)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert torch.equal(model.lm_head.weight, saved.lm_head.weight)
@@ -106,7 +108,7 @@ def folder_of(tmp_path: Path, **changes: object) -> str:
 def test_a_fresh_model_is_in_float32_whatever_its_config_says(tmp_path: Path) -> None:
     for key in ("torch_dtype", "dtype"):
         name = folder_of(tmp_path / key, **{key: "bfloat16"})
-        model = build_model(ModelConfig(model=name), tokenizer_of(100), block_size=16)
+        model = built(name)
         assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
         # What is saved opens as it was trained.
         model.save_pretrained(tmp_path / "saved")
@@ -142,7 +144,7 @@ def test_a_token_of_a_foreign_config_is_not_taken_for_padding(tmp_path: Path) ->
     """Its embedding would never learn; a number past the vocabulary would not be a model."""
     for pad in (0, 5_000):
         name = folder_of(tmp_path, pad_token_id=pad, eos_token_id=4_000, bos_token_id=7_000)
-        model = build_model(ModelConfig(model=name), tokenizer_of(100), block_size=16)
+        model = built(name)
         assert model.get_input_embeddings().padding_idx is None
         assert model.config.eos_token_id == model.config.bos_token_id == 99
         tokens_BL = torch.arange(16).view(1, 16)
@@ -154,7 +156,7 @@ def test_a_token_of_a_foreign_config_is_not_taken_for_padding(tmp_path: Path) ->
 
 def test_what_a_foreign_config_returns_is_not_asked(tmp_path: Path) -> None:
     name = folder_of(tmp_path, return_dict=False, output_hidden_states=True)
-    model = build_model(ModelConfig(model=name), tokenizer_of(100), block_size=16)
+    model = built(name)
     assert model(torch.arange(16).view(1, 16)).hidden_states is None
 
 
@@ -164,7 +166,7 @@ def test_the_text_part_of_a_config_is_taken(tmp_path: Path) -> None:
     folder_of(tmp_path)
     told = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", **text}}
     (tmp_path / "config.json").write_text(json.dumps(told))
-    model = build_model(ModelConfig(model=str(tmp_path)), tokenizer_of(100), block_size=16)
+    model = built(tmp_path)
     assert model.get_input_embeddings().weight.shape == (128, 32)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
@@ -197,11 +199,7 @@ def test_a_model_that_looks_ahead_is_refused(tmp_path: Path, pretrained: bool) -
     if pretrained:
         AutoModelForCausalLM.from_config(BERT).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"needs a causal .* \(model type bert\) a later token"):
-        build_model(
-            ModelConfig(model=str(tmp_path), pretrained=pretrained),
-            tokenizer_of(100),
-            block_size=16,
-        )
+        built(tmp_path, pretrained=pretrained)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +217,7 @@ def test_a_model_that_does_not_is_left_as_it_was_drawn(
 ) -> None:
     architecture.save_pretrained(tmp_path)
     set_seed(0)
-    model = build_model(ModelConfig(model=str(tmp_path)), tokenizer_of(100), block_size=block_size)
+    model = built(tmp_path, block_size=block_size)
     drawn = torch.rand(1)
     set_seed(0)
     AutoModelForCausalLM.from_config(model.config)
@@ -229,14 +227,7 @@ def test_a_model_that_does_not_is_left_as_it_was_drawn(
 
 
 def test_misuse_is_answered_in_a_sentence(llama: Path) -> None:
-    words = tokenizer_of(100)
-
-    def build(block_size: int = 16, **settings: object) -> None:
-        build_model(ModelConfig(**settings), words, block_size=block_size)  # type: ignore[arg-type]
-
     with pytest.raises(ValueError, match="32 positions, fewer than the 64 tokens of a block"):
-        build(model=str(llama), block_size=64)
+        built(llama, block_size=64)
     with pytest.raises(ValueError, match="knows 192 tokens and the corpus's tokenizer has 500"):
-        build_model(
-            ModelConfig(model=str(llama), pretrained=True), tokenizer_of(500), block_size=16
-        )
+        built(llama, 500, pretrained=True)
