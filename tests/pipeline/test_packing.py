@@ -37,42 +37,24 @@ def test_blocks_are_the_documents_and_nothing_else(corpus):
         assert len(tokens(getattr(corpus, split)["code"])) > len(ids) - 2 * corpus.block_size
 
 
-def lopsided(folder: Path) -> Path:
-    """Two domains; of one the hash holds out the document that is nearly all of it."""
+def test_a_document_that_is_most_of_a_domain_is_not_held_out(tmp_path, load):
     short, *_ = texts("a", 1)
-    long = next(
-        text
-        for text in (" ".join(texts(f"a {salt}", 20)) for salt in range(64))
-        if packing._text_hash(text) < packing._text_hash(short)
-    )
-    write_jsonl(folder / "a.jsonl", [long, short])
-    write_jsonl(folder / "b.jsonl", texts("b"))
-    return folder
-
-
-def test_a_document_that_is_most_of_a_domain_is_not_held_out(tmp_path, config):
-    few = rename(config, data=str(lopsided(tmp_path)), validation_fraction=0.05)
+    salted = (" ".join(texts(f"a {salt}", 20)) for salt in itertools.count())
+    # The hash holds out what is nearly all of it.
+    long = next(text for text in salted if packing._text_hash(text) < packing._text_hash(short))
+    write_jsonl(tmp_path / "a.jsonl", [long, short])
+    write_jsonl(tmp_path / "b.jsonl", texts("b"))
     with pytest.raises(ValueError, match=r"a: \d+ blocks would be held out .*, and 1 of them stay"):
-        load_corpus(few)
+        load(validation_fraction=0.05)
 
 
-def test_a_large_share_held_out_is_warned_of(tmp_path, config, caplog):
-    folder = lopsided(tmp_path)
-    # As much again, half of it in documents that the hash leaves to training.
-    long, short = (
-        json.loads(line)["text"] for line in (folder / "a.jsonl").read_text().splitlines()
-    )
-    border = packing._text_hash(long)
-    salted = (" ".join(texts(f"more {salt}", 13)) for salt in itertools.count())
-    kept = itertools.islice((text for text in salted if packing._text_hash(text) > border), 2)
-    write_jsonl(folder / "a.jsonl", [long, short, *kept])
-    loaded = load_corpus(rename(config, data=str(folder), validation_fraction=0.05))
-    (warning,) = loaded.warnings
-    assert re.match(
-        r"a: 4\d% of its tokens are held out, where validation_fraction \(--validation-fraction\) "
-        r"asks for 5%, for whole documents are held out, and 3 are left to train on\.",
-        warning,
-    )
+def test_a_large_share_held_out_is_warned_of(tmp_path, load, caplog):
+    # Two documents of a length: one of them is half the domain.
+    write_jsonl(tmp_path / "few.jsonl", [" ".join(texts(f"few {half}")) for half in "12"])
+    write_jsonl(tmp_path / "b.jsonl", texts("b"))
+    (warning,) = load(validation_fraction=0.05).warnings
+    assert re.match(r"few: [45]\d% of its tokens are held out, where .* asks for 5%", warning)
+    assert "whole documents are held out, and 1 is left to train on." in warning
     warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert warned == [warning]
 
