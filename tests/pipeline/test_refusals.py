@@ -27,6 +27,7 @@ COMMANDS = {
     "RESUME": f"base --out runs/base --steps 3 --batch-size 4 {TRAINED}",
     "ROWS": TRAINED.replace("--data corpus", "--data {} --domain-column source"),
     "EVALUATE": "evaluate runs/base --device cpu",
+    "TASKS": "evaluate runs/base --device cpu --task-data tasks --tasks",
     "REPORT": "report --runs runs --out page/report.html",
 }
 

@@ -14,6 +14,7 @@ import pytest
 from doge_fast import cli
 from tests.pipeline.corpora import texts, write_jsonl, write_parquet, write_rows
 from tests.pipeline.stages import write_weights
+from tests.pipeline.task_documents import write_documents
 from tests.pipeline.written_runs import write_experiment
 
 CORPUS = ("code", "logs", "prose", "table", "verse")
@@ -67,6 +68,8 @@ def make() -> None:
     ):
         assert cli.main(words) == 0, words
     shutil.copytree("runs/proxy/model", "tokenizer")
+    Path("tasks").mkdir()
+    write_documents(Path("tasks"), "copa", "piqa", "winogrande")
     write_weights(Path("own.json"), _WEIGHTS)
     Path("fields.yaml").write_text("corpus: {data: corpus}\ntraining: {steps: 2}\n")
     write_experiment(Path("study"), [-0.1, -0.2])
