@@ -24,7 +24,6 @@ def domain_losses(
     sizes: Mapping[str, int],
     *,
     num_targets: Mapping[str, int | Tensor] | None = None,
-    ignore_index: int = IGNORED,
 ) -> Tensor:
     """Mean next-token loss of each domain in a batch that is sorted by domain.
 
@@ -35,11 +34,10 @@ def domain_losses(
 
     Args:
         logits_BLV: [B, L, V] floating.
-        labels_BL: [B, L] int64; tokens, or `ignore_index` where nothing is predicted.
+        labels_BL: [B, L] int64; tokens, or -100 where nothing is predicted.
         sizes: number of examples of each domain, in the order of the batch.
         num_targets: {domain: n_i}, the targets in the whole optimizer step, if it has several
             micro-batches. None: the targets of this batch.
-        ignore_index: the label that is not predicted.
 
     Returns:
         [D] float32 (float64 for float64 logits), for the domains with examples in the order of
@@ -53,11 +51,11 @@ def domain_losses(
     _check(logits_BLV, labels_BL, sizes)
     names = [name for name, size in sizes.items() if size]
     examples = [sizes[name] for name in names]
-    sums_D = _sums(token_losses(logits_BLV, labels_BL, ignore_index=ignore_index), examples)
-    return sums_D / _counts(labels_BL[:, 1:], names, examples, num_targets, ignore_index)
+    sums_D = _sums(token_losses(logits_BLV, labels_BL), examples)
+    return sums_D / _counts(labels_BL[:, 1:], names, examples, num_targets)
 
 
-def token_losses(logits_BLV: Tensor, labels_BL: Tensor, *, ignore_index: int = IGNORED) -> Tensor:
+def token_losses(logits_BLV: Tensor, labels_BL: Tensor) -> Tensor:
     """[B, L - 1] cross-entropy of every predicted token, in nats; the dtype is as above.
 
     Position p predicts label p + 1; the loss of an ignored one is 0.
@@ -66,7 +64,7 @@ def token_losses(logits_BLV: Tensor, labels_BL: Tensor, *, ignore_index: int = I
     losses: Tensor = F.cross_entropy(
         rearrange(exact(logits_BLV[:, :-1]), "b l v -> (b l) v"),
         rearrange(targets_BL, "b l -> (b l)"),
-        ignore_index=ignore_index,
+        ignore_index=IGNORED,
         reduction="none",
     )
     return losses.view_as(targets_BL)
@@ -79,7 +77,6 @@ def linear_domain_losses(
     sizes: Mapping[str, int],
     *,
     num_targets: Mapping[str, int | Tensor] | None = None,
-    ignore_index: int = IGNORED,
 ) -> Tensor:
     """`domain_losses` of a linear head without bias, with the logits of one domain at a time.
 
@@ -104,7 +101,6 @@ def linear_domain_losses(
         labels_BL: this and the rest, and the result, as for `domain_losses`.
         sizes: as above; inside `stacked` those that it was given.
         num_targets: as above.
-        ignore_index: as above.
 
     Raises:
         ValueError: the shapes do not match, `sizes` do not add up to the batch, or they differ
@@ -135,8 +131,8 @@ def linear_domain_losses(
         rearrange(hidden_BLH[:, :-1], "b l h -> (b l) h"),
         weight_VH,
         rearrange(targets_BL, "b l -> (b l)"),
-        _counts(targets_BL, names, examples, num_targets, ignore_index),
-        _Head(spans, ignore_index, stacked, torch.is_grad_enabled()),
+        _counts(targets_BL, names, examples, num_targets),
+        _Head(spans, stacked, torch.is_grad_enabled()),
     )
     return losses_D
 
@@ -146,7 +142,6 @@ class _Head(NamedTuple):
 
     spans: tuple[slice, ...]
     """Tokens of each domain."""
-    ignore_index: int
     stacked: StackedModel | None
     """The stacked pass that trains the weight; None: autograd gets its gradient."""
     is_trained: bool
@@ -284,7 +279,7 @@ def _over_domains(
     `share_D` is d(result) / d(loss of a token) by domain; None: losses alone. `out_of` returns a
     domain's memory for the gradient of the weight, and whether it must be added to.
     """
-    counted_T = targets_T != head.ignore_index
+    counted_T = targets_T != IGNORED
     # Ignored positions get a valid index; their share is zero.
     targets_T1 = torch.where(counted_T, targets_T, 0)[:, None]
     grad_TH = torch.empty_like(hidden_TH) if needs_hidden and share_D is not None else None
@@ -318,11 +313,10 @@ def _counts(
     names: Collection[str],
     examples: list[int],
     num_targets: Mapping[str, int | Tensor] | None,
-    ignore_index: int,
 ) -> Tensor:
     """[D] targets of each domain, at least 1."""
     if num_targets is None:
-        return _sums(targets_BL != ignore_index, examples).clamp(min=1)
+        return _sums(targets_BL != IGNORED, examples).clamp(min=1)
     device = targets_BL.device
     counts = [num_targets[name] for name in names]
     if any(isinstance(count, Tensor) and count.device == device for count in counts):

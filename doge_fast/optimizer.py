@@ -37,11 +37,9 @@ class DomainState:
         dcp.save({"doge": optimizer.doge}, checkpoint_id=path)
     """
 
-    def __init__(self, weights: DomainWeights, step: Step, *, is_mu_named: bool) -> None:
+    def __init__(self, weights: DomainWeights, step: Step) -> None:
         self._weights = weights
         self._step = step
-        # A checkpoint does not replace a `mu` that the user passed.
-        self._is_mu_named = is_mu_named
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors, numbers and names: the value of "doge" in `DoGEOptimizer.state_dict()`."""
@@ -61,7 +59,8 @@ class DomainState:
         self._step.refuse_inside_a_domain("load_state_dict()")
         checkpoint.check(state_dict, self._weights.objective)
         self._weights.load(state_dict)
-        if not self._is_mu_named:
+        if self._weights.assumed_lr is not None:
+            # It does not replace a `mu` that the user passed.
             self._weights.set_mu(float(state_dict["mu"]))
         self._step.clear()
         self._step.note_loaded()
@@ -154,7 +153,6 @@ class DoGEOptimizer(OptimizerWrapper):
     ) -> None:
         super().__init__(optimizer)
         parameters = TrackedParameters(self.inner, selection)
-        self._is_mu_named = mu is not None
         objective = Objective.of(domains, target)
         assumed_lr = None
         if mu is None:
@@ -403,7 +401,7 @@ class DoGEOptimizer(OptimizerWrapper):
     @property
     def doge(self) -> DomainState:
         """The domain weights as a checkpoint of their own; see `DomainState`."""
-        return DomainState(self._weights, self._step, is_mu_named=self._is_mu_named)
+        return DomainState(self._weights, self._step)
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state_dict with one more key, "doge".

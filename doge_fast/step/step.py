@@ -138,7 +138,7 @@ class Step:
         self._start()
 
     def _start(self) -> None:
-        self.buffer = FlatBuffer(self.subset.num_rows, self._buffer_dtype)
+        self.buffer = FlatBuffer(len(self.subset.rows), self._buffer_dtype)
         self._exchange: Exchange | None = None
         # The default group and the kinds of parameters that the exchange was made for.
         self._made_for: object = None
@@ -538,7 +538,7 @@ class Step:
             self._exchange, self._made_for = exchange_of(self._ranks, params), made_for
             self._has_agreed = False
             # A data-parallel rank adds a row for each domain that it enters.
-            self.buffer.num_rows = 0 if self._exchange.has_own_rows else self.subset.num_rows
+            self.buffer.num_rows = 0 if self._exchange.has_own_rows else len(self.subset.rows)
         return self._exchange
 
     @contextmanager

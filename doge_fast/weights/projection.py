@@ -1,15 +1,20 @@
-"""Domain weights within bounds: the nearest point of the simplex.
+"""Domain weights within bounds: the nearest point of the simplex. How many domains are in use.
 
 On plain numbers, so that the command which sets bounds need not import torch.
 """
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 # Floors or caps that should sum to 1 do so within the rounding of float32 or printed decimals.
 BOUNDS_TOLERANCE = 1e-6
+
+
+def effective_domains(weights: Iterable[float]) -> float:
+    """exp of the entropy: K at uniform weights, 1 where one domain has all the weight."""
+    return math.exp(-math.fsum(weight * math.log(weight) for weight in weights if weight > 0))
 
 
 def kl(weights: Sequence[float], others: Sequence[float]) -> float:

@@ -73,12 +73,6 @@ def running_mean(mean_K: Tensor, alpha_K: Tensor, count: float | Tensor) -> Tens
     return mean_K + (alpha_K - mean_K) / count
 
 
-def effective_domains(alpha_K: Tensor) -> Tensor:
-    """exp(H(alpha)), scalar between 1 (one domain has all the weight) and K (uniform)."""
-    entropy: Tensor = torch.special.entr(alpha_K).sum()
-    return entropy.exp()
-
-
 def check_mu(mu: float) -> None:
     """Raise ValueError unless `mu` is a number > 0."""
     if not is_number(mu) or not 0 < mu < float("inf"):

@@ -16,6 +16,7 @@ from torch import Tensor
 from doge_fast.weights import simplex
 from doge_fast.weights.defaults import DOMAIN_MAX_GRAD_NORM
 from doge_fast.weights.objective import Objective
+from doge_fast.weights.projection import effective_domains
 from doge_fast.weights.reweight import (
     LastStep,
     StepSettings,
@@ -302,8 +303,8 @@ class DomainWeights:
     def _collapsed(self, state: WeightsState) -> str | None:
         names = self.objective.domains
         least = 1 + COLLAPSED * (len(names) - 1)
-        num_effective = float(simplex.effective_domains(state.alpha))
-        is_expected = float(simplex.effective_domains(self._start_K)) < least
+        num_effective = effective_domains(state.alpha.tolist())
+        is_expected = effective_domains(self._start_K.tolist()) < least
         if num_effective >= least or is_expected or not self._is_for_all:
             return None
         largest = names[int(state.alpha.argmax())]

@@ -56,11 +56,6 @@ class Subset:
         """Names of the rows of all steps."""
         return self._objective.rows
 
-    @property
-    def num_rows(self) -> int:
-        """The number of rows of the buffer: S + M."""
-        return len(self.rows)
-
 
 def _checked_number(objective: Objective, num_domains: int | None) -> int:
     names = objective.domains

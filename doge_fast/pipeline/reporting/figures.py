@@ -20,11 +20,11 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from doge_fast.pipeline.records.movement import Floats
-from doge_fast.pipeline.reporting.mixtures import effective_domains
 from doge_fast.pipeline.reporting.statistics import PairedDifference
 from doge_fast.pipeline.reporting.study import Proxy
 from doge_fast.pipeline.reporting.wording import Stat
 from doge_fast.pipeline.tables import shortened
+from doge_fast.weights.projection import effective_domains
 
 # Eight hues whose least distance, in OKLab, is 12 under normal sight, protanopia, deuteranopia and
 # tritanopia; each has a lighter twin for dark pages in report.css. A ninth domain is dashed.

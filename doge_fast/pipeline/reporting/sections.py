@@ -23,7 +23,6 @@ from doge_fast.pipeline.records.shapes import (
 )
 from doge_fast.pipeline.reporting import figures
 from doge_fast.pipeline.reporting.figures import Sketch
-from doge_fast.pipeline.reporting.mixtures import effective_domains
 from doge_fast.pipeline.reporting.runs import RecordedRun
 from doge_fast.pipeline.reporting.statistics import (
     Arm,
@@ -42,6 +41,7 @@ from doge_fast.pipeline.reporting.wording import (
     weight_text,
 )
 from doge_fast.pipeline.tables import Cell, Table, table_of
+from doge_fast.weights.projection import effective_domains
 
 MARKS = "Bold: lower, and the 95 % interval over paired seeds leaves out zero; with a !: higher."
 ONE_SEED = " One seed has no interval: undecided."

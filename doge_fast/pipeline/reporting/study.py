@@ -24,7 +24,6 @@ from doge_fast.pipeline.records.shapes import (
     TargetsGroup,
     WeightsGroup,
 )
-from doge_fast.pipeline.reporting.mixtures import effective_domains
 from doge_fast.pipeline.reporting.runs import LEARNING, RecordedRun, open_runs
 from doge_fast.pipeline.reporting.statistics import Arm, Line, lines_of, stat_of
 from doge_fast.pipeline.reporting.wording import (
@@ -37,6 +36,7 @@ from doge_fast.pipeline.reporting.wording import (
     weight_text,
     wrapped,
 )
+from doge_fast.weights.projection import effective_domains
 
 Kind = TypeVar("Kind")
 RUNS = "runs"

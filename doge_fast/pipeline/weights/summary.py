@@ -13,9 +13,10 @@ from typing import Any
 
 from doge_fast.pipeline import baselines, named, records
 from doge_fast.pipeline.records import Json
-from doge_fast.pipeline.reporting.mixtures import effective_domains, epochs
+from doge_fast.pipeline.reporting.mixtures import epochs
 from doge_fast.pipeline.reporting.wording import as_ascii, count_text, plural
 from doge_fast.pipeline.tables import Table, table_of, text
+from doge_fast.weights.projection import effective_domains
 
 
 def weight_text(value: float | None, sign: str = "") -> str:
