@@ -20,7 +20,7 @@ from typing import Any
 import datasets
 
 from doge_fast.pipeline import cache, corpus_files, file_rows, hub, local_corpus, named, progress
-from doge_fast.pipeline.config import CorpusConfig
+from doge_fast.pipeline.config import CorpusConfig, checks
 from doge_fast.pipeline.corpus_files import CorpusFile
 from doge_fast.pipeline.failures import FileFailure, one_line, reading
 from doge_fast.pipeline.file_rows import MEND, Absent, DocumentRow, kind_told, needed, picked, reach
@@ -294,14 +294,7 @@ def _names_in_rows(config: CorpusConfig, part: Part) -> list[str]:
 def _hub_parts(config: CorpusConfig, targets: Sequence[str]) -> dict[str, Part]:
     """A Hub data set: its domain column's values or its configurations are the domains."""
     data = config.data
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", data) or Path(data).suffix in (
-        *corpus_files.KINDS,
-        *corpus_files.COMPRESSIONS,
-    ):
-        raise ValueError(
-            f"{data} does not exist. Give a directory with one folder or file per domain, "
-            'a file, a Hub id (owner/name), or "installed".'
-        )
+    checks.check_data(data)
     _log.info("Asking the Hub for the files of %s.", data)
     if config.domain_column is not None:
         return _column_parts(config, _hub_part(config, None), targets)

@@ -22,6 +22,7 @@ Target = str | dict[str, float]
 UNIVERSAL = "universal"
 # A file has a suffix; an id is owner/name, and of models and tokenizers a name alone too.
 _HUB_DATA = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".txt", ".gz", ".zst")
 _HUB_MODEL = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
@@ -75,12 +76,13 @@ def parse_target(names: Sequence[str]) -> Target:
     return tau
 
 
-def _check_data(data: str) -> None:
+def check_data(data: str) -> None:
+    """Raise ValueError unless it is a path that is there, or may be a Hub id."""
     if not data:
         raise ValueError("data (--data) must name a directory, a file or a Hub id; it is empty.")
     if data == "installed" or Path(data).expanduser().exists():
         return
-    if not _HUB_DATA.fullmatch(data) or Path(data).suffix in (".jsonl", ".parquet", ".txt"):
+    if not _HUB_DATA.fullmatch(data) or Path(data).suffix in _SUFFIXES:
         raise ValueError(
             f"{data} does not exist. Give a directory with one folder or file per domain, "
             'a file, a Hub id (owner/name), or "installed".'
@@ -88,7 +90,7 @@ def _check_data(data: str) -> None:
 
 
 def _check_corpus(config: configs.CorpusConfig) -> None:
-    _check_data(config.data)
+    check_data(config.data)
     name = config.tokenizer
     if not (Path(name).expanduser().exists() or _HUB_MODEL.fullmatch(name)):
         raise ValueError(
@@ -197,7 +199,7 @@ def _check_temperature(config: configs.TemperatureConfig) -> None:
 def _check_evaluate(config: configs.EvaluateConfig) -> None:
     _check_run("run", config.run)
     if config.data is not None:
-        _check_data(config.data)
+        check_data(config.data)
 
 
 def _check_run(what: str, run: Path) -> None:
@@ -218,5 +220,5 @@ _CHECKS: dict[Any, Callable[[Any], None]] = {
     configs.ExperimentConfig: _check_experiment,
     configs.TemperatureConfig: _check_temperature,
     configs.EvaluateConfig: _check_evaluate,
-    configs.DemoConfig: lambda config: _check_data(config.data),
+    configs.DemoConfig: lambda config: check_data(config.data),
 }

@@ -11,9 +11,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
-from platform import node
 
 from filelock import FileLock, Timeout
 
@@ -25,16 +23,12 @@ from doge_fast.pipeline.records.runs import (
     METRICS,
     WRITING,
     keep_metrics,
-    read_json,
     resume_metrics,
 )
-from doge_fast.weights.weights_file import write_json
 
 # How many stay.
 GENERATIONS = 2
 _PREFIX = "checkpoint-"
-# Beside the lock, which is empty: who has it.
-_OWNER = ".owner.json"
 
 _log = logging.getLogger("doge_fast")
 
@@ -54,26 +48,14 @@ def alone(run: Path) -> Iterator[None]:
         lock.acquire(timeout=0)
     except Timeout:
         raise FileFailure(
-            f"Another process is at work in {run}{_owner(folder)}. Wait for its end, or name "
-            "another directory."
+            f"Another process is at work in {run}. Wait for its end, or name another directory."
         ) from None
     except (OSError, NotImplementedError):
         _log.warning("%s: its file system has no locks; start one launch at a time", folder)
     try:
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        write_json(folder / _OWNER, {"pid": os.getpid(), "host": node(), "since": now})
         yield
     finally:
         lock.release()
-
-
-def _owner(folder: Path) -> str:
-    """(pid, host, since), where that is known."""
-    try:
-        owner = read_json(folder / _OWNER)
-        return f" (process {owner['pid']} on {owner['host']}, since {owner['since']})"
-    except (ValueError, KeyError, OSError):
-        return ""
 
 
 def step_of(checkpoint: Path) -> int:
