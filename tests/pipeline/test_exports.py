@@ -16,6 +16,7 @@ import yaml
 from doge_fast import cli
 from doge_fast.pipeline import records
 from doge_fast.pipeline.exports import export, largest_remainder, listing, targets
+from tests.pipeline.corpora import write_jsonl
 
 NAMES = ("book", "code", "web")
 WEIGHTS = {"web": 0.4321987, "code": 0.3, "book": 0.2678013}
@@ -167,12 +168,8 @@ def test_megatron_takes_weights_and_prefixes_in_turn() -> None:
 
 
 @pytest.mark.parametrize("to", ["megatron", "megatron-file", "megatron-bridge", "neox"])
-def test_megatron_prefixes_are_cut_named_once_and_hold_no_white_space(to: str) -> None:
+def test_megatron_prefixes_are_cut(to: str) -> None:
     assert made(to) == made(to, paths=PATHS | {"web": "/data/web.bin", "code": "/data/code.idx"})
-    with pytest.raises(ValueError, match="white space"):
-        made(to, paths=PATHS | {"web": "/my data/web"})
-    with pytest.raises(ValueError, match="/data/web is given twice"):
-        made(to, paths=PATHS | {"web": "/data/web.bin", "code": "/data/web"})
 
 
 def test_several_paths_share_a_weight_by_their_parts_or_bytes(tmp_path: Path) -> None:
@@ -185,21 +182,15 @@ def test_several_paths_share_a_weight_by_their_parts_or_bytes(tmp_path: Path) ->
     for name, size in {"a": 300, "b": 100}.items():
         (tmp_path / f"{name}.bin").write_bytes(bytes(size))
     assert words([str(tmp_path / "a"), str(tmp_path / "b")])[::2] == ["0.750", "0.250"]
-    with pytest.raises(ValueError, match="/nowhere/a"):
-        words(["/nowhere/a", "/nowhere/b"])
     with pytest.raises(ValueError, match="rounds to 0"):
         words({"/data/a": 10_000, "/data/b": 1}, decimals=2)
-    with pytest.raises(ValueError, match="one path"):
-        made("mosaic-streaming", paths=PATHS | {"web": ["/a", "/b"]})
 
 
-def test_neox_takes_all_splits_or_none() -> None:
+def test_neox_takes_all_splits() -> None:
     value = yaml.safe_load(made("neox"))
     assert value["train-data-weights"] == [0.267801, 0.3, 0.432199]
     assert [len(value[f"{split}-data-paths"]) for split in ("train", "valid", "test")] == [3, 1, 1]
     assert value["weight_by_num_documents"] is False
-    with pytest.raises(ValueError, match="valid and test"):
-        made("neox", valid_paths={}, test_paths={})
 
 
 def test_olmo_allows_four_passes() -> None:
@@ -224,15 +215,14 @@ def test_maxtext_takes_patterns_with_their_weights() -> None:
     assert [(path, float(share)) for path, share in pairs] == [
         *(("/data/book", 0.267801), ("/data/code", 0.3), ("/data/web", 0.432199))
     ]
+    # One set has no weight there.
+    alone = export({"a": 1.0}, to="maxtext", paths={"a": "/d/a*"}, rows="blocks")
+    assert "grain_train_files: /d/a*\n" in alone.text
 
 
 def test_lingua_knows_sources_by_their_folder() -> None:
     data = yaml.safe_load(made("lingua"))["data"]
     assert (data["root_dir"], list(data["sources"])) == ("/data", list(NAMES))
-    with pytest.raises(ValueError, match="root_dir"):
-        made("lingua", paths=PATHS | {"web": "/other/web"})
-    with pytest.raises(ValueError, match="rows"):
-        made("lingua", rows="blocks")
     # A number and a variable to OmegaConf, which reads it.
     odd = export(
         {"x": 1.0}, to="lingua", paths={"x": "/${HOME}/1e3"}, mean_doc_tokens={"x": 1}
@@ -241,30 +231,18 @@ def test_lingua_knows_sources_by_their_folder() -> None:
     assert "'1e3': 1.0" in odd
 
 
-def test_mosaic_draws_at_random_and_asks_for_a_batch() -> None:
+def test_mosaic_draws_at_random() -> None:
     places = {"web": "s3://b/web", "code": "/c"}
     rare = {"web": 0.999, "code": 0.001}
     text = export(rare, to="mosaic-streaming", paths=places, batch_size=64).text
     assert 'batching_method="random"' in text
     assert 'Stream(remote="s3://b/web", proportion=0.999000)' in text
     assert 'Stream(local="/c", proportion=0.001000)' in text
-    with pytest.raises(ValueError, match="batch_size"):
-        export(rare, to="mosaic-streaming", paths=places)
 
 
-def test_what_a_consumer_would_misread_is_refused() -> None:
+def test_llama_factory_separates_names_by_commas() -> None:
     with pytest.raises(ValueError, match="commas"):
         export({"a,b": 1.0}, to="llama-factory", rows="blocks")
-    small = {"a": 0.99997, "b": 0.00003}
-    with pytest.raises(ValueError, match="4 decimals"):
-        export(small, to="maxtext", paths={"a": "/d/a", "b": "/d/b"}, rows="blocks")
-    with pytest.raises(ValueError, match="grain_train_files"):
-        export({"a": 1.0}, to="maxtext", paths={"a": "/d/a;b"}, rows="blocks")
-    # One set has no weight there.
-    alone = export({"a": 1.0}, to="maxtext", paths={"a": "/d/a*"}, rows="blocks")
-    assert "grain_train_files: /d/a*\n" in alone.text
-    with pytest.raises(ValueError, match="lower case"):
-        export({"Web": 0.5, "web": 0.5}, to="torchtitan", paths={"Web": "/a", "web": "/b"})
 
 
 def counts_of_levanter(data: Mapping[str, Any]) -> dict[str, int]:
@@ -287,8 +265,6 @@ def counts_of_levanter(data: Mapping[str, Any]) -> dict[str, int]:
 def test_levanter_gets_a_block_that_holds_every_domain(
     share: float, block: int, count: int
 ) -> None:
-    with pytest.raises(ValueError, match="code"):
-        export({"web": 0.99999, "code": 0.00001}, to="levanter")
     text = export({"web": 1 - share, "code": share}, to="levanter", decimals=15).text
     data = yaml.safe_load(text)["data"]
     assert data["mixture_block_size"] == block
@@ -373,20 +349,10 @@ def test_a_snippet_reads_the_very_file(tmp_path: Path, name: str) -> None:
             export({"a": 1.0}, to="olmo-core", paths={"a": path})
 
 
-@pytest.mark.parametrize("to", ["datasets", "torchdata", "torchtitan", "ms-swift"])
-@pytest.mark.parametrize(
-    ("path", "word"),
-    [
-        ("/nowhere/web-*.jsonl", "one by one"),
-        ("/nowhere/a::b.jsonl", "::"),
-        ("s3://b.jsonl", "address"),
-    ],
-)
-def test_a_pattern_or_address_as_a_name_is_refused(
-    to: str, path: str, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_file_that_looks_like_an_address_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "s3:").mkdir()
-    (tmp_path / "s3:" / "b.jsonl").touch()
+    write_jsonl(tmp_path / "s3:" / "b.jsonl", ["x"])
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=word):
-        export({"a": 1.0}, to=to, paths={"a": path}, mean_doc_tokens={"a": 1.0})
+    with pytest.raises(ValueError, match="address"):
+        export({"a": 1.0}, to="datasets", paths={"a": "s3://b.jsonl"}, rows="blocks")
