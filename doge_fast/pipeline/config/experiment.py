@@ -87,9 +87,7 @@ class DoReMiArmsConfig:
 
     steps: tuple[Count, ...] = ()
     """Steps of DoReMi's reference and proxy; each number makes one DoReMi run. Empty: as many steps
-    as DoGE's proxy, and `longer` times as many."""
-    longer: Positive = 2.0
-    """Factor for `steps`, where that is empty."""
+    as DoGE's proxy, and twice as many."""
 
 
 @dataclass(frozen=True)

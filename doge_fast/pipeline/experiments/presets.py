@@ -61,6 +61,4 @@ def rates_of(config: ExperimentConfig, model: str) -> tuple[float, float]:
 
 def doremi_steps(config: ExperimentConfig) -> tuple[int, ...]:
     """Steps of reference and proxy, for each of DoReMi's arms."""
-    steps = config.proxy.steps
-    other = max(1, round(steps * config.doremi.longer))
-    return config.doremi.steps or tuple(sorted((steps, other)))
+    return config.doremi.steps or (config.proxy.steps, 2 * config.proxy.steps)
