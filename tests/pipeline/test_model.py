@@ -225,8 +225,6 @@ def test_a_model_that_does_not_is_left_as_it_was_drawn(
     assert model.config.use_cache
 
 
-def test_misuse_is_answered_in_a_sentence(llama: Path) -> None:
-    with pytest.raises(ValueError, match="32 positions, fewer than the 64 tokens of a block"):
-        built(llama, block_size=64)
+def test_pretrained_weights_know_every_token_of_the_corpus(llama: Path) -> None:
     with pytest.raises(ValueError, match="knows 192 tokens and the corpus's tokenizer has 500"):
         built(llama, 500, pretrained=True)
