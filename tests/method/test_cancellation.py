@@ -33,42 +33,33 @@ def tokens_of(step: int) -> Tensor:
     return domain_tokens(0, step, batch=3, length=12)
 
 
-def by_loop(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
-    """{name: [B, *shape]}: the gradient of each example, one backward for each."""
-    names, params = zip(*model.named_parameters(), strict=True)
-    rows = [
-        torch.autograd.grad(loss_of(model, row[None]), params, materialize_grads=True)
-        for row in tokens
-    ]
-    return {name: torch.stack(each) for name, *each in zip(names, *rows, strict=True)}
-
-
-def norms(grads: Tensor) -> Tensor:
-    return grads.flatten(1).norm(dim=1)
-
-
 # The score.
 
 
-def by_definition(steps: int, *, lr: float = 0.1) -> dict[Reading, dict[str, float]]:
+def by_definition(steps: int) -> dict[Reading, dict[str, float]]:
     """C(w) from gradients of every example and copies of the weights, in every reading."""
     model = gpt2()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    params = dict(model.named_parameters())
     found: dict[Reading, dict[str, float]] = {
-        reading: dict.fromkeys(dict(model.named_parameters()), 0.0) for reading in READINGS
+        reading: dict.fromkeys(params, 0.0) for reading in READINGS
     }
     for step in range(steps):
         optimizer.zero_grad()
         tokens = tokens_of(step)
-        grads = by_loop(model, tokens)
-        before = {name: param.detach().clone() for name, param in model.named_parameters()}
+        grads_BP = [
+            torch.autograd.grad(
+                loss_of(model, row[None]), [*params.values()], materialize_grads=True
+            )
+            for row in tokens
+        ]
+        before = {name: param.detach().clone() for name, param in params.items()}
         loss_of(model, tokens).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
-        for name, param in model.named_parameters():
+        for (name, param), *grads_B in zip(params.items(), *grads_BP, strict=True):
             change = float((param.detach() - before[name]).norm())
-            of_each = float(norms(grads[name]).sum())
-            of_sum = float(grads[name].sum(0).norm())
+            of_each, of_sum = float(sum(g.norm() for g in grads_B)), float(sum(grads_B).norm())
             found["norms-over-change"][name] += of_each / change
             found["sum-over-change"][name] += of_sum / change
             found["change-over-sum"][name] += change / of_sum
