@@ -327,30 +327,6 @@ def test_the_cache_is_where_the_user_keeps_caches(workshop, monkeypatch, tmp_pat
         build.cache_dir()
 
 
-def test_importing_compiles_nothing_and_a_reason_is_remembered(tmp_path):
-    program = (
-        "import os, sys, torch\n"
-        "from doge_fast.kernels import build, dispatch\n"
-        "assert not build._outcomes and not dispatch._reasons\n"
-        "assert not {'triton', 'setuptools'} & set(sys.modules)\n"
-        "reason = build.unavailable_reason(build.CPP)\n"
-        "assert '/nonexistent' in reason, reason\n"
-        "del os.environ['CXX']\n"
-        "assert build.unavailable_reason(build.CPP) == reason\n"
-        "try:\n"
-        "    build.operators(build.CPP)\n"
-        "except build.BuildError as error:\n"
-        "    assert str(error) == reason\n"
-        "else:\n"
-        "    raise AssertionError('no BuildError')\n"
-        "assert not hasattr(torch.ops.doge_fast_cpp, 'gram')\n"
-    )
-    paths = {"PYTHONPATH": str(ROOT), "CXX": "/nonexistent", "DOGE_FAST_CACHE": str(tmp_path)}
-    environment = {**os.environ, **paths, "DOGE_FAST_NO_JIT": ""}
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(
     ("listed", "present", "needed"),
     [

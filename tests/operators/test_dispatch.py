@@ -22,9 +22,13 @@ GRAM_KK = torch.tensor([[5.0, 11.0], [11.0, 25.0]], dtype=torch.float64)
 
 # Two calls of each operator in a fresh process; prints what was warned of and what was chosen.
 SCRIPT = """
-import json, warnings
+import json, os, sys, warnings
 import torch
 import doge_fast.kernels as kernels
+from doge_fast.kernels import build, dispatch
+# Importing compiles nothing.
+assert not build._outcomes and not dispatch._reasons
+assert not {"triton", "setuptools"} & set(sys.modules)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     for _ in range(2):
@@ -34,6 +38,15 @@ with warnings.catch_warnings(record=True) as caught:
         kernels.accumulate([torch.ones(3)], [rows[0]], add=True)
         assert rows[0].tolist() == [2, 2, 2]
     text = kernels.explain("cpu")
+# A reason is remembered.
+reason = build.unavailable_reason(build.CPP)
+del os.environ["CXX"]
+try:
+    build.operators(build.CPP)
+except build.BuildError as error:
+    assert str(error) == reason
+else:
+    raise AssertionError("no BuildError")
 print(json.dumps({
     "warnings": [[w.category.__name__, str(w.message)] for w in caught],
     "chosen": kernels.chosen("cpu"),
@@ -43,7 +56,7 @@ print(json.dumps({
 
 
 def in_fresh_process(tmp_path: Path, **environment: str) -> dict[str, Any]:
-    """What SCRIPT prints, with an empty cache and these variables."""
+    """What SCRIPT prints, with an empty cache, these variables and no compiler."""
     clean = {
         name: value
         for name, value in os.environ.items()
@@ -53,6 +66,7 @@ def in_fresh_process(tmp_path: Path, **environment: str) -> dict[str, Any]:
     clean |= {
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "DOGE_FAST_CACHE": str(tmp_path),
+        "CXX": "/nonexistent",
     }
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
@@ -62,13 +76,14 @@ def in_fresh_process(tmp_path: Path, **environment: str) -> dict[str, Any]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.iterdir())
     result: dict[str, Any] = json.loads(done.stdout)
     return result
 
 
 @needs_to_build
 def test_a_missing_compiler_is_said_once(tmp_path: Path) -> None:
-    result = in_fresh_process(tmp_path, CXX="/nonexistent")
+    result = in_fresh_process(tmp_path)
     assert result["chosen"] == "torch"
     [(category, message)] = result["warnings"]
     assert category == "RuntimeWarning"
@@ -81,7 +96,7 @@ def test_a_missing_compiler_is_said_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("variable", ["DOGE_FAST_NO_JIT=1", "DOGE_FAST_BACKEND=torch"])
 def test_plain_torch_that_was_asked_for_is_not_warned_of(tmp_path: Path, variable: str) -> None:
     name, value = variable.split("=")
-    result = in_fresh_process(tmp_path, CXX="/nonexistent", **{name: value})
+    result = in_fresh_process(tmp_path, **{name: value})
     assert result["chosen"] == "torch"
     assert result["warnings"] == []
 
