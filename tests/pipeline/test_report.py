@@ -299,6 +299,8 @@ def test_what_is_missing_is_told(tmp_path: Path) -> None:
     text = words_of(tmp_path)
     assert "learned: not measured, so left out" in text
     assert "proxy: not complete, its records end at step 50 of 200." in text
+    # Its weights are not there to be exported.
+    assert "doge-fast export" not in text
     assert "different numbers of held-out blocks" in text
     out = write_experiment(tmp_path / "e", (-0.02, -0.03))
     record = records.read_experiment(out)

@@ -152,7 +152,9 @@ def course(proxy: Proxy) -> Figure:
         weights.fill_between(steps, low, high, color=color, alpha=0.25, linewidth=0)
         handles[name] = Line2D([], [], linewidth=1.8, **line)
     weights.axhline(1 / num_domains, zorder=1, **_DOTTED)
-    _finish_steps(weights, "domain weight", 1.06 * float(np.nanmax([mean_TK, each_TK])))
+    _finish_steps(
+        weights, "domain weight (share of the tokens)", 1.06 * float(np.nanmax([mean_TK, each_TK]))
+    )
     # Names in the order of the lines' ends.
     ends = zip(mean_TK[-1], proxy.domains, strict=True)
     named = [name for end, name in sorted(ends, reverse=True) if math.isfinite(end)]
@@ -164,14 +166,17 @@ def course(proxy: Proxy) -> Figure:
         fontsize=9,
     )
     count.plot(steps, [effective_domains(row) for row in mean], color=INK)
-    _finish_steps(count, "effective domains", 1.06 * num_domains)
+    _finish_steps(count, "effective domains (number)", 1.06 * num_domains)
     # A mean over a handful of steps says nothing, and would set the scale.
     moved = proxy.movement
     shown = moved.steps >= 0.05 * moved.steps[-1]
-    steps, far, limit = _thinned(moved.steps[shown], moved.drift[shown], moved.limit[shown])
+    # Half of a sum of differences is the share of the tokens that goes elsewhere.
+    halves = moved.drift[shown] / 2, moved.limit[shown] / 2
+    steps, far, limit = _thinned(moved.steps[shown], *halves)
     drift.plot(steps, far, color=INK)
     drift.plot(steps, limit, **_DOTTED)
-    _finish_steps(drift, "drift over the last fifth", 1.15 * float(np.nanmax([far, limit])))
+    most = 1.15 * float(np.nanmax([far, limit]))
+    _finish_steps(drift, "drift over the last fifth (share of the tokens)", most)
     drift.set_xlim(0, max(steps_T[-1], 1))
     drift.set_xlabel("step")
     return figure

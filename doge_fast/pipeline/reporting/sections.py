@@ -123,16 +123,17 @@ def mixture_section(study: Study, group: WeightsGroup) -> Section | None:
         )
         bars = {arm.label: each for arm, each in stats.items()}
         make = partial(figures.mixture_figure, bars, others.get("natural"))
-        sketches = [Sketch(group.title, caption, make)]
+        sketches = [Sketch(f"{group.title} as bars", caption, make)]
     chosen = list(stats)[:1] if is_shared else list(stats)
+    commands = [line for arm in chosen for line in _export(runs[arm])]
     return Section(
         group.title,
-        commands=[line for arm in chosen for line in _export(runs[arm])],
+        commands=commands,
         tables=[
             table_of(["domain", *heads], rows, title=group.title, note=note, totals=totals),
         ],
         sketches=sketches,
-        remarks=["doge-fast export --list names the frameworks that --to takes."],
+        remarks=["doge-fast export --list names the frameworks that --to takes."] * bool(commands),
     )
 
 
@@ -143,7 +144,12 @@ def _gap_text(own: Mapping[str, float], reference: Mapping[str, float]) -> str:
 
 
 def _export(runs: Sequence[RecordedRun]) -> Iterator[str]:
-    """The commands that write weights as another program reads them; of seeds their mean."""
+    """The commands that write weights as another program reads them; of seeds their mean.
+
+    None while a run has not written them.
+    """
+    if any(run.weights is None for run in runs):
+        return
     source, *others = [_short(run.path) for run in runs]
     if others:
         mean = f"{runs[0].stem}.json"
