@@ -31,6 +31,7 @@ from doge_fast.pipeline import failures, memory, tables
 from doge_fast.pipeline.config import ModelConfig, ProfileConfig
 from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.model import build_model, load_architecture
+from doge_fast.pipeline.records import check_out
 from doge_fast.pipeline.roofline import Bandwidth, bandwidth
 from doge_fast.pipeline.sizes import SIZES
 from doge_fast.pipeline.training import device_of
@@ -286,6 +287,7 @@ def profile(config: ProfileConfig) -> Profile:
     # What it measures with, events of a stream, xpu and mps lack.
     config = replace(config, device="cuda" if found == "cuda" else "cpu")
     if config.json is not None:
+        check_out(config.json, [])
         _check_writable(config.json)
     # The plain side is built first, and refuses what cannot fit.
     plain_step, doge_step = (ProfiledStep(config, is_doge=each) for each in (False, True))

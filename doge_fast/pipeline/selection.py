@@ -184,8 +184,8 @@ def _check_strategies(config: SelectConfig, num_parameters: int) -> None:
     for strategy in config.strategies:
         if parse_strategy(strategy)[1] > num_parameters:
             raise ValueError(
-                f"{strategy} selects more parameters than the model's {num_parameters}. Ask for "
-                "fewer."
+                f"{strategy} selects more parameters than the {num_parameters} of "
+                f"{config.model.model}. Name others with strategies, as --strategies low10 high10."
             )
 
 
