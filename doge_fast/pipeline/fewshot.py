@@ -13,7 +13,6 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -98,7 +97,6 @@ def few_shot(config: EvaluateConfig) -> dict[str, Any]:
             "positions": scorer.max_length,
             "lm_eval": metadata.version("lm_eval"),
             "task_data": asked.task_data,
-            "task_data_sha256": document_hashes(asked),
         },
     )
     records.write_json(config.run / records.FEWSHOT, result)
@@ -237,17 +235,6 @@ def _open_task(name: str, folder: Path | None) -> Any:
             f"lm-eval's {name} cannot read the documents in {folder / name}: {one_line(error)}. "
             "They need the columns that the task's data set has on the Hub."
         ) from error
-
-
-def document_hashes(asked: TasksConfig) -> dict[str, dict[str, str]] | None:
-    """{task: {split: SHA-256}} of local documents; None where they are the Hub's."""
-    if asked.task_data is None:
-        return None
-    hashes: dict[str, dict[str, str]] = {}
-    for name in task_names(asked.tasks):
-        files = _files(asked.task_data, name).items()
-        hashes[name] = {split: sha256(file.read_bytes()).hexdigest() for split, file in files}
-    return hashes
 
 
 def _files(folder: Path, name: str) -> dict[str, Path]:

@@ -269,7 +269,6 @@ def test_the_hub_is_asked_for_what_lm_eval_names(ask: Ask, monkeypatch: pytest.M
     result = few_shot(ask(tasks=("sciq",), task_data=None))
     assert asked == [("allenai/sciq", None)]
     assert result["tasks"]["sciq"]["split"] == "test"
-    assert result["task_data_sha256"] is None
 
 
 def test_the_verb_measures_both_or_one(
