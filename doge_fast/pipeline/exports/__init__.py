@@ -4,7 +4,6 @@
 
 from doge_fast.pipeline.exports.blend import (
     Blend,
-    ExportSettings,
     Target,
     by_document,
     largest_remainder,

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from doge_fast.pipeline import named
-from doge_fast.pipeline.config.ranges import Count
-from doge_fast.pipeline.config.ranges import check as check_ranges
+from doge_fast.pipeline.config.ranges import Count, Seed
 
 Key = TypeVar("Key")
 Rows = Literal["blocks", "documents"]
@@ -87,31 +86,6 @@ def by_document(parts: Parts, mean_doc_tokens: Mapping[str, float]) -> dict[str,
 
 
 @dataclass(frozen=True)
-class ExportSettings:
-    """What an export is asked for, beyond the weights and the paths."""
-
-    decimals: int = 6
-    """Places of every number."""
-    rows: Rows | None = None
-    """What one drawn item is: a block of equally many tokens, or a whole document."""
-    mean_doc_tokens: Mapping[str, float] = field(default_factory=dict)
-    """{domain: tokens of a document}; goes before what the record says."""
-    seq_length: Count | None = None
-    """Tokens of a training sequence."""
-    batch_size: Count | None = None
-    """Sequences in an optimizer step, over all devices."""
-    seed: int = 0
-    """Of the framework's own draws."""
-
-    def __post_init__(self) -> None:
-        """Refuse numbers that no training has."""
-        check_ranges(self)
-        for name, tokens in self.mean_doc_tokens.items():
-            if not (math.isfinite(tokens) and tokens > 0):
-                raise ValueError(f"mean_doc_tokens must be above 0; that of {name} is {tokens}.")
-
-
-@dataclass(frozen=True)
 class Blend:
     """Shares and paths that an exporter writes down; everything has been checked."""
 
@@ -121,13 +95,20 @@ class Blend:
     """{split: {domain: {path: its part of the domain, or None where unknown}}}."""
     rows: Rows
     """What the shares count."""
-    settings: ExportSettings
     mean_doc_tokens: Mapping[str, float] = field(default_factory=dict)
     """{domain: tokens of a document}, where the shares count documents."""
+    decimals: int = 6
+    """Places of every number."""
+    seq_length: Count | None = None
+    """Tokens of a training sequence."""
+    batch_size: Count | None = None
+    """Sequences in an optimizer step, over all devices."""
+    seed: Seed = 0
+    """Of the framework's own draws."""
 
     def shares(self) -> dict[str, Decimal]:
         """{domain: share}, sorted by name; positive, and sums to exactly 1."""
-        rounded = largest_remainder(self.parts, self.settings.decimals)
+        rounded = largest_remainder(self.parts, self.decimals)
         return {name: share for name, share in sorted(rounded.items()) if share}
 
     def numbers(self) -> dict[str, float]:
@@ -167,18 +148,18 @@ class Blend:
             raise ValueError(
                 f"The {split} paths are of domains without a weight: {', '.join(given)}."
             )
-        rounded = largest_remainder(exact, self.settings.decimals)
+        rounded = largest_remainder(exact, self.decimals)
         lost = [path for (_, path), share in rounded.items() if not share]
         if lost:
             raise ValueError(
-                f"The share of {', '.join(lost)} rounds to 0 at {self.settings.decimals} decimals. "
+                f"The share of {', '.join(lost)} rounds to 0 at {self.decimals} decimals. "
                 "Raise decimals, or merge it with the domain's other paths."
             )
         return [(share, path) for (_, path), share in rounded.items()]
 
     def require(self, *names: str, why: str) -> None:
         """Refuse, with a ValueError, where a setting that this target needs was not given."""
-        missing = [name for name in names if getattr(self.settings, name) is None]
+        missing = [name for name in names if getattr(self, name) is None]
         if missing:
             raise ValueError(f"This target needs {' and '.join(missing)}: {why}.")
 

@@ -5,6 +5,7 @@ export(weights, to=name, paths=...)  ->  what the framework takes, as text
 
 import difflib
 import functools
+import math
 import string
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -15,9 +16,9 @@ from typing import Any
 import yaml
 
 from doge_fast.pipeline import named
+from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.exports.blend import (
     Blend,
-    ExportSettings,
     Parts,
     Paths,
     Rows,
@@ -82,7 +83,12 @@ def export(
     paths: Paths | None = None,
     valid_paths: Paths | None = None,
     test_paths: Paths | None = None,
-    **settings: Any,
+    decimals: int = 6,
+    rows: Rows | None = None,
+    mean_doc_tokens: Mapping[str, float] | None = None,
+    seq_length: int | None = None,
+    batch_size: int | None = None,
+    seed: int = 0,
 ) -> Exported:
     """Write domain weights as a training framework takes them.
 
@@ -96,7 +102,13 @@ def export(
         paths: {domain: path, list of paths, or {path: its relative part}}.
         valid_paths: likewise of validation data, for the targets that take it.
         test_paths: likewise of test data.
-        settings: fields of `ExportSettings`: what else the target is told.
+        decimals: places of every number, 1 to 15.
+        rows: what one drawn item is, a block of equally many tokens or a whole document; None: the
+            target's default.
+        mean_doc_tokens: {domain: tokens of a document > 0}, before what the record says.
+        seq_length: tokens of a training sequence, if the target needs it.
+        batch_size: sequences in an optimizer step, over all devices, if the target needs it.
+        seed: of the framework's own draws.
 
     Returns:
         The text, what was left out, and what the numbers mean.
@@ -105,22 +117,26 @@ def export(
         ValueError: there is no such target, a domain has no path, a path no domain, or the target
             would not take what it was given; the text says what to do.
     """
-    target, asked, record = _find(to), ExportSettings(**settings), _record(weights)
-    rows = _rows(target, asked)
+    target, record = _find(to), _record(weights)
+    rows = _rows(target, rows)
     entries = {entry["name"]: entry for entry in record["domains"]}
     parts = normalised({name: float(entry["weight"]) for name, entry in entries.items()})
     lengths: dict[str, float] = {}
     if rows == "documents":
-        lengths = _lengths(parts, entries, asked)
+        lengths = _lengths(parts, entries, mean_doc_tokens or {})
         parts = by_document(parts, lengths)
     given: dict[Split, Paths | None] = {"train": paths, "valid": valid_paths, "test": test_paths}
     blend = Blend(
         parts=parts,
         paths={split: path_parts(split, each or {}, entries) for split, each in given.items()},
         rows=rows,
-        settings=asked,
         mean_doc_tokens=lengths,
+        decimals=decimals,
+        seq_length=seq_length,
+        batch_size=batch_size,
+        seed=seed,
     )
+    check_ranges(blend)
     missing = [name for name in blend.shares() if name not in blend.paths["train"]]
     if target.needs_paths and missing:
         raise ValueError(
@@ -163,9 +179,8 @@ def _record(weights: Mapping[str, Any]) -> Mapping[str, Any]:
     return record
 
 
-def _rows(target: Target, settings: ExportSettings) -> Rows:
+def _rows(target: Target, asked: Rows | None) -> Rows:
     """What the target's numbers count: as asked, or its default; ValueError where it cannot."""
-    asked = settings.rows
     if asked is not None and asked not in target.rows:
         raise ValueError(
             f"{target.name} counts {' or '.join(target.rows)}, by its own decision; rows={asked!r} "
@@ -178,7 +193,7 @@ def _left_out(blend: Blend) -> list[str]:
     """Which domains have no share, and why."""
     zeros = sorted(name for name, part in blend.parts.items() if not part)
     small = sorted(blend.parts.keys() - blend.shares().keys() - set(zeros))
-    decimals = blend.settings.decimals
+    decimals = blend.decimals
     notes = [f"Left out, for the weight is 0: {', '.join(zeros)}."] if zeros else []
     if small:
         notes.append(
@@ -189,14 +204,17 @@ def _left_out(blend: Blend) -> list[str]:
 
 
 def _lengths(
-    parts: Parts, entries: Mapping[str, Mapping[str, Any]], settings: ExportSettings
+    parts: Parts, entries: Mapping[str, Mapping[str, Any]], given: Mapping[str, float]
 ) -> dict[str, float]:
     """{domain with a share: mean tokens of a document}: as given, else as the record says."""
-    named.check("mean_doc_tokens", settings.mean_doc_tokens, entries, "the weights")
+    named.check("mean_doc_tokens", given, entries, "the weights")
+    for name, tokens in given.items():
+        if not (math.isfinite(tokens) and tokens > 0):
+            raise ValueError(f"mean_doc_tokens must be above 0; that of {name} is {tokens}.")
     found: dict[str, float] = {}
     for name in sorted(name for name, part in parts.items() if part):
         entry = entries[name]
-        length = settings.mean_doc_tokens.get(name) or entry.get("mean_doc_tokens")
+        length = given.get(name) or entry.get("mean_doc_tokens")
         if not length and entry.get("documents"):
             length = (entry.get("tokens") or 0) / entry["documents"]
         found[name] = float(length or 0)

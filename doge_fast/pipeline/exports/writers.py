@@ -104,7 +104,7 @@ def _olmo(blend: Blend) -> str:
 def _nanotron(blend: Blend) -> str:
     shares, folders = zip(*blend.weighted_paths(), strict=True)
     dataset = {"dataset_folder": folders, "dataset_weights": shares}
-    data = {"seed": blend.settings.seed, "num_loading_workers": 1, "dataset": dataset}
+    data = {"seed": blend.seed, "num_loading_workers": 1, "dataset": dataset}
     stage = {"name": "training", "start_training_step": 1, "data": data}
     return _to_yaml({"data_stages": [stage]})
 
@@ -262,7 +262,7 @@ def _interleaved(blend: Blend) -> dict[str, object]:
     return {
         "streams": _streams(blend),
         "shares": _mapping(blend.shares()),
-        "seed": blend.settings.seed,
+        "seed": blend.seed,
     }
 
 
@@ -271,14 +271,14 @@ def _litdata(blend: Blend) -> dict[str, object]:
     if blend.rows == "blocks":
         blend.require("seq_length", why="a TokensLoader cuts blocks of it; else --rows documents")
         # The last token of a block is only predicted.
-        loader = f", item_loader=TokensLoader(block_size={(blend.settings.seq_length or 0) + 1})"
+        loader = f", item_loader=TokensLoader(block_size={(blend.seq_length or 0) + 1})"
         imported = ", TokensLoader"
     shares, folders = zip(*blend.weighted_paths(), strict=True)
     return {
         "imported": imported,
         "folders": _sequence(map(_string, folders)),
         "loader": loader,
-        "seed": blend.settings.seed,
+        "seed": blend.seed,
         "shares": _sequence(shares, "    ", "()"),
     }
 
@@ -295,11 +295,10 @@ def _torchtitan(blend: Blend) -> dict[str, object]:
             "torchtitan knows data sets by their names in lower case, and two of these are then "
             f"the same: {', '.join(blend.shares())}. Rename one (doge-fast export --to json)."
         )
-    return {"sources": _sequence(sources, "    "), "seed": blend.settings.seed}
+    return {"sources": _sequence(sources, "    "), "seed": blend.seed}
 
 
 def _mosaic(blend: Blend) -> dict[str, object]:
-    settings = blend.settings
     blend.require("batch_size", why="StreamingDataset does not start without one (--batch-size)")
     streams = []
     for name, share in blend.shares().items():
@@ -308,8 +307,8 @@ def _mosaic(blend: Blend) -> dict[str, object]:
         streams.append(f"Stream({place}={_string(path)}, proportion={_plain(share)})")
     return {
         "streams": _sequence(streams, "    "),
-        "seed": settings.seed,
-        "batch_size": settings.batch_size,
+        "seed": blend.seed,
+        "batch_size": blend.batch_size,
     }
 
 
