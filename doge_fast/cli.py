@@ -125,6 +125,8 @@ def _terminable() -> Iterator[None]:
 def _log_visibly() -> None:
     """Log to stderr, without control characters."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    # Else they are written into a bar.
+    logging.captureWarnings(True)
     for handler in logging.getLogger().handlers:
         handler.addFilter(_make_visible)
     # Only the first rank logs what all ranks would.
