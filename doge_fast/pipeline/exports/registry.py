@@ -121,9 +121,13 @@ def export(
     rows = _rows(target, rows)
     entries = {entry["name"]: entry for entry in record["domains"]}
     parts = normalised({name: float(entry["weight"]) for name, entry in entries.items()})
-    lengths: dict[str, float] = {}
+    lengths, given_lengths = dict[str, float](), mean_doc_tokens or {}
+    named.check("mean_doc_tokens", given_lengths, entries, "the weights")
+    for name, tokens in given_lengths.items():
+        if not (math.isfinite(tokens) and tokens > 0):
+            raise ValueError(f"mean_doc_tokens must be above 0; that of {name} is {tokens}.")
     if rows == "documents":
-        lengths = _lengths(parts, entries, mean_doc_tokens or {})
+        lengths = _lengths(parts, entries, given_lengths)
         parts = by_document(parts, lengths)
     given: dict[Split, Paths | None] = {"train": paths, "valid": valid_paths, "test": test_paths}
     blend = Blend(
@@ -207,10 +211,6 @@ def _lengths(
     parts: Parts, entries: Mapping[str, Mapping[str, Any]], given: Mapping[str, float]
 ) -> dict[str, float]:
     """{domain with a share: mean tokens of a document}: as given, else as the record says."""
-    named.check("mean_doc_tokens", given, entries, "the weights")
-    for name, tokens in given.items():
-        if not (math.isfinite(tokens) and tokens > 0):
-            raise ValueError(f"mean_doc_tokens must be above 0; that of {name} is {tokens}.")
     found: dict[str, float] = {}
     for name in sorted(name for name, part in parts.items() if part):
         entry = entries[name]
