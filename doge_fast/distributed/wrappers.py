@@ -55,14 +55,15 @@ def without_reduction() -> Iterator[None]:
                 "exists. Use torch.distributed.fsdp.fully_shard(model) instead, or learn the "
                 "weights with a proxy outside of it."
             )
-        if not isinstance(module, DistributedDataParallel) or module in before:
+        if not isinstance(module, DistributedDataParallel):
             return
         if module.static_graph:
             raise RuntimeError(
                 "DistributedDataParallel(static_graph=True) reduces gradients in every backward "
                 "pass; inside a domain they must not be reduced. Leave static_graph out."
             )
-        before[module] = module.require_backward_grad_sync
+        # In every forward pass: a no_sync() inside the domain switches it off, and on again.
+        before[module] = before.get(module, False) or module.require_backward_grad_sync
         module.require_backward_grad_sync = False
         # Or the first forward pass would broadcast buffers, and a rank without a domain runs none.
         module.require_forward_param_sync = False
@@ -73,4 +74,4 @@ def without_reduction() -> Iterator[None]:
     finally:
         handle.remove()
         for module, was_on in before.items():
-            module.require_backward_grad_sync = was_on
+            module.require_backward_grad_sync |= was_on

@@ -1,5 +1,6 @@
 """Ranks train what one process trains, in every form."""
 
+import itertools
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -285,3 +286,40 @@ def test_ranks_train_what_one_process_trains(
     is_stacked: bool,
 ) -> None:
     check(ranks, num_ranks, wrap, sizes, is_stacked, options, how)
+
+
+def accumulated_without_sync() -> tuple[Tensor, Tensor]:
+    """Parameters after two steps with no_sync() inside the domains, and an ordinary gradient."""
+    rank, model = torch.distributed.get_rank(), small_model()
+    wrapped = DistributedDataParallel(model)
+    optimizer = DoGEOptimizer(*adamw(model), domains=["a", "b"], mu=5.0)
+    for is_last_alone in (True, False):
+        for name in "ab":
+            with optimizer.domain(name):
+                with wrapped.no_sync():
+                    losses(wrapped(examples(name, rank, 2)), name).mean().backward()
+                if is_last_alone:
+                    losses(wrapped(examples(name, 2 + rank, 2)), name).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.release()
+    losses(wrapped(examples("a", rank, 2)), "a").mean().backward()
+    (grad, *_) = (param.grad for param in model.parameters())
+    assert grad is not None
+    return values(model), grad
+
+
+def test_no_sync_of_the_loop_inside_a_domain(ranks: Ranks) -> None:
+    """All gradients are the domains'; after that DistributedDataParallel reduces again."""
+    model = small_model()
+    optimizer = DoGEOptimizer(*adamw(model), domains=["a", "b"], mu=5.0, micro_batches=None)
+    for parts in (range(4), range(2)):
+        for name, part in itertools.product("ab", parts):
+            with optimizer.domain(name):
+                (losses(model(examples(name, part, 2)), name).mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    (theta_N, grad), (other_N, other_grad) = ranks.run(2, accumulated_without_sync)
+    torch.testing.assert_close(theta_N, values(model), rtol=0, atol=1e-13)
+    assert torch.equal(theta_N, other_N)
+    assert torch.equal(grad, other_grad)
