@@ -1,6 +1,5 @@
 """Corpora of seconds: one to train on, with settings, and one in every layout that is read."""
 
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,23 +26,7 @@ from doge_fast.pipeline.experiments.presets import preset_of
 from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.selection import measure_cancellation
 from tests.pipeline.corpora import texts, write_jsonl, write_parquet
-
-# Overlapping words, so that domains help each other; different order, so that they differ.
-WORDS = {
-    "code": "def return if else for in range print value index list not and or import class",
-    "prose": "the and of a in range to value was he that it his her with not for as had list",
-    "verse": "o thou my heart the sea and of light no more for ever value class the a wind",
-    "table": "0 1 2 3 4 5 6 7 8 9 index value list range sum mean 0 1 2 3",
-}
-
-
-def _document(words: list[str], draw: random.Random) -> str:
-    # A chain of words: the next is near the last, so there is something to learn.
-    position, text = draw.randrange(len(words)), []
-    for _ in range(120):
-        position = (position + draw.choice((1, 1, 1, 2, 5))) % len(words)
-        text.append(words[position])
-    return " ".join(text)
+from tests.pipeline.stages import NAMES
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -59,12 +42,8 @@ def one_thread_throughout() -> Iterator[None]:
 def small_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory of four domains, 60 documents each, 200 of prose."""
     folder = tmp_path_factory.mktemp("corpus")
-    for name, words in WORDS.items():
-        draw = random.Random(name)
-        documents = [_document(words.split(), draw) for _ in range(200 if name == "prose" else 60)]
-        # A blank line ends a document of a text file only when it is long; one line of JSON does.
-        lines = [f'{{"text": "{document}"}}\n' for document in documents]
-        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    for name in NAMES:
+        write_jsonl(folder / f"{name}.jsonl", texts(name, 200 if name == "prose" else 60))
     return folder
 
 

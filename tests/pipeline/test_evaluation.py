@@ -2,7 +2,6 @@
 
 import json
 import math
-import random
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +19,7 @@ from doge_fast.pipeline.domains import load_corpus
 from doge_fast.pipeline.evaluation import evaluate, table
 from doge_fast.pipeline.model import open_model
 from tests.pipeline import conftest
-from tests.pipeline.corpora import write_jsonl
+from tests.pipeline.corpora import texts, write_jsonl
 
 NAMES = ["code", "prose", "table"]
 
@@ -87,15 +86,10 @@ def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Text of three domains, of which one brings a validation split."""
     monkeypatch.setenv("DOGE_FAST_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "their text"
-    words = {name: conftest.WORDS[name].split() for name in ("prose", "verse", "table")}
-    documents = {
-        name: [conftest._document(words[name], random.Random(f"{name} {i}")) for i in range(6)]
-        for name in words
-    }
-    write_jsonl(folder / "poetry.jsonl", documents["verse"])
-    write_jsonl(folder / "novels" / "train.jsonl", documents["prose"] * 5)
-    write_jsonl(folder / "novels" / "validation.jsonl", documents["prose"])
-    write_jsonl(folder / "numbers.jsonl", documents["table"])
+    write_jsonl(folder / "poetry.jsonl", texts("poetry", 6))
+    write_jsonl(folder / "novels" / "train.jsonl", texts("novels", 30))
+    write_jsonl(folder / "novels" / "validation.jsonl", texts("held-out", 6))
+    write_jsonl(folder / "numbers.jsonl", texts("numbers", 6))
     return folder
 
 
