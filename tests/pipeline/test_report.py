@@ -3,7 +3,6 @@
 Records are written here by hand, so that every number on the page has a known cause.
 """
 
-import json
 import math
 import re
 from collections.abc import Sequence
@@ -440,14 +439,3 @@ def test_any_number_of_domains(tmp_path: Path, num_domains: int) -> None:
     page = page_of(tmp_path)
     assert page.tags.count("figure") == 2
     assert f"of {num_domains} domain" in page.text
-
-
-def test_a_line_of_weights_that_lacks_the_average_is_named(tmp_path: Path) -> None:
-    proxy = write_proxy(tmp_path / "proxy", steps=2, is_finished=False)
-    *lines, last = records.read_metrics(proxy)
-    del last["alpha_mean"]
-    text = "".join(f"{json.dumps(line)}\n" for line in (*lines, last))
-    (proxy / records.METRICS).write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match="line 3 is not of the run"):
-        report.write_report(ReportConfig(runs=(proxy,)))
-    assert not (proxy / "report.html").exists()
