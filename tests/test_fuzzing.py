@@ -7,7 +7,6 @@ import contextlib
 import io
 import tempfile
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,25 +25,20 @@ from doge_fast.pipeline.records import runs
 from doge_fast.pipeline.records.shapes import EvaluationRecord, ExperimentRecord
 
 CORPUS = Path(__file__).with_name("corpus")
-Parser = Callable[[bytes], object]
-
-
-@cache
-def _folder() -> Path:
-    """Where an input becomes a file."""
-    return Path(tempfile.mkdtemp(prefix="doge-fast-fuzz-"))
+# Where an input becomes a file; it goes with the process.
+HELD = tempfile.TemporaryDirectory(prefix="doge-fast-fuzz-")
+FOLDER = Path(HELD.name)
 
 
 def _file(name: str, data: bytes) -> Path:
-    path = _folder() / name
-    path.write_bytes(data)
-    return path
+    (FOLDER / name).write_bytes(data)
+    return FOLDER / name
 
 
 def _weights(data: bytes) -> object:
     record = records.read_weights(_file("weights.json", data))
     # What is read can be written, and is what it was.
-    copy = _folder() / "copy.json"
+    copy = FOLDER / "copy.json"
     records.write_weights(copy, record)
     assert records.weights_by_name(records.read_weights(copy)) == records.weights_by_name(record)
     return record
@@ -52,12 +46,12 @@ def _weights(data: bytes) -> object:
 
 def _metrics(data: bytes) -> object:
     _file(runs.METRICS, data)
-    lines = runs.read_metrics(_folder())
+    lines = runs.read_metrics(FOLDER)
     # What a checkpoint has noted of the file is what it goes on with.
-    written = runs.keep_metrics(_folder())
-    runs.append_metrics(_folder(), {"step": 9, "kind": "train"})
-    runs.resume_metrics(_folder(), written)
-    assert (_folder() / runs.METRICS).read_bytes() == data
+    written = runs.keep_metrics(FOLDER)
+    runs.append_metrics(FOLDER, {"step": 9, "kind": "train"})
+    runs.resume_metrics(FOLDER, written)
+    assert (FOLDER / runs.METRICS).read_bytes() == data
     return lines
 
 
@@ -84,7 +78,7 @@ def _command(data: bytes) -> object:
 
 def _run(data: bytes) -> object:
     _file(records.CONFIG, data)
-    return records.read_config(_folder())
+    return records.read_config(FOLDER)
 
 
 def _measures(data: bytes) -> object:
@@ -92,11 +86,11 @@ def _measures(data: bytes) -> object:
         _file(name, data)
     for kind in (EvaluationRecord, ExperimentRecord):
         with contextlib.suppress(ValueError):
-            records.load(_folder(), kind)
+            records.load(FOLDER, kind)
     return None
 
 
-PARSERS: dict[str, Parser] = {
+PARSERS: dict[str, Callable[[bytes], object]] = {
     "weights": _weights,
     "metrics": _metrics,
     "fields": _fields,
