@@ -160,7 +160,7 @@ def test_a_model_measured_otherwise_since_is_measured_again(experiment: Make) ->
     (table, _) = run_experiment(config)
     assert config.out is not None
     run = config.out / "runs" / "base-doge-seed0"
-    evaluate(EvaluateConfig(run=run, blocks=1, domains=("code",), device="cpu"))
+    evaluate(EvaluateConfig(run=run, blocks=1, device="cpu"))
     assert "base-doge-seed0" in open_study([config.out]).unmeasured
     assert run_experiment(config)[0] == table
 

@@ -213,6 +213,7 @@ def test_a_test_split_is_held_out_only_where_there_is_no_validation(tmp_path, lo
     [
         (["notes.md"], "", None, "holds notes.md"),
         (["train.jsonl", "validation.jsonl"], "", None, "names a split where a domain"),
+        (["a.jsonl", "web-heldout.jsonl"], "", None, "names a split where a domain"),
         (["a.jsonl"], "a.jsonl", None, "is one file: name the column"),
         (["a.txt"], "a.txt", "d", "A text file has no columns"),
         (["a.jsonl", "a/x.jsonl"], "", None, "holds several named a"),
