@@ -59,13 +59,8 @@ def test_the_verbs_run_one_after_the_other(
     assert told[1] == f"model: {trained.out / 'model'}"
     assert told[2].endswith(f"doge-fast evaluate {trained.out}")
     assert cli.main(["evaluate", str(trained.out), "--device", "cpu"]) == 0
-    printed = capsys.readouterr().out
-    assert [line.split()[0] for line in printed.splitlines()] == [
-        "domain",
-        *("-" * len(printed.splitlines()[1]), "code", "prose", "table", "verse", "average"),
-    ]
     average = records.read_evaluation(trained.out)["average_perplexity"]
-    assert f"{average:.2f}" in printed
+    assert capsys.readouterr().out.endswith(f" {average:.2f}\n")
     # On 8 of the held-out blocks of each.
     assert float(told[0].split()[2].rstrip(",")) == pytest.approx(average, rel=0.1)
 
