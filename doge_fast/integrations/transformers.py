@@ -91,12 +91,12 @@ class DoGETrainer(_StepByDomain):
         trainer.train()
         trainer.weights                                     # {"arxiv": 0.61, "book": 0.39}
 
-    Everything else is Trainer's. The optimizer that `args.optim` names, or your own, is wrapped;
-    `args.max_grad_norm` clips the combined gradient, once. If your own is a `DoGEOptimizer`
-    already, its options hold; if its `max_grad_norm` is None, `args.max_grad_norm` clips. A
-    domain's loss, l_j of the paper, is the mean over its tokens in the whole optimizer step (over
-    its examples, for a model that takes no number of targets). Logs carry `loss/DOMAIN`,
-    `alpha/DOMAIN` and `alpha_mean/DOMAIN`.
+    Everything else is Trainer's. The optimizer that `args.optim` names is wrapped, or your own, or
+    several as one, `optimizers=([muon, adamw], None)`; `args.max_grad_norm` clips the combined
+    gradient, once. If your own is a `DoGEOptimizer` already, its options hold; if its
+    `max_grad_norm` is None, `args.max_grad_norm` clips. A domain's loss, l_j of the paper, is the
+    mean over its tokens in the whole optimizer step (over its examples, for a model that takes no
+    number of targets). Logs carry `loss/DOMAIN`, `alpha/DOMAIN` and `alpha_mean/DOMAIN`.
 
     `train_dataset` may be, with `per_device_train_batch_size` examples of every row in a step:
 
@@ -244,7 +244,9 @@ class DoGETrainer(_StepByDomain):
         if isinstance(inner, DoGEOptimizer):
             self._check_ready(inner)
         else:
-            _name_parameters(inner, cast(nn.Module, model or self.model))
+            several: Any = inner
+            for each in several if isinstance(several, list | tuple) else [several]:
+                _name_parameters(each, cast(nn.Module, model or self.model))
             max_grad_norm = self.args.max_grad_norm
             inner = DoGEOptimizer(
                 inner,

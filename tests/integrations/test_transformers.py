@@ -829,6 +829,13 @@ def test_an_optimizer_and_a_schedule_of_ones_own(tmp_path: Path) -> None:
         torch.testing.assert_close(parameters(given.model), parameters(other.model))
 
     model = tiny_model()
+    halves = [[*model.parameters()][start::2] for start in (0, 1)]
+    several = trained(
+        model=model, optimizers=([torch.optim.SGD(half, **sgd) for half in halves], None)
+    )
+    torch.testing.assert_close(parameters(given.model), parameters(several.model))
+
+    model = tiny_model()
     ready = torch.optim.SGD(model.named_parameters(), **sgd)
     halving = torch.optim.lr_scheduler.StepLR(ready, step_size=1, gamma=0.5)
     scheduled = trained(model=model, optimizers=(ready, halving))

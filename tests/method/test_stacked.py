@@ -197,6 +197,14 @@ def llama_norm(width: int, eps: float) -> nn.Module:
     return LlamaRMSNorm(width, eps)
 
 
+def test_autocast_leaves_float64_as_it_is() -> None:
+    model, ids_BL = made("untied"), ids_of()
+    optimizer = optimizer_of(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        run(optimizer, model, ids_BL)
+    assert_same(rows_of(optimizer, model), rows_by_autograd(model, ids_BL))
+
+
 @pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "plain"])
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm, llama_norm])
 @pytest.mark.parametrize("own", [torch.float32, torch.bfloat16], ids=str)

@@ -129,11 +129,14 @@ def _has_autocast(kind: str) -> bool:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype of products under autocast, on the device of `x`; None where autocast is off."""
+    """The dtype of products under autocast, on the device of `x`; None where autocast is off.
+
+    Autocast leaves float64 as it is.
+    """
     kind = x.device.type
     # "meta" has no autocast, and is_autocast_enabled raises there.
     is_on = _has_autocast(kind) and torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if is_on else None
+    return torch.get_autocast_dtype(kind) if is_on and x.dtype != torch.float64 else None
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
