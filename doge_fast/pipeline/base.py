@@ -4,8 +4,6 @@ Domains are sampled with the weights; the loss is the ordinary one. The weights 
 run, a file, or a baseline, and are written beside the model before the first step.
 """
 
-import hashlib
-import json
 import logging
 import math
 from collections.abc import Sequence
@@ -49,11 +47,19 @@ def train_base(config: BaseConfig) -> Run:
     if existing.is_complete:
         return Run(config.out)
     trainer = prepare(config, existing)
-    initial = None
-    if config.weights not in BASELINES:
-        initial = _initial(config, trainer.phases, existing.record)
-    with stage.directory(trainer, existing, initial=initial) as checkpoint:
-        from_first(lambda: _write_weights(config, trainer.corpus, trainer.phases))
+    mean, changes = _used(config, trainer.phases)
+    _check_began_with(config, mean, changes)
+    with stage.directory(trainer, existing) as checkpoint:
+        from_first(
+            lambda: stage.write_weights(
+                config.out,
+                trainer.corpus,
+                {"weight": mean},
+                method=config.weights if config.weights in BASELINES else "given",
+                source=config.weights,
+                **({"stages": changes} if changes else {}),
+            )
+        )
         trainer.go_on(checkpoint)
         from_first(lambda: stage.leave_model(trainer))
     return Run(config.out)
@@ -81,23 +87,27 @@ def held_out_perplexity(run: Path) -> list[str]:
     return [f"held-out perplexity: {perplexity:.2f}, the exponential of the domains' mean loss"]
 
 
-def _write_weights(config: BaseConfig, corpus: Corpus, phases: Sequence[Phase]) -> None:
-    """What is used: the mean over the run's steps, and of a curriculum its phases."""
+def _used(config: BaseConfig, phases: Sequence[Phase]) -> tuple[dict[str, float], list[Json]]:
+    """The mean over the run's steps, and of a curriculum its phases."""
     ends = [*(phase.first_step for phase in phases[1:]), config.training.steps]
-    mean = dict.fromkeys(corpus.names, 0.0)
+    mean = dict.fromkeys(phases[0].weights, 0.0)
     for phase, end in zip(phases, ends, strict=True):
         share = (end - phase.first_step) / config.training.steps
         for name in mean:
             mean[name] += phase.weights[name] * share
-    steps = [asdict(phase) for phase in phases]
-    stage.write_weights(
-        config.out,
-        corpus,
-        {"weight": mean},
-        method=config.weights if config.weights in BASELINES else "given",
-        source=config.weights,
-        **({"stages": steps} if len(phases) > 1 else {}),
-    )
+    return mean, [asdict(phase) for phase in phases] if len(phases) > 1 else []
+
+
+def _check_began_with(config: BaseConfig, mean: Json, changes: Sequence[Json]) -> None:
+    """Raise ValueError where the run that is resumed began with other weights than these."""
+    if not (config.out / records.WEIGHTS).exists():
+        return
+    kept = records.read_weights(config.out)
+    if (records.weights_by_name(kept), kept.get("stages", [])) != (mean, changes):
+        raise ValueError(
+            f"{config.out} began with other weights than {config.weights} has now; its "
+            f"{records.WEIGHTS} holds them. Restore them, or start anew in another directory."
+        )
 
 
 def resolve_phases(config: BaseConfig, corpus: Corpus) -> tuple[Phase, ...]:
@@ -123,19 +133,6 @@ def _warn_of_other_tokens(weights: Path, corpus: Corpus) -> None:
             "--tokenizer of that run.",
             weights,
         )
-
-
-def _initial(config: BaseConfig, phases: Sequence[Phase], recorded: Json) -> Json:
-    """Where the weights come from and a digest of them; ValueError if the run began with others."""
-    text = json.dumps([asdict(phase) for phase in phases], sort_keys=True)
-    initial = {"source": config.weights, "sha256": hashlib.sha256(text.encode()).hexdigest()}
-    began_with = recorded.get("initial", initial)["sha256"]
-    if began_with != initial["sha256"]:
-        raise ValueError(
-            f"{config.out} began with weights of digest {began_with[:12]}; {config.weights} has "
-            f"{initial['sha256'][:12]} now. Restore them, or start anew in another directory."
-        )
-    return initial
 
 
 def _curriculum(config: BaseConfig, corpus: Corpus) -> tuple[Phase, ...]:

@@ -136,12 +136,12 @@ def directory(
     existing: ExistingRun,
     *,
     is_finished: Callable[[Path], bool] = is_finished,
-    **kept: Any,
+    resolved: Mapping[str, Any] | None = None,
 ) -> Iterator[Path | None]:
     """Have the run directory for this launch alone, with config.json in it.
 
     Yields the checkpoint to go on from; None: there is none. Checkpoints are removed in the end.
-    `kept` is "initial" and "resolved", as `records.open_run` takes them.
+    `resolved` as `records.open_run` takes it.
 
     Raises:
         FileFailure: another launch has begun or ended the run, or no checkpoint is whole.
@@ -167,7 +167,7 @@ def directory(
                     config=config,
                     corpus=corpus.describe(),
                     warnings=corpus.warnings,
-                    **kept,
+                    resolved=resolved,
                 )
             return records.resume_checkpoint(out)
 

@@ -95,7 +95,7 @@ def test_a_killed_run_goes_on_with_no_other_weights(
     began_with = source.read_bytes()
     write_weights(source, dict(zip(NAMES, (0.7, 0.1, 0.1, 0.1), strict=True)))
     left = {file: file.read_bytes() for file in cut.out.rglob("*") if file.is_file()}
-    with pytest.raises(ValueError, match=r"began with weights of digest \w{12}; .*w\.json has \w+"):
+    with pytest.raises(ValueError, match=r"began with other weights than .*w\.json has now"):
         train_base(cut)
     assert {file: file.read_bytes() for file in left} == left
     source.write_bytes(began_with)

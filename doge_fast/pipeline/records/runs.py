@@ -115,7 +115,6 @@ def open_run(
     stage: Stage,
     config: Any,
     corpus: Mapping[str, Any],
-    initial: Mapping[str, Any] | None = None,
     resolved: Mapping[str, Any] | None = None,
     warnings: Sequence[str] = (),
 ) -> None:
@@ -126,12 +125,11 @@ def open_run(
         stage: which one.
         config: its dataclass.
         corpus: as `CorpusRecord` has it.
-        initial: what the run begins with that was read elsewhere: recorded once, so that resuming
-            it asks nothing of what became of that place.
-        resolved: settings whose default was taken, as numbers: likewise.
+        resolved: settings whose default was taken, as numbers: recorded once, so that a run that
+            is resumed keeps them.
         warnings: what to know of the corpus before believing a number: kept for the report.
     """
-    optional = {"initial": initial, "resolved": resolved, "warnings": warnings}
+    optional = {"resolved": resolved, "warnings": warnings}
     record = {
         "schema_version": SCHEMA_VERSION,
         "stage": stage,

@@ -83,14 +83,6 @@ class CorpusRecord:
 
 
 @dataclass(frozen=True)
-class GivenWeights:
-    """What a base run began with, in config.json."""
-
-    source: str
-    sha256: str
-
-
-@dataclass(frozen=True)
 class ModelAsked:
     """The model in the configuration of any stage."""
 
@@ -139,7 +131,6 @@ class ConfigRecord(WholeFile):
     created: str = ""
     warnings: tuple[str, ...] = ()
     resolved: dict[str, float] = field(default_factory=dict)
-    initial: GivenWeights | None = None
     parameters: CountOrZero | None = None
 
 
