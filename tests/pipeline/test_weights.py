@@ -119,6 +119,8 @@ def test_bounds_hold_and_free_domains_keep_their_ratios() -> None:
     assert moved == pytest.approx({"code": 0.7 * 5 / 8, "prose": 0.7 * 3 / 8, "verse": 0.3})
     assert moved["verse"] == 0.3
     assert found.bound == {"verse": "floor"}
+    # All of it is no cap's doing.
+    assert bounds.constrain(record((1.0, 0.0, 0.0)), floor={"verse": 0.0}).bound == {}
     expected = sum(
         moved[name] * math.log(moved[name] / old) for name, old in by_name(record()).items()
     )
