@@ -104,6 +104,9 @@ class Bench:
         # A file that is being written may be another process's, for an hour.
         for left in root.rglob("*.writing"):
             os.utime(left, (0, 0))
+        # What the cache has lost is made again, to the same bits.
+        for blocks in root.glob("cache/blocks/*/train.arrow"):
+            os.truncate(blocks, 100)
         assert in_a_process(self.call, config, root) is not None, at
         assert_same_run(root / "run", self.whole / "run")
         strays = {each.name for each in (root / "run").iterdir()} - _LEFT

@@ -7,6 +7,7 @@ may write more. docs/weights.md says what each means and who writes it.
 import math
 import os
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,8 @@ def read_weights(source: str | Path, *, domains: Sequence[str] | None = None) ->
         parts += [f"weights for {', '.join(extra)}, which are not trained on"] if extra else []
         raise ValueError(
             f"{file} must weigh exactly the domains of this corpus ({', '.join(domains)}); it has "
-            f"{' and '.join(parts)}. Train on the domains of the file, or name another file."
+            f"{' and '.join(parts)}. Train on the domains of the file (--domains "
+            f"{shlex.join(by_name)}), or name another."
         )
     return record | {"domains": [by_name[name] for name in domains]}
 
