@@ -97,8 +97,8 @@ class DomainWeights:
         self._warned: set[str] = set()
         self.assumed_lr: float | None = None
         """The largest learning rate that the default mu was computed from; None: mu was given."""
-        # The largest learning rate of a step so far and the sum of all: of numbers, of tensors.
-        self._rates = (0.0, 0.0)
+        # The largest learning rate so far, the sum and the number of all: of numbers, of tensors.
+        self._rates = (0.0, 0.0, 0)
         self._rates_there: Tensor | None = None
         self._state_S: Tensor = new_state(self._start_K.to(device))
         self._tau_R = torch.tensor(objective.tau, dtype=torch.float64, device=device)
@@ -149,7 +149,7 @@ class DomainWeights:
         """Restore what `state` returned."""
         self._are_loaded = True
         # Steps that this object has not seen had rates of their own.
-        self._rates = (math.inf, math.inf)
+        self._rates = (math.inf, math.inf, 1)
         for name, view in state_views(self._state_S)._asdict().items():
             view.copy_(parts[name])
 
@@ -200,18 +200,19 @@ class DomainWeights:
         return step._replace(lr=lr)
 
     def _note_rate(self, lr: float | Tensor) -> None:
-        """Keep the largest learning rate and the sum; of tensors without waiting for them."""
+        """Keep the largest learning rate and the mean; of tensors without waiting for them."""
         if not isinstance(lr, Tensor):
-            largest, total = self._rates
-            self._rates = (max(largest, lr), total + lr)
+            largest, total, count = self._rates
+            self._rates = (max(largest, lr), total + lr, count + 1)
             return
         lr = lr.detach().double().view(())
         if self._rates_there is None or self._rates_there.device != lr.device:
-            self._rates_there = lr.new_zeros(2)
+            self._rates_there = lr.new_zeros(3)
         # In its place, for a step that is captured in a CUDA graph.
-        largest_there, total_there = self._rates_there
+        largest_there, total_there, count_there = self._rates_there
         torch.maximum(largest_there, lr, out=largest_there)
         total_there.add_(lr)
+        count_there.add_(1)
 
     def set_mu(self, mu: float) -> None:
         """Use another Bregman coefficient from the next step on."""
@@ -244,10 +245,13 @@ class DomainWeights:
 
     def _other_rate(self, state: WeightsState) -> str | None:
         steps, assumed = int(state.num_steps), self.assumed_lr
-        largest, total = self._rates
+        largest, total, count = self._rates
         if self._rates_there is not None:
-            largest_there, total_there = self._rates_there.tolist()
-            largest, total = max(largest, largest_there), total + total_there
+            largest_there, total_there, count_there = self._rates_there.tolist()
+            largest = max(largest, largest_there)
+            total, count = total + total_there, count + count_there
+        # Not over the steps: the host sees none of those that a CUDA graph replays.
+        mean = total / max(count, 1)
         is_settled = steps >= _STEPS_OF_A_RATE
         if steps >= _STEPS_OF_A_STANDSTILL and largest == 0:
             return (
@@ -258,8 +262,8 @@ class DomainWeights:
             return None
         if largest > 10 * assumed:
             found, side = f"largest of {steps} steps was {largest:g}", "move too fast"
-        elif is_settled and total < steps * assumed / 100:
-            found, side = f"mean of {steps} steps was {total / steps:g}", "hardly move"
+        elif is_settled and mean < assumed / 100:
+            found, side = f"mean of {steps} steps was {mean:g}", "hardly move"
         else:
             return None
         return (

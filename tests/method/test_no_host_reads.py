@@ -321,3 +321,22 @@ def test_a_captured_step_sees_what_was_set_since(options: dict[str, Any]) -> Non
     assert captured.num_steps == twin.num_steps
     for block, param in zip(blocks, twin_model.parameters(), strict=True):
         assert torch.equal(block.gradient(), param.grad)
+
+
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
+@pytest.mark.filterwarnings("error")
+def test_the_rate_of_a_captured_step_is_that_of_its_replays(lr: Any) -> None:
+    """The host has seen the rate of one step of a hundred."""
+    optimizer = DoGEOptimizer(
+        FusedSGD([torch.ones(4, requires_grad=True)], lr=lr), domains=["a", "b"], micro_batches=None
+    )
+    (weight,) = optimizer.param_groups[0]["params"]
+    for factor, name in ((0.2, "a"), (0.1, "b")):
+        with optimizer.domain(name):
+            (factor * weight.sum()).backward()
+    with Recorded() as graph:
+        optimizer.combine()
+    for _ in range(110):
+        graph.replay()
+    assert optimizer.weights["a"] > optimizer.weights["b"]
+    assert optimizer.num_steps == 111
