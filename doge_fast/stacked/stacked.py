@@ -230,7 +230,8 @@ class _StackedLayer:
             if param is not None and stacked.is_tracked(param)
         ]
         for run in runs:
-            places = [stacked.slots(param, run.rows, each.dtype) for param, each in gradients]
+            # One after another: a second gradient of a parameter may move its rows.
+            places = (stacked.slots(param, run.rows, each.dtype) for param, each in gradients)
             self.rule.write([gradient for _, gradient in gradients], run, places)
 
 

@@ -93,6 +93,26 @@ def test_subclasses_and_modules_with_other_parameters_have_no_rule() -> None:
     assert rule_of(flattened) is None
 
 
+def test_a_weight_may_have_two_gradients() -> None:
+    """Of 16 bits, whose rows become others for the second."""
+
+    class InHalves(ScaledLinearRule):
+        def gradients(self, module: Any, grad: Tensor, *others: Tensor) -> Any:
+            for _ in range(2):
+                yield from super().gradients(module, grad / 2, *others)
+
+    model = ScaledLinear(5, 3, 0.5).bfloat16()
+    x_BI = torch.randn(sum(SIZES.values()), 5).bfloat16()
+    rows = []
+    for rule in (ScaledLinearRule(), InHalves()):
+        register(ScaledLinear, rule)
+        optimizer = optimizer_of(model)
+        with optimizer.stacked(model, SIZES):
+            model(x_BI).float().square().sum().backward()
+        rows.append(rows_of(optimizer, model)["weight"].float())
+    assert torch.equal(*rows)
+
+
 def test_what_cannot_be_registered_is_refused() -> None:
     for module_class, rule, message in (
         (nn.Linear(2, 2), OffsetRule(), "got Linear"),

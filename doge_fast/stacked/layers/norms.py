@@ -3,7 +3,7 @@
 y = n(x) * w + b, hence dw = sum_t dy_t * n(x_t) and db = sum_t dy_t.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -46,10 +46,11 @@ class LayerNormRule(LayerRule):
         yield module.bias, Sum(grad.to(dtype))
 
     def write(
-        self, gradients: Sequence[Any], run: DomainRun, places: Sequence[tuple[Tensor, bool]]
+        self, gradients: Sequence[Any], run: DomainRun, places: Iterable[tuple[Tensor, bool]]
     ) -> None:
         """Gain and bias, which read the same gradient; on a GPU in one launch."""
         if len(gradients) == 2:
+            places = list(places)
             (gain, bias), ((out, adds), (bias_out, adds_bias)) = gradients, places
             is_one_read = gain.grad is bias.values and not sums_one_by_one(gain.grad)
             if is_one_read and adds == adds_bias and out.dtype == bias_out.dtype:

@@ -1,7 +1,7 @@
 """How a module class computes its output and the gradients of its parameters."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -58,7 +58,7 @@ class LayerRule(ABC):
         """Each parameter (None if the module lacks it) with its `Outer`, `Lookup` or `Sum`."""
 
     def write(
-        self, gradients: Sequence[TokenSum], run: DomainRun, places: Sequence[tuple[Tensor, bool]]
+        self, gradients: Sequence[TokenSum], run: DomainRun, places: Iterable[tuple[Tensor, bool]]
     ) -> None:
         """Write those `gradients` that are trained; `places` has `out` and `adds` of each."""
         for gradient, (out, adds) in zip(gradients, places, strict=True):
