@@ -463,6 +463,42 @@ def test_a_gain_and_its_bias_are_one_sum(sizes: dict[str, int]) -> None:
     assert len(sums[1]) == 1
 
 
+class OnHalves(nn.Module):
+    """Norms of slices, as of queries and keys that one matrix makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Linear(8, 16)
+        self.norm = nn.LayerNorm(8)
+        self.offset = nn.LayerNorm(8)
+        self.offset.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key = self.both(x).chunk(2, -1)
+        # The gradient of the second sum is one number, with strides of 0.
+        return self.norm(query).exp().sum() + self.offset(key).sum()
+
+
+@pytest.mark.parametrize("sizes", [{"a": 2, "b": 2}, {"a": 1, "b": 3}], ids=["equal", "ragged"])
+def test_norms_of_slices_have_rows_on_a_gpu(
+    sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_on_a_gpu(monkeypatch, "torch")
+    model, x_BLD = OnHalves().double(), torch.randn(4, LENGTH, 8, dtype=torch.float64)
+    rows = []
+    for is_stacked in (True, False):
+        optimizer = optimizer_of(model, sizes)
+        if is_stacked:
+            with optimizer.stacked(model, sizes):
+                model(x_BLD).backward()
+        else:
+            for name, x in zip(sizes, x_BLD.split([*sizes.values()]), strict=True):
+                with optimizer.domain(name):
+                    model(x).backward()
+        rows.append(rows_of(optimizer, model))
+    assert_same(*rows)
+
+
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_embeddings_of_16_bits_add_in_float32(
     backend: str, monkeypatch: pytest.MonkeyPatch
