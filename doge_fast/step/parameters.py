@@ -6,7 +6,8 @@ replaces the list, and a layer may be frozen.
 On a CPU a hook passes each gradient on as soon as autograd has finished it, while it is in the
 cache. On a GPU one Python call for each parameter and domain would take longer than the device's
 work. There the hook is the `append` of a deque of length one, which runs no Python and notes only
-that a gradient has come. Gradients stay in `p.grad` until `take` collects them all.
+that a gradient has come; those of the first and the last parameter also note which one it is.
+Gradients stay in `p.grad` until `take` collects them all.
 """
 
 import weakref
@@ -62,7 +63,7 @@ class TrackedParameters:
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the hooks, which cannot be pickled."""
-        left = ("_hooks", "_takes_at_once", "_noted", "_versions", "note", "receive")
+        left = ("_hooks", "_takes_at_once", "_noted", "_finished", "note", "receive")
         return {name: value for name, value in self.__dict__.items() if name not in left}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -76,8 +77,8 @@ class TrackedParameters:
         self._noted: deque[Tensor] = deque(maxlen=1)
         self.note: Receive = self._noted.append
         """Notes that a gradient is in `p.grad`."""
-        # {id of a parameter: version of its gradient when autograd had finished it}
-        self._versions: dict[int, int] = {}
+        # {id of a parameter: its gradient when autograd had finished it, and the version then}
+        self._finished: dict[int, tuple[Tensor, int]] = {}
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -123,7 +124,7 @@ class TrackedParameters:
                 if id(param) not in self._hooks:
                     hook = self.receive if at_once[id(param)] else self.note
                     if id(param) in ends and not at_once[id(param)]:
-                        hook = _watch(self._noted, self._versions)
+                        hook = _watch(self._noted, self._finished)
                     handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                     self._hooks[id(param)] = (param, handle)
             self._takes_at_once = at_once
@@ -144,7 +145,7 @@ class TrackedParameters:
         """
         return any(
             self._takes_at_once.get(id(param), False)
-            or self._versions.get(id(param), grad._version) != grad._version
+            or _is_foreign(grad, self._finished.get(id(param)))
             for param in self.params
             if (grad := param.grad) is not None
         )
@@ -163,7 +164,7 @@ class TrackedParameters:
     def forget(self) -> None:
         """Forget that gradients have come."""
         self._noted.clear()
-        self._versions.clear()
+        self._finished.clear()
 
     def release(self) -> None:
         """Remove all hooks."""
@@ -224,17 +225,29 @@ class TrackedParameters:
             )
 
 
-def _watch(noted: deque[Tensor], versions: dict[int, int]) -> Receive:
-    """A hook that notes the version of a gradient as well."""
+def _watch(noted: deque[Tensor], finished: dict[int, tuple[Tensor, int]]) -> Receive:
+    """A hook that notes the gradient and its version as well."""
 
     # In the names of its own variables: a reference to their owner would keep it alive.
     def hook(param: Tensor) -> None:
-        if type(param.grad) is Tensor:
-            versions[id(param)] = param.grad._version
+        grad = param.grad
+        if type(grad) is Tensor:
+            finished[id(param)] = grad, grad._version
         noted.append(param)
 
     watching: Receive = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
     return watching
+
+
+def _is_foreign(grad: Tensor, finished: tuple[Tensor, int] | None) -> bool:
+    """Whether it is not the gradient that was finished, or has changed since."""
+    if finished is None:
+        return False
+    known, version = finished
+    # Parts of one tensor, such as the gradients of what torch.cat() joins, share a version, which
+    # autograd moves on when it adds to another part.
+    is_part = grad.untyped_storage().nbytes() > grad.nbytes
+    return grad is not known or (grad._version != version and not is_part)
 
 
 def on_host(value: object) -> float | None:

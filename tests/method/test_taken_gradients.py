@@ -121,6 +121,23 @@ def test_backward_passes_inside_one_domain_add_up_in_the_parameters_dtype(
     assert block.rows_BN.flatten().tolist() == [256.0, 257.0]
 
 
+def test_what_autograd_adds_to_parts_of_one_gradient_is_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of torch.cat(), which share a version."""
+    monkeypatch.setattr(parameters, "takes_at_once", lambda param: False)
+    params = biases(2, "cpu")
+    optimizer = optimizer_of(params)
+    tracked = optimizer._step.parameters
+    with optimizer.domain("a"):
+        for _ in range(2):
+            torch.cat([*params]).square().sum().backward()
+        assert not tracked.has_foreign
+        # Another tensor is not.
+        params[0].grad = torch.ones(3)
+        assert tracked.has_foreign
+
+
 @pytest.mark.usefixtures("taken")
 def test_a_stacked_pass_leaves_no_gradient_and_refuses_that_of_the_whole_batch() -> None:
     model = nn.ModuleDict({"layer": nn.Linear(4, 4), "other": nn.Linear(4, 4, bias=False)})
