@@ -7,7 +7,8 @@ A size of the family is a GPT-2 of transformers, so that what a stage saves open
 import math
 import shlex
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging as transformers_logging
 
 from doge_fast.pipeline import hub
 from doge_fast.pipeline.config import ModelConfig
@@ -196,7 +198,7 @@ def open_model(name: str | Path) -> PreTrainedModel:
     Raises:
         FileFailure: it does not open, or its files lack some of the weights.
     """
-    with reading(name, "Name another model, or make it anew."):
+    with reading(name, "Name another model, or make it anew."), without_bars():
         opened: Any = hub.from_pretrained(
             AutoModelForCausalLM.from_pretrained,
             str(name),
@@ -214,6 +216,18 @@ def open_model(name: str | Path) -> PreTrainedModel:
             "it anew."
         )
     return _with_loss(model)
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """transformers has a bar for each file of weights: below ours, and left at every checkpoint."""
+    had_bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if had_bars:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _with_loss(model: Any) -> PreTrainedModel:

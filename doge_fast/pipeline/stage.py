@@ -21,7 +21,7 @@ from doge_fast.pipeline import baselines, domains, memory, ranks, records, train
 from doge_fast.pipeline.config import StageConfig, checks
 from doge_fast.pipeline.domains import Corpus
 from doge_fast.pipeline.failures import FileFailure
-from doge_fast.pipeline.model import build_model, check_model
+from doge_fast.pipeline.model import build_model, check_model, without_bars
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.trainer import RecordedTrainer, from_first
 
@@ -149,7 +149,7 @@ def directory(
     config, corpus, out = trainer.config, trainer.corpus, trainer.config.out
     # Every rank has read what there is, before the first one writes.
     training.wait_for_ranks(trainer.args.device)
-    with ExitStack() as held:
+    with ExitStack() as held, without_bars():
 
         def begin() -> Path | None:
             held.enter_context(records.alone(out))

@@ -14,6 +14,7 @@ from doge_fast import cli
 from doge_fast.pipeline import records
 from doge_fast.pipeline.config import EvaluateConfig, ProxyConfig
 from doge_fast.pipeline.evaluation import evaluate
+from doge_fast.pipeline.model import open_model
 from doge_fast.pipeline.proxy import ProxyTrainer, learn_weights
 from doge_fast.pipeline.reporting.runs import open_runs
 from doge_fast.pipeline.run import Run
@@ -43,6 +44,15 @@ def test_the_command_line_shows_no_bars_but_ours(
     assert cli.main(["proxy", *words_of(proxy())]) == 0
     assert "|" not in capfd.readouterr().err
     assert not logging.is_progress_bar_enabled()
+
+
+def test_in_python_transformers_has_its_bars_back_after_a_run(
+    proxy: Make, capfd: pytest.CaptureFixture[str]
+) -> None:
+    logging.enable_progress_bar()
+    open_model(learn_weights(proxy()).path / records.MODEL)
+    assert "|" not in capfd.readouterr().err
+    assert logging.is_progress_bar_enabled()
 
 
 def difficulties_of(run: Path) -> list[float]:
