@@ -252,6 +252,9 @@ class DomainWeights:
             total, count = total + total_there, count + count_there
         # Not over the steps: the host sees none of those that a CUDA graph replays.
         mean = total / max(count, 1)
+        latest = None if self.last is None else self.last.lr
+        # A rate that still warms up has hardly been at its height yet.
+        usual = mean if latest is None or float(latest) < largest else largest
         is_settled = steps >= _STEPS_OF_A_RATE
         if steps >= _STEPS_OF_A_STANDSTILL and largest == 0:
             return (
@@ -262,7 +265,7 @@ class DomainWeights:
             return None
         if largest > 10 * assumed:
             found, side = f"largest of {steps} steps was {largest:g}", "move too fast"
-        elif is_settled and mean < assumed / 100:
+        elif is_settled and usual < assumed / 100:
             found, side = f"mean of {steps} steps was {mean:g}", "hardly move"
         else:
             return None
