@@ -43,8 +43,8 @@ class TrackedParameters:
         self._optimizer = optimizer
         # {id: (parameter, hook)}; holding the parameter keeps its id unique.
         self._hooks: dict[int, tuple[Tensor, Any]] = _hooks_of(self)
-        # {id of a parameter with a hook: whether the hook takes the gradient at once}
-        self._takes_at_once: dict[int, bool] = {}
+        # {id of a parameter with a hook: the function that it calls}
+        self._hooked: dict[int, Receive | None] = {}
         self._start_noting()
         self.receive: Receive | None = None
         """Called with each tracked parameter on a CPU when its gradient is complete."""
@@ -63,14 +63,14 @@ class TrackedParameters:
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the hooks, which cannot be pickled."""
-        left = ("_hooks", "_takes_at_once", "_noted", "_finished", "note", "receive")
+        left = ("_hooks", "_hooked", "_noted", "_finished", "note", "_watch", "receive")
         return {name: value for name, value in self.__dict__.items() if name not in left}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """The same parameters, without hooks."""
         self.__dict__.update(state)
         self._hooks, self.receive = _hooks_of(self), None
-        self._takes_at_once = {}
+        self._hooked = {}
         self._start_noting()
 
     def _start_noting(self) -> None:
@@ -79,6 +79,7 @@ class TrackedParameters:
         """Notes that a gradient is in `p.grad`."""
         # {id of a parameter: its gradient when autograd had finished it, and the version then}
         self._finished: dict[int, tuple[Tensor, int]] = {}
+        self._watch = _watcher(self._noted, self._finished)
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -113,21 +114,23 @@ class TrackedParameters:
     def scan(self) -> list[Tensor]:
         """Look the parameters up again, and keep a hook on each of them only."""
         self.params = self.look_up()
-        at_once = {id(param): takes_at_once(param) for param in self.params}
-        if at_once != self._takes_at_once:
+        ends = {id(param) for param in (*self.params[:1], *self.params[-1:])}
+        wanted = {
+            id(param): self.receive
+            if takes_at_once(param)
+            else (self._watch if id(param) in ends else self.note)
+            for param in self.params
+        }
+        if wanted != self._hooked:
             # A parameter that has moved to another device needs the other kind of hook.
-            for key, known in self._takes_at_once.items():
-                if at_once.get(key) is not known:
+            for key, known in self._hooked.items():
+                if wanted.get(key) is not known:
                     self._hooks.pop(key)[1].remove()
-            ends = {id(param) for param in (*self.params[:1], *self.params[-1:])}
             for param in self.params:
                 if id(param) not in self._hooks:
-                    hook = self.receive if at_once[id(param)] else self.note
-                    if id(param) in ends and not at_once[id(param)]:
-                        hook = _watch(self._noted, self._finished)
-                    handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                    handle = param.register_post_accumulate_grad_hook(wanted[id(param)])  # type: ignore[no-untyped-call]
                     self._hooks[id(param)] = (param, handle)
-            self._takes_at_once = at_once
+            self._hooked = wanted
             self._select_again()
         return self.params
 
@@ -144,7 +147,7 @@ class TrackedParameters:
         no DTensor's.
         """
         return any(
-            self._takes_at_once.get(id(param), False)
+            self._hooked.get(id(param)) is self.receive
             or _is_foreign(grad, self._finished.get(id(param)))
             for param in self.params
             if (grad := param.grad) is not None
@@ -169,7 +172,7 @@ class TrackedParameters:
     def release(self) -> None:
         """Remove all hooks."""
         _remove(self._hooks)
-        self._takes_at_once = {}
+        self._hooked = {}
         self.forget()
 
     def name_of(self, param: Tensor) -> str:
@@ -225,7 +228,7 @@ class TrackedParameters:
             )
 
 
-def _watch(noted: deque[Tensor], finished: dict[int, tuple[Tensor, int]]) -> Receive:
+def _watcher(noted: deque[Tensor], finished: dict[int, tuple[Tensor, int]]) -> Receive:
     """A hook that notes the gradient and its version as well."""
 
     # In the names of its own variables: a reference to their owner would keep it alive.

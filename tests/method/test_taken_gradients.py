@@ -138,6 +138,27 @@ def test_what_autograd_adds_to_parts_of_one_gradient_is_its_own(
         assert tracked.has_foreign
 
 
+def test_the_first_and_the_last_that_are_trained_are_watched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where others were before."""
+    monkeypatch.setattr(parameters, "takes_at_once", lambda param: False)
+    params = biases(4, "cpu")
+    optimizer = optimizer_of(params)
+    for frozen in ([], [params[0], params[3]]):
+        for param in frozen:
+            param.requires_grad_(False)
+        for changed in (param for param in params if param.requires_grad):
+            with optimizer.domain("a"):
+                torch.cat([*params]).square().sum().backward()
+                assert not optimizer._step.parameters.has_foreign
+                assert changed.grad is not None
+                changed.grad = changed.grad + 1
+                is_watched = bool(frozen) or changed is params[0] or changed is params[3]
+                assert optimizer._step.parameters.has_foreign == is_watched
+        optimizer.zero_grad()
+
+
 @pytest.mark.usefixtures("taken")
 def test_a_stacked_pass_leaves_no_gradient_and_refuses_that_of_the_whole_batch() -> None:
     model = nn.ModuleDict({"layer": nn.Linear(4, 4), "other": nn.Linear(4, 4, bias=False)})
