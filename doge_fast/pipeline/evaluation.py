@@ -10,9 +10,8 @@ import datasets
 import torch
 
 from doge_fast.pipeline import health, named, ranks, records, tables, training
-from doge_fast.pipeline.config import CorpusConfig, EvaluateConfig
+from doge_fast.pipeline.config import CorpusConfig, EvaluateConfig, checks
 from doge_fast.pipeline.config.fields import filled
-from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.domains import MIX, load_corpus
 from doge_fast.pipeline.model import open_model
 from doge_fast.pipeline.records import Json
@@ -84,7 +83,7 @@ def table(result: Json) -> str:
 
 
 def _check(config: EvaluateConfig, record: Json) -> None:
-    check_ranges(config)
+    checks.check(config)
     records.check_finished(config.run)
     training.device_of(config.device)
     own = record["config"]["corpus"]["data"]
@@ -92,8 +91,6 @@ def _check(config: EvaluateConfig, record: Json) -> None:
         known = [*record["corpus"]["domains"], *record["corpus"]["targets"]]
         named.check("domains", config.domains, known, str(config.run))
         _refuse_to_lose(config)
-    elif config.out is None:
-        raise ValueError("data (--data) needs a file for what is measured: name it with --out.")
     elif os.path.realpath(Path(config.data).expanduser()) == os.path.realpath(own):
         raise ValueError(
             f"{config.run} was trained on {own}. Leave out data (--data) to measure what was held "

@@ -25,7 +25,7 @@ from lm_eval.tasks import TaskManager
 from transformers import AutoTokenizer
 
 from doge_fast.pipeline import hub, records, tables, training
-from doge_fast.pipeline.config import EvaluateConfig, TasksConfig
+from doge_fast.pipeline.config import EvaluateConfig, TasksConfig, checks
 from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.failures import one_line, reading
 from doge_fast.pipeline.model import open_model
@@ -78,7 +78,7 @@ def few_shot(config: EvaluateConfig) -> dict[str, Any]:
     """
     record, asked = records.read_config(config.run), config.tasks
     records.check_finished(config.run)
-    check_ranges(config)
+    checks.check(config)
     tasks = load_tasks(asked)
     folder = config.run / records.MODEL
     model, tokenizer = open_model(folder), AutoTokenizer.from_pretrained(folder)

@@ -200,6 +200,14 @@ def _check_evaluate(config: configs.EvaluateConfig) -> None:
     _check_run("run", config.run)
     if config.data is not None:
         check_data(config.data)
+        if config.out is None:
+            raise ValueError("data (--data) needs a file for what is measured: name it with --out.")
+    asked = {name: getattr(config, name) for name in ("data", "domains", "blocks", "out")}
+    if config.tasks.tasks and (unused := [name for name, value in asked.items() if value]):
+        raise ValueError(
+            "Tasks (--tasks) have documents of their own, and their accuracies go to the run's "
+            f"fewshot.json. Leave out {', '.join(unused)}, or the tasks."
+        )
 
 
 def _check_run(what: str, run: Path) -> None:
