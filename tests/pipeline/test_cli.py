@@ -19,10 +19,12 @@ from doge_fast import cli
 from doge_fast.pipeline import records
 from doge_fast.pipeline.config import (
     BaseConfig,
+    CorpusConfig,
     EvaluateConfig,
     ModelConfig,
     ProxyConfig,
     ReportConfig,
+    checks,
 )
 from doge_fast.pipeline.config.fields import filled
 from doge_fast.pipeline.config.flags import PREFIXED
@@ -122,6 +124,11 @@ def test_help_fits_one_screen_and_begins_with_what_must_be_given(
             for word in ("--out", "--data", "--target", "--model", "--steps", "--tokenizer"):
                 assert any(line.startswith(f"  {word} ") for line in about), word
             assert "resumes" in " ".join(about)
+
+
+def test_runs_may_lie_in_a_folder_named_like_data_that_is_no_folder() -> None:
+    for data in ("installed", "owner/name"):
+        checks.check(ProxyConfig(Path(data, "proxy"), corpus=CorpusConfig(data)))
 
 
 def test_numbers_may_be_said_in_thousands_and_billions() -> None:

@@ -104,8 +104,10 @@ def _check_places(config: configs.StageConfig) -> None:
     corpus, data = config.corpus, Path(config.corpus.data).expanduser().resolve()
     # Where domains are named nothing else is.
     is_read = corpus.domain_column is not None or not corpus.domains
+    # Else text of this environment, or a Hub id, of which a folder may have the name.
+    is_folder = corpus.data not in ("", "installed") and data.is_dir()
     for name, place in (("out", config.out), ("cache_dir", corpus.cache_dir)):
-        if place is None or not (corpus.data and is_read):
+        if place is None or not (is_folder and is_read):
             continue
         path = place.expanduser().resolve()
         if data in path.parents and not path.relative_to(data).parts[0].startswith("."):
@@ -203,7 +205,7 @@ def _check_evaluate(config: configs.EvaluateConfig) -> None:
         if config.out is None:
             raise ValueError("data (--data) needs a file for what is measured: name it with --out.")
     asked = {name: getattr(config, name) for name in ("data", "domains", "blocks", "out")}
-    if config.tasks.tasks and (unused := [name for name, value in asked.items() if value]):
+    if config.tasks.tasks and (unused := [f"--{name}" for name, value in asked.items() if value]):
         raise ValueError(
             "Tasks (--tasks) have documents of their own, and their accuracies go to the run's "
             f"fewshot.json. Leave out {', '.join(unused)}, or the tasks."
