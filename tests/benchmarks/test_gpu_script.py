@@ -14,10 +14,11 @@ import torch
 
 from benchmarks import cases, optimizer_step, protocol, steps
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import bars, job, report, sanitizer, session, times
+from benchmarks.gpu import bars, checks, job, report, sanitizer, session, times
 from benchmarks.gpu.__main__ import ScriptSection
 from benchmarks.gpu.session import Row, Session
-from doge_fast.kernels import build
+from doge_fast.kernels import build, segment_sum
+from doge_fast.kernels.segment_sum import pick
 from tests.processes import printed_by
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,6 +62,21 @@ def test_every_part_runs_and_is_right(tmp_path: Path, capsys: pytest.CaptureFixt
     # What does not run here says why.
     for reason in ("CUDA graphs need a GPU", "compute-sanitizer watches GPUs", "no corpus at"):
         assert reason in printed
+
+
+def test_short_and_long_segments_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A segment that is one program, and one that several share: two launches."""
+    shares = []
+
+    def noted(values: torch.Tensor, out: torch.Tensor, **options: Any) -> None:
+        shares.append(pick(len(values), len(out), out.shape[-1], torch.float32).num_shares)
+        segment_sum(values, out, **options)
+
+    monkeypatch.setattr(checks, "segment_sum", noted)
+    monkeypatch.setattr(checks, "NUM_ROWS", ())
+    rows = list(checks.correctness(Session(torch.device("cpu"), quick=True)))
+    assert all(row["correct"] for row in rows)
+    assert min(shares) == 1 < max(shares)
 
 
 def test_memory_is_given_back_after_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
