@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import json
 import logging
+import math
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -45,6 +46,10 @@ _FORMAT = 3
 _SAMPLE_CHARS = 100_000
 # Documents whose hashes decide where the border of the held-out share lies.
 _HOLDOUT_SAMPLE = 100_000
+# Of a domain, for a share of a twentieth that is right to a seventh.
+_HOLDOUT_LEAST = 1000
+# A token rarely has more.
+_CHARS_PER_TOKEN = 8
 _BATCH_DOCUMENTS = 256
 _BATCH_CHARS = 1_000_000
 
@@ -170,15 +175,29 @@ def _holdout_borders(config: CorpusConfig, part: Part, names: Sequence[str]) -> 
     """{domain: the largest hash of a held-out document}, without a validation split.
 
     The share is exact for domains within the first `_HOLDOUT_SAMPLE` documents, at least one
-    document, and right up to sampling error beyond.
+    document, and right up to sampling error beyond. With `max_tokens_per_domain` the documents
+    that may fill every domain are enough, if they are `_HOLDOUT_LEAST` of each.
     """
     hashes: dict[str, set[int]] = {name: set() for name in names}
+    limit, count = config.max_tokens_per_domain, 0
+    unread = dict.fromkeys(names, math.inf if limit is None else _CHARS_PER_TOKEN * limit)
     sample = itertools.islice(part.train(), _HOLDOUT_SAMPLE)
     for name, text in progress.over(sample, "choosing held-out documents"):
+        count += 1
         if name in hashes:
             hashes[name].add(_text_hash(text))
+        if name in unread:
+            unread[name] -= len(text)
+            if unread[name] <= 0 and len(hashes[name]) >= _HOLDOUT_LEAST:
+                del unread[name]
+        if not unread:
+            break
     borders = {}
     for name, found in hashes.items():
+        if len(found) < 2 and count == _HOLDOUT_SAMPLE:
+            # Rare, or only further on.
+            borders[name] = int(config.validation_fraction * 2**64)
+            continue
         if len(found) == 1:
             raise ValueError(
                 f"A domain without a validation split holds out documents; {name} has only one. "
@@ -186,9 +205,9 @@ def _holdout_borders(config: CorpusConfig, part: Part, names: Sequence[str]) -> 
                 "leave it out (--domains)."
             )
         if found:
-            count = max(1, round(config.validation_fraction * len(found)))
+            held = max(1, round(config.validation_fraction * len(found)))
             # At least one document stays for training, whatever the fraction.
-            borders[name] = sorted(found)[min(count, len(found) - 1) - 1]
+            borders[name] = sorted(found)[min(held, len(found) - 1) - 1]
     return borders
 
 
@@ -202,8 +221,9 @@ def _fill(
     """Tokenise the documents and hand them to the writers, until all of these are full."""
     backend, end_of_text = packing_tokenizer(tokenizer), end_of_text_id(tokenizer)
     unknown = unknown_ids(tokenizer)
-    # A token rarely has more than eight characters: no use in tokenising far past a limit.
-    chars = min(_BATCH_CHARS, 8 * max(writer.limit for writer in writers.values()))
+    # No use in tokenising far past a limit.
+    limit = max(writer.limit for writer in writers.values())
+    chars = min(_BATCH_CHARS, _CHARS_PER_TOKEN * limit)
     wanted = _wanted(writers, documents)
     while batch := _batch(wanted, chars):
         texts = [text for _, text, _ in batch]

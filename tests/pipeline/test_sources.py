@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import constants
 
-from doge_fast.pipeline import corpus_files, file_rows, hub, sources
+from doge_fast.pipeline import corpus_files, file_rows, hub, packing, sources
 from doge_fast.pipeline.corpus_files import CorpusFile
 from doge_fast.pipeline.domains import load_corpus
 from tests.pipeline.corpora import (
@@ -101,6 +101,24 @@ def test_no_more_of_a_hub_data_set_is_read_than_fills_the_named_domains(
     assert len(read) < 20 * loaded.documents["book"] + 2 * 300 + 2000 < 9000
     (warning,) = loaded.warnings
     assert warning.startswith("book, web: read as far as max_tokens_per_domain")
+
+
+def test_choosing_what_is_held_out_reads_no_more_than_may_fill_the_domains(
+    tmp_path, config, corpus, monkeypatch
+):
+    corpus.tokenizer.save_pretrained(tmp_path / "tokenizer")
+    rows = [{"text": text_of("web", i), "set": "web"} for i in range(9000)]
+    rows += [{"text": text_of("rare", i), "set": "rare"} for i in range(200)]
+    write_rows(tmp_path / "large" / "train.jsonl", rows)
+    read = answer_as_hub(monkeypatch, "owner/large", tmp_path / "large")
+    asked = {"data": "owner/large", "domain_column": "set", "max_tokens_per_domain": 800}
+    asked |= {"tokenizer": str(tmp_path / "tokenizer"), "validation_fraction": 0.2}
+    loaded = load_corpus(rename(config, **asked, domains=("web",)))
+    assert loaded.train_tokens == {"web": 800}
+    assert len(read) < 3000
+    # Of a domain that lies behind the sample a share is held out all the same.
+    monkeypatch.setattr(packing, "_HOLDOUT_SAMPLE", 1000)
+    assert len(load_corpus(rename(config, **asked, domains=("rare",))).validation["rare"]) > 1
 
 
 def test_a_hub_ids_configurations_are_domains(tmp_path, config, monkeypatch):
