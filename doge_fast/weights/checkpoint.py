@@ -224,9 +224,10 @@ def _require(is_right: bool, name: str, rule: str, value: object) -> None:
 
 def _check_version(version: float) -> None:
     if version != VERSION:
+        later = ", or a later one" if version > VERSION else ""
         raise ValueError(
             f"the checkpoint's DoGE state has version {version:g}; this library reads version "
-            f"{VERSION}. Take the doge_fast that wrote it, or a later one than this."
+            f"{VERSION}. Take the doge_fast that wrote it{later}."
         )
 
 
