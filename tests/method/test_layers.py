@@ -82,6 +82,9 @@ def test_subclasses_and_modules_with_other_parameters_have_no_rule() -> None:
     del computed.offset
     computed.offset = torch.ones(3)
     assert rule_of(computed) is None
+    shared = nn.LayerNorm(3)
+    shared.bias = shared.weight
+    assert rule_of(shared) is None
     replaced = Offset(3)
     replaced.forward = lambda x: x  # type: ignore[method-assign]
     assert rule_of(replaced) is None

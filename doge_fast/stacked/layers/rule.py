@@ -32,12 +32,14 @@ class LayerRule(ABC):
     def covers(self, module: Any) -> bool:
         """Whether the rule applies to this module of its class.
 
-        False if a parameter is computed from others (as by pruning), or if there are further ones.
+        False if a parameter is computed from others (as by pruning), if it has two of the names, or
+        if there are further ones.
         """
-        own = {name for name, param in module._parameters.items() if param is not None}
+        own = {name: param for name, param in module._parameters.items() if param is not None}
         others = [name for name in self.params if name not in own]
         is_computed = any(getattr(module, name, None) is not None for name in others)
-        return own <= set(self.params) and not is_computed
+        is_shared = len(set(map(id, own.values()))) < len(own)
+        return own.keys() <= set(self.params) and not is_computed and not is_shared
 
     def prepare(self, module: Any, x: Tensor) -> Tensor:
         """The methods' x, computed from the module's input; autograd differentiates it."""
