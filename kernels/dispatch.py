@@ -33,7 +33,7 @@ PREFERENCE_ELSEWHERE = ("torch",)
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator; its implementations take the positional arguments of the schema."""
+    """An operator; its implementations take the same positional arguments."""
 
     name: str
     implementations: Mapping[str, Run]
