@@ -58,6 +58,9 @@ def _paths(words: Sequence[str], flag: str, names: Sequence[str]) -> dict[str, l
         name = max(known, key=len) if known else word.partition("=")[0]
         path = word[len(name) + 1 :]
         if not (name and path):
-            raise ValueError(f"--{flag} takes NAME=PATH ...; got {word!r}.")
+            raise ValueError(
+                f"--{flag} takes NAME=PATH ...; got {word!r}. A file of many goes to --config, as "
+                f"{flag.replace('-', '_')}: [NAME=PATH, ...]."
+            )
         found.setdefault(name, []).append(path)
     return found
