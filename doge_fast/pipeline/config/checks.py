@@ -99,7 +99,7 @@ def _check_corpus(config: configs.CorpusConfig) -> None:
         )
 
 
-def _check_places(config: configs.StageConfig) -> None:
+def _check_places(config: configs.StageConfig | configs.ExperimentConfig) -> None:
     """What lies inside the corpus is read as a part of it."""
     corpus, data = config.corpus, Path(config.corpus.data).expanduser().resolve()
     # Where domains are named nothing else is.
@@ -184,6 +184,7 @@ def _check_seeds(seeds: Sequence[int]) -> None:
 
 def _check_experiment(config: configs.ExperimentConfig) -> None:
     _check_seeds(config.seeds)
+    _check_places(config)
     if config.name == "wiki40b" and config.corpus.data == "installed":
         raise ValueError(
             "wiki40b needs text in several languages: name a directory with a folder for each, "
