@@ -171,7 +171,8 @@ def _doge_fast(arguments: list[str], order: str, cache: Path) -> str:
     if order == "parse" or verb in _TOO_LONG:
         assert cli.parse(arguments) is not None
         return "..."
-    shorter = _SHORTER.get(verb, [])
+    # Documents of tasks are no blocks.
+    shorter = [] if "--tasks" in arguments else _SHORTER.get(verb, [])
     if shorter is _SHORT:
         shorter = [*shorter, "--cache-dir", str(cache)]
     said = io.StringIO()
