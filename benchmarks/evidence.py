@@ -53,8 +53,13 @@ def unpack(record: Record, out: Path) -> Path:
     """Write what `packed` returned as an experiment's directory.
 
     Raises:
-        ValueError: `out` exists.
+        ValueError: `out` exists, or it is a record of something else.
     """
+    if "experiment" not in record:
+        raise ValueError(
+            f"This is no experiment but a record of benchmarks.{record.get('benchmark')}. Of "
+            "temperature `python -m benchmarks.temperature FILE --table` prints it."
+        )
     if out.exists():
         raise ValueError(f"{out} exists; name a directory that does not.")
     out.mkdir(parents=True)

@@ -107,6 +107,13 @@ def test_few_lines_of_a_training_are_kept_and_all_its_evaluations(tmp_path: Path
     }
 
 
+def test_a_record_of_no_experiment_is_told_from_one(tmp_path: Path) -> None:
+    file = RESULTS / "evidence-temperature-ca.json"
+    with pytest.raises(ValueError, match=r"benchmarks\.temperature"):
+        evidence.main(["unpack", str(file), str(tmp_path / "again")])
+    assert not (tmp_path / "again").exists()
+
+
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     experiment = write_experiment(tmp_path / "experiment", (-0.02,))
     record = json.loads(json.dumps(evidence.packed(experiment)))
