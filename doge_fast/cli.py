@@ -275,14 +275,12 @@ def _proxy(config: configs.ProxyConfig) -> list[str]:
 
 
 def _temperature(config: configs.TemperatureConfig) -> list[str]:
-    from doge_fast.pipeline.report import terminal_table
-    from doge_fast.pipeline.temperature import temperature
+    from doge_fast.pipeline.temperature import lines_of, temperature
 
-    out = temperature(config).path
+    run = temperature(config)
     if config.only:
-        return [f"run: {out / 'runs' / name}" for name in config.only]
-    left = [f"weights: {out / 'weights.json'}", f"report: {out / 'report.html'}"]
-    return [terminal_table([out]), *left]
+        return [f"run: {run.path / 'runs' / name}" for name in config.only]
+    return lines_of(run.path)
 
 
 def _base(config: configs.BaseConfig) -> list[str]:

@@ -13,7 +13,7 @@ from doge_fast.pipeline.config import (
 )
 from doge_fast.pipeline.report import terminal_table
 from doge_fast.pipeline.reporting.wording import plural
-from doge_fast.pipeline.temperature import temperature
+from doge_fast.pipeline.temperature import lines_of, temperature
 
 # Of each seed: the three that a search begins with, and one that follows from them.
 MOST_RUNS = 4
@@ -33,7 +33,7 @@ def demo(config: DemoConfig) -> list[str]:
         config: on which text, for which target, for how long.
 
     Returns:
-        Lines to print: what the page says, and where it is.
+        Lines to print: the tables, what the search came to, and where the page is.
 
     Raises:
         ValueError: the corpus lacks the target, or a setting is out of its range.
@@ -52,7 +52,7 @@ def demo(config: DemoConfig) -> list[str]:
             device=config.device,
         )
     ).path
-    return [terminal_table([search]), f"report: {search / 'report.html'}"]
+    return [terminal_table([search]), *lines_of(search)]
 
 
 def proxy_of(config: DemoConfig) -> ProxyConfig:

@@ -43,6 +43,7 @@ from doge_fast.pipeline.records.shapes import (
 )
 from doge_fast.pipeline.report import write_report
 from doge_fast.pipeline.reporting.mixtures import MAX_EPOCHS, epochs
+from doge_fast.pipeline.reporting.statistics import PairedDifference, paired_difference
 from doge_fast.pipeline.reporting.wording import to_float
 from doge_fast.pipeline.run import Run
 
@@ -170,6 +171,12 @@ class Point:
     def mean(self) -> float:
         """Of the objective, over seeds."""
         return fmean(self.losses.values())
+
+    def against(self, other: "Point") -> PairedDifference:
+        """Mean of this point's loss less the other's, over the seeds where neither diverged."""
+        both = {seed: (loss, other.losses[seed]) for seed, loss in self.losses.items()}
+        pairs = [pair for pair in both.values() if all(map(math.isfinite, pair))]
+        return paired_difference([own for own, _ in pairs], [their for _, their in pairs])
 
 
 @dataclass
@@ -362,22 +369,29 @@ class _Search:
 
     def _weights(self, points: Sequence[Point], best: Point) -> Json:
         """weights.json."""
+        uniform = points[0]
         entries = {entry["name"]: entry for entry in self.record["domains"]}
         base = self.base(best.inverse, self.config.seeds[0])
-        measured = [
-            {
-                "inverse_temperature": point.inverse,
-                "weights": dict(point.weights),
-                "losses": {str(seed): loss for seed, loss in point.losses.items()},
-                "loss": point.mean,
-            }
-            for point in points
-        ]
+        measured: list[dict[str, Any]] = []
+        for point in points:
+            change = point.against(uniform)
+            measured.append(
+                {
+                    "inverse_temperature": point.inverse,
+                    "weights": dict(point.weights),
+                    "losses": {str(seed): loss for seed, loss in point.losses.items()},
+                    "loss": point.mean,
+                    "change": change.mean,
+                    "interval": None if change.low is None else [change.low, change.high],
+                    "epochs": self._epochs(point.weights),
+                }
+            )
         return {
             "method": "doge",
             "source": str(self.config.proxy),
             "temperature": 1 / best.inverse if best.inverse else None,
             "inverse_temperature": best.inverse,
+            "is_decided": best.against(uniform).is_decided,
             "objective": self.aim,
             "model": base.model.model,
             "steps": base.training.steps,
@@ -447,3 +461,28 @@ class _Search:
 
 def _known(record: Mapping[str, Any], fields: Sequence[str]) -> Json:
     return {key: record[key] for key in fields if record.get(key) is not None}
+
+
+def lines_of(run: Path) -> list[str]:
+    """What a search came to, for a terminal."""
+    record = records.read_weights(run)
+    inverse, points = record["inverse_temperature"], record["points"]
+    best = next(point for point in points if point["inverse_temperature"] == inverse)
+    what = "uniform weights" if not inverse else f"1/T = {inverse:g}"
+    lines = []
+    for point in points:
+        mark = " *" if point is best else ""
+        loss = "diverged" if point["loss"] is None else f"loss {point['loss']:.4f}"
+        lines.append(f"  1/T = {point['inverse_temperature']:<6g} {loss}{mark}")
+    if not inverse:
+        told = "No temperature tried is better than uniform weights, which are written."
+    elif record["is_decided"]:
+        told = f"{what} has the lowest loss, and the 95 % interval leaves out uniform weights."
+    else:
+        told = (
+            f"{what} has the lowest loss and is written; it cannot be told apart from uniform "
+            "weights. More --seeds may."
+        )
+    if inverse and inverse == points[-1]["inverse_temperature"]:
+        told += " It is the farthest that was tried: a larger --most-runs may find a better one."
+    return [*lines, told, f"weights: {run / records.WEIGHTS}", f"report: {run / 'report.html'}"]

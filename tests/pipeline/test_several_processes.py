@@ -21,8 +21,7 @@ from doge_fast.pipeline import records
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import BaseConfig, EvaluateConfig, ProxyConfig, TemperatureConfig
 from doge_fast.pipeline.evaluation import evaluate
-from doge_fast.pipeline.report import terminal_table
-from doge_fast.pipeline.temperature import temperature
+from doge_fast.pipeline.temperature import lines_of, temperature
 from doge_fast.pipeline.trainer import RecordedTrainer
 from tests.pipeline.stages import assert_same_run, words_of
 from tests.ranks import Ranks, as_launched
@@ -128,7 +127,7 @@ def test_the_temperature_over_ranks(ranks: Ranks, stage: Stage, tmp_path: Path) 
     )
     temperature(asked)
     first, second = ranks.run(2, on_a_rank, temperature, replace(asked, out=tmp_path / "ranks"))
-    assert terminal_table([first.path]) == terminal_table([second.path])
+    assert lines_of(first.path) == lines_of(second.path)
     alone, together = (records.read_weights(tmp_path / each) for each in ("alone", "ranks"))
     assert_near(together["points"], alone["points"], 1e-3)
     assert together["inverse_temperature"] == alone["inverse_temperature"]

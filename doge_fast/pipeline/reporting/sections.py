@@ -206,7 +206,6 @@ def temperature_section(study: Study, group: TemperatureGroup) -> Section:
         "Diamond: the weights that were written."
     )
     make = partial(figures.temperature_figure, losses, changes, group.chosen)
-    is_farthest = 0 < group.chosen == max(arms)
     directory = _short(next(iter(study.runs.values())).path.parents[1])
     return Section(
         group.title,
@@ -214,9 +213,6 @@ def temperature_section(study: Study, group: TemperatureGroup) -> Section:
         commands=[shlex.join(["doge-fast", "export", directory, "--to", "json"])],
         tables=[measured, table_of(["domain", *heads], mixtures, title="Mixtures", note=note)],
         sketches=[Sketch("Loss over 1/T", caption, make)],
-        remarks=["The farthest is the best: a larger --most-runs may find a better one."]
-        if is_farthest
-        else (),
     )
 
 
