@@ -1,7 +1,7 @@
 """Compiles csrc/ on first use, or says in one sentence why it cannot.
 
-`torch.utils.cpp_extension.load` builds in a separate process and in a fresh directory. That is then
-renamed into our cache, under a hash of sources, flags, compiler and CPU; torch's cache has one
+`torch.utils.cpp_extension.load` builds in a process of its own and in a fresh directory. That is
+then renamed into our cache, under a hash of sources, flags, compiler and CPU; torch's cache has one
 directory for all of them. Other processes wait at a lock that ends with its holder; torch's
 lock file outlives a killed build, and processes wait for it forever.
 
@@ -27,8 +27,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,18 +53,13 @@ _EMULATOR_FLAGS = (*_CXX_FLAGS, "-O1", "-DDOGE_EMULATED", "-x", "c++")
 # The CUDA kernels need bfloat16 matrix units and asynchronous copies.
 LOWEST_CAPABILITY = (8, 0)
 
-# The program of the building process; it has this process's sys.path.
+# The program of the building process.
 _BUILD = """
 import json, sys
-arguments = json.load(sys.stdin)
-sys.path[:] = arguments.pop("path")
 from torch.utils.cpp_extension import load
-load(**arguments)
+load(**json.loads(sys.argv[1]))
 """
-
 _loading = threading.Lock()
-# {library: the reason why it is unavailable, or None once it is loaded}. A process tries once.
-_outcomes: dict[str, str | None] = {}
 
 
 class BuildError(RuntimeError):
@@ -92,7 +86,6 @@ class Recipe(NamedTuple):
         return digest.hexdigest()[:20]
 
 
-@functools.cache
 def operators(name: str) -> Any:
     """The operators `torch.ops.<name>` of one of the three libraries; raises BuildError."""
     reason = unavailable_reason(name)
@@ -106,25 +99,29 @@ def cuda_operators(device_type: str) -> Any:
     return operators(CUDA if device_type == "cuda" else EMULATED)
 
 
+@functools.cache
 def unavailable_reason(name: str) -> str | None:
     """Build and load one of the three libraries; None, or the reason of a failure."""
     with _loading:
-        # A second copy of the same registrations would end the process.
-        if name not in _outcomes and not hasattr(getattr(torch.ops, name), "gram"):
-            try:
+        try:
+            # A second copy of the same registrations would end the process.
+            if not _is_loaded(name):
                 load_library(name, recipe_of(name))
-            except BuildError as error:
-                _outcomes[name] = str(error)
-        return _outcomes.setdefault(name, None)
+        except BuildError as error:
+            return str(error)
+    return None
 
 
 def is_built(name: str) -> bool:
     """Whether one of the three libraries is loaded or in the cache; compiles nothing."""
     try:
-        is_loaded = hasattr(getattr(torch.ops, name), "gram")
-        return is_loaded or _path_of(name, recipe_of(name)).is_file()
+        return _is_loaded(name) or _path_of(name, recipe_of(name)).is_file()
     except (BuildError, OSError):
         return False
+
+
+def _is_loaded(name: str) -> bool:
+    return hasattr(getattr(torch.ops, name), "gram")
 
 
 def load_library(name: str, recipe: Recipe) -> Path:
@@ -139,7 +136,7 @@ def load_library(name: str, recipe: Recipe) -> Path:
         if not _is_whole(library):
             cache.mkdir(mode=0o700, parents=True, exist_ok=True)
             _check_private(cache)
-            _build_alone(library, recipe)
+            _build(library, recipe)
         for path in (cache, library.parent, library):
             _check_private(path)
     except (OSError, NotImplementedError) as error:
@@ -156,31 +153,23 @@ def load_library(name: str, recipe: Recipe) -> Path:
 
 def recipe_of(name: str) -> Recipe:
     """The recipe of one of the three libraries; BuildError without a suitable compiler."""
-    if name == CUDA:
-        return _cuda_recipe(CSRC_DIR / "cuda")
-    if name == CPP:
-        return cpp_recipe(CSRC_DIR / "cpu")
-    return Recipe(CSRC_DIR / "cuda", _EMULATOR_FLAGS, _macros(_EMULATOR_FLAGS))
-
-
-def cpp_recipe(sources: Path) -> Recipe:
-    """The recipe of a folder of C++, for the CPU of this machine or that of `DOGE_FAST_MARCH`."""
-    march = os.environ.get("DOGE_FAST_MARCH") or "native"
-    # Generic tuning: for some CPUs GCC splits multiply-adds, which changes the last bits. Compilers
-    # have no common option for other architectures than x86-64, and need none.
-    of_cpu = (f"-march={march}", "-mtune=generic") if platform.machine() == "x86_64" else ()
-    flags = (*_CXX_FLAGS, *of_cpu)
-    return Recipe(sources, flags, _macros(flags))
-
-
-def _check_possible() -> None:
     if os.environ.get("DOGE_FAST_NO_JIT", "0") not in ("", "0"):
         raise BuildError("DOGE_FAST_NO_JIT is set; unset it to let doge_fast compile operators.")
-    if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
+    if missing := [package for package in PACKAGES if importlib.util.find_spec(package) is None]:
         raise BuildError(
             f"To compile operators, {', '.join(missing)} must be installed; "
             "pip install 'doge-fast[kernels]' brings what is missing."
         )
+    if name == CUDA:
+        return _cuda_recipe(CSRC_DIR / "cuda")
+    if name == EMULATED:
+        return Recipe(CSRC_DIR / "cuda", _EMULATOR_FLAGS, _macros(_EMULATOR_FLAGS))
+    # Generic tuning: for some CPUs GCC splits multiply-adds, which changes the last bits. Compilers
+    # have no common option for other architectures than x86-64, and need none.
+    march = f"-march={os.environ.get('DOGE_FAST_MARCH') or 'native'}"
+    of_cpu = (march, "-mtune=generic") if platform.machine() == "x86_64" else ()
+    flags = (*_CXX_FLAGS, *of_cpu)
+    return Recipe(CSRC_DIR / "cpu", flags, _macros(flags))
 
 
 def cxx() -> str:
@@ -190,7 +179,6 @@ def cxx() -> str:
 
 def _macros(flags: Sequence[str]) -> str:
     """The C++ compiler's predefined macros: its version and the CPU's features."""
-    _check_possible()
     path = shutil.which(cxx())
     if path is None:
         raise BuildError(
@@ -201,7 +189,6 @@ def _macros(flags: Sequence[str]) -> str:
 
 
 def _cuda_recipe(sources: Path) -> Recipe:
-    _check_possible()
     # Not at the top: the import searches for a CUDA toolkit.
     from torch.utils.cpp_extension import CUDA_HOME
 
@@ -217,33 +204,29 @@ def _cuda_recipe(sources: Path) -> Recipe:
             f"{nvcc} has another major version than torch's CUDA {torch.version.cuda}; set "
             "CUDA_HOME to a toolkit of that version."
         )
-    present = [*map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))]
+    present = {*map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))}
     listed = needed_architectures(os.environ.get("TORCH_CUDA_ARCH_LIST", ""), present)
     # CC is the compiler under nvcc.
-    identity = f"{nvcc} {version} {os.environ.get('CC')} {sorted(set(present))}"
+    identity = f"{nvcc} {version} {os.environ.get('CC')} {sorted(present)}"
     return Recipe(sources, CUDA_FLAGS, identity, with_cuda=True, architectures=listed)
 
 
-def needed_architectures(listed: str, present: Sequence[tuple[int, int]]) -> str:
-    """The entries of TORCH_CUDA_ARCH_LIST that the present GPUs need; each takes a minute.
+def needed_architectures(listed: str, present: Collection[tuple[int, int]]) -> str:
+    """The entries of TORCH_CUDA_ARCH_LIST that the present GPUs can run; each takes a minute.
 
-    For each GPU the highest entry up to its capability, of its own generation or with PTX. Empty if
-    there is none. A list with names such as "Hopper" is returned unchanged.
+    They are of the GPU's generation or have PTX. A list with names such as "Hopper" is returned
+    unchanged.
     """
     names = [name for name in re.split(r"[;,\s]+", listed) if name]
     if not present or not all(re.fullmatch(r"\d+\.\da?(\+PTX)?", name) for name in names):
         return listed
-    capability = {name: tuple(map(int, re.findall(r"\d+", name))) for name in names}
-    needed: set[str] = set()
-    for gpu in present:
-        serving = [
-            (capability[name], name)
-            for name in names
-            if LOWEST_CAPABILITY <= capability[name] <= gpu
-            and (capability[name][0] == gpu[0] or name.endswith("+PTX"))
-        ]
-        needed.update(name for _, name in sorted(serving)[-1:])
-    return ";".join(sorted(needed))
+
+    def serves(name: str, gpu: tuple[int, int]) -> bool:
+        major, minor = map(int, re.findall(r"\d+", name))
+        is_close = major == gpu[0] or name.endswith("+PTX")
+        return is_close and LOWEST_CAPABILITY <= (major, minor) <= gpu
+
+    return ";".join(name for name in names if any(serves(name, gpu) for gpu in present))
 
 
 def _said_by(*command: str) -> str:
@@ -301,7 +284,7 @@ def _digest_of(library: Path) -> str:
     return hashlib.sha256(library.read_bytes()).hexdigest()
 
 
-def _build_alone(library: Path, recipe: Recipe) -> None:
+def _build(library: Path, recipe: Recipe) -> None:
     """Build in a fresh directory under a lock, then rename it into its place."""
     from filelock import FileLock
 
@@ -310,74 +293,58 @@ def _build_alone(library: Path, recipe: Recipe) -> None:
     with FileLock(cache / f"{folder.name}.lock", timeout=_TIMEOUT_S):
         if _is_whole(library):
             return
-        # Directories of killed builds.
-        for left in cache.glob(f"{prefix}*"):
+        # What is damaged, by a full disk for example, and directories of killed builds.
+        for left in [folder, *cache.glob(f"{prefix}*")]:
             shutil.rmtree(left, ignore_errors=True)
         with tempfile.TemporaryDirectory(
             prefix=prefix, dir=cache, ignore_cleanup_errors=True
         ) as scratch:
-            made = Path(scratch) / "made"
-            made.mkdir(mode=0o700)
-            compile_into(made, library.stem, recipe)
-            built = made / library.name
+            built = Path(scratch, library.name)
+            _compile(built, recipe)
             # Others must not write to it, whatever the umask.
             built.chmod(0o755)
             built.with_suffix(".sha256").write_text(_digest_of(built), "utf-8")
-            if folder.exists():
-                # Damaged, by a full disk for example; loading it could crash the process.
-                folder.rename(Path(scratch) / "damaged")
-            made.rename(folder)
+            Path(scratch).rename(folder)
 
 
-def _end_group(process: subprocess.Popen[str]) -> None:
-    """End a build with all its processes: torch's, ninja and the compilers."""
-    # SIGTERM first: each compiler has its own group, which ninja ends when it is terminated.
-    for number, patience_s in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 0.0)):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-            until = time.monotonic() + patience_s
-            while time.monotonic() < until:
-                process.poll()
-                os.killpg(process.pid, 0)
-                time.sleep(0.05)
-
-
-def compile_into(folder: Path, name: str, recipe: Recipe) -> None:
-    """Build `<name>.so` in an empty folder with torch's builder; raises BuildError."""
+def _compile(library: Path, recipe: Recipe) -> None:
     import ninja
 
-    sources = sorted(f for f in recipe.sources.iterdir() if f.suffix in (".cpp", ".cu"))
+    sources = sorted(str(f) for f in recipe.sources.iterdir() if f.suffix in (".cpp", ".cu"))
     arguments = {
-        **{"path": sys.path, "name": name, "sources": [*map(str, sources)]},
-        **{"build_directory": str(folder), "is_python_module": False},
-        "extra_cuda_cflags" if recipe.with_cuda else "extra_cflags": recipe.flags,
+        "name": library.stem,
+        "sources": sources,
+        "build_directory": str(library.parent),
+        "is_python_module": False,
         "with_cuda": recipe.with_cuda,
+        "extra_cuda_cflags" if recipe.with_cuda else "extra_cflags": recipe.flags,
     }
-    environment = {
-        **os.environ,
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(sys.path),
         # Ninja of this Python environment, which may not be on PATH.
         "PATH": os.pathsep.join([ninja.BIN_DIR, os.environ.get("PATH", "")]),
         # English messages: the first "error:" is searched below.
-        **{"LC_ALL": "C", "TORCH_CUDA_ARCH_LIST": recipe.architectures},
+        "LC_ALL": "C",
+        "TORCH_CUDA_ARCH_LIST": recipe.architectures,
     }
     with subprocess.Popen(
-        [sys.executable, "-c", _BUILD],
+        [sys.executable, "-c", _BUILD, json.dumps(arguments)],
         env=environment,
-        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        # A process group, so that `_end_group` can end ninja as well.
         start_new_session=True,
     ) as process:
         try:
-            said, _ = process.communicate(json.dumps(arguments), timeout=_TIMEOUT_S)
+            said, _ = process.communicate(timeout=_TIMEOUT_S)
         except subprocess.TimeoutExpired as error:
-            raise BuildError(f"Compiling {name} took longer than {_TIMEOUT_S:g} s.") from error
+            raise BuildError(f"Compiling took longer than {_TIMEOUT_S:g} s.") from error
         finally:
-            _end_group(process)
-    if process.returncode != 0 or not (folder / f"{name}.so").is_file():
+            # Ninja, too, which then ends the compilers.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+    if process.returncode != 0 or not library.is_file():
         # The compiler's first error, else the last line, which is torch's.
         lines = [line for line in map(str.strip, said.splitlines()) if line]
         errors = [line for line in lines if re.search(r"(^|\s)(\w+ )?error:", line)]

@@ -16,7 +16,7 @@ import torch
 from doge_fast._layout import CSRC_DIR
 from doge_fast.kernels import build
 from doge_fast.kernels.availability import of_cuda
-from doge_fast.kernels.build import BuildError, cpp_recipe, needed_architectures
+from doge_fast.kernels.build import BuildError, needed_architectures
 from tests.packages import needs_to_build
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,10 +60,10 @@ class Workshop:
         )
 
     def load(self) -> Path:
-        return build.load_library("tiny", cpp_recipe(self.sources))
+        return build.load_library("tiny", build.recipe_of("tiny"))
 
     def key(self) -> str:
-        return cpp_recipe(self.sources).key()
+        return build.recipe_of("tiny").key()
 
     def switch(self, name: str, on: bool = True) -> None:
         file = self.compiler.parent / name
@@ -99,6 +99,7 @@ def workshop(tmp_path, monkeypatch):
     made = Workshop(tmp_path)
     monkeypatch.setenv("DOGE_FAST_CACHE", str(made.cache))
     monkeypatch.setenv("CXX", str(made.compiler))
+    monkeypatch.setattr(build, "CSRC_DIR", made.sources.parent)
     monkeypatch.delenv("DOGE_FAST_NO_JIT", raising=False)
     return made
 
@@ -119,8 +120,7 @@ class TestCache:
     """What is built is kept, for one user, whole."""
 
     # Each build takes a process with torch; so one serves several questions.
-    def test_a_library_is_built_once_privately_and_again_when_damaged(self, workshop, monkeypatch):
-        monkeypatch.setattr(build, "recipe_of", lambda name: cpp_recipe(workshop.sources))
+    def test_a_library_is_built_once_privately_and_again_when_damaged(self, workshop):
         assert not build.is_built("tiny")
         assert workshop.calls() == []
         mask = os.umask(0)
@@ -181,7 +181,7 @@ class TestCache:
     @pytest.mark.exhaustive
     def test_a_build_that_takes_too_long_is_ended(self, workshop, monkeypatch):
         workshop.switch("hang")
-        recipe = cpp_recipe(workshop.sources)
+        recipe = build.recipe_of("tiny")
         started = time.monotonic()
         # Long enough to reach the compiler on an idle machine; what is asked holds without that.
         monkeypatch.setattr(build, "_TIMEOUT_S", 20.0)
@@ -198,6 +198,7 @@ class TestCache:
     def test_paths_may_hold_spaces_and_quotes(self, tmp_path, monkeypatch):
         odd = Workshop(tmp_path / "it's  two spaces")
         monkeypatch.setenv("DOGE_FAST_CACHE", str(odd.cache))
+        monkeypatch.setattr(build, "CSRC_DIR", odd.sources.parent)
         monkeypatch.delenv("CXX", raising=False)
         monkeypatch.delenv("DOGE_FAST_NO_JIT", raising=False)
         assert answer_of(odd.load()) == 42
@@ -261,11 +262,12 @@ def test_the_key_follows_sources_compiler_cpu_and_torch(workshop, monkeypatch):
     monkeypatch.setenv("CXX", "c++")
     keys.add(workshop.key())
     assert len(keys) == 7
-    moved = workshop.sources.parent.rename(workshop.cache.parent / "elsewhere") / "cpu"
-    assert cpp_recipe(moved).key() in keys
+    moved = workshop.sources.parent.rename(workshop.cache.parent / "elsewhere")
+    monkeypatch.setattr(build, "CSRC_DIR", moved)
+    assert workshop.key() in keys
     if build.platform.machine() == "x86_64":
         monkeypatch.setenv("DOGE_FAST_MARCH", "x86-64")
-        assert cpp_recipe(moved).key() not in keys
+        assert workshop.key() not in keys
 
 
 @needs_to_build
@@ -307,7 +309,7 @@ def test_a_package_that_is_not_installed_or_a_build_that_is_forbidden(workshop, 
 @needs_to_build
 @needs_compiler
 def test_the_cache_is_where_the_user_keeps_caches(workshop, monkeypatch, tmp_path):
-    recipe = cpp_recipe(workshop.sources)
+    recipe = build.recipe_of("tiny")
     assert build._path_of("tiny", recipe).is_relative_to(workshop.cache)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "torch"))
     assert build._path_of("tiny", recipe).is_relative_to(workshop.cache)
@@ -333,6 +335,7 @@ def test_the_cache_is_where_the_user_keeps_caches(workshop, monkeypatch, tmp_pat
         ("8.0;8.6;9.0;10.0+PTX", [(9, 0)], "9.0"),
         ("8.0 9.0+PTX", [(8, 6), (8, 0)], "8.0"),
         ("8.0,9.0+PTX", [(8, 0), (12, 0)], "8.0;9.0+PTX"),
+        ("8.0;8.6;8.9", [(8, 6)], "8.0;8.6"),
         ("9.0a", [(9, 0)], "9.0a"),
         # Where nothing serves, torch takes the GPUs that are there; the kernels need 8.0.
         ("8.0;8.6", [(9, 0)], ""),
@@ -356,9 +359,10 @@ def nvidia(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", str(tmp_path))
-    monkeypatch.setattr(build, "_outcomes", {})
+    build.unavailable_reason.cache_clear()
     monkeypatch.delenv("DOGE_FAST_NO_JIT", raising=False)
-    return tmp_path
+    yield tmp_path
+    build.unavailable_reason.cache_clear()
 
 
 def toolkit(folder: Path, says: str, status: int = 0) -> None:
@@ -413,6 +417,6 @@ def test_without_a_gpu_it_is_said(monkeypatch):
 def test_the_operators_build_and_load_once():
     assert build.operators(build.CPP) is torch.ops.doge_fast_cpp
     # A second copy of the registrations would end the process.
-    build._outcomes.pop(build.CPP, None)
+    build.unavailable_reason.cache_clear()
     assert build.unavailable_reason(build.CPP) is None
     assert (CSRC_DIR / "cpu").is_dir()
