@@ -29,6 +29,7 @@ from doge_fast.kernels.dispatch import OPERATORS
 from doge_fast.optimizer import DoGEOptimizer
 from doge_fast.pipeline import failures, memory, tables
 from doge_fast.pipeline.config import ModelConfig, ProfileConfig
+from doge_fast.pipeline.config.ranges import Device
 from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.model import build_model, load_architecture
 from doge_fast.pipeline.records import check_out
@@ -283,9 +284,7 @@ def profile(config: ProfileConfig) -> Profile:
         ValueError: a setting outside its range, an unknown model, a device that is not there.
     """
     check_ranges(config)
-    found = device_of(config.device).type
-    # What it measures with, events of a stream, xpu and mps lack.
-    config = replace(config, device="cuda" if found == "cuda" else "cpu")
+    config = replace(config, device=cast(Device, device_of(config.device).type))
     if config.json is not None:
         check_out(config.json, [])
         _check_writable(config.json)

@@ -56,7 +56,7 @@ def measure_cancellation(config: SelectConfig) -> Path:
     """
     existing = _existing_run(config)
     if existing.is_complete:
-        training.wait_for_ranks(training.stage_device(config))
+        training.wait_for_ranks(training.device_of(config.training.device))
     else:
         trainer = prepare(config, existing)
         with stage.directory(trainer, existing, is_finished=_is_scored) as checkpoint:

@@ -59,7 +59,7 @@ def existing_run(
     if getattr(config, "dry_run", False):
         raise ValueError("A dry run trains nothing: call rehearsal.rehearse, or leave out dry_run.")
     checks.check(config)
-    training.stage_device(config)
+    training.device_of(config.training.device)
     if getattr(config, "batch_size", 0) % ranks.number():
         raise ValueError(
             f"batch_size must be a multiple of the {ranks.number()} processes that share it; got "
@@ -127,7 +127,8 @@ def _refuse_what_cannot_fit(
     advice = f"Take a smaller model (--model) or step ({flag})"
     if num_rows:
         advice += ", fewer domains, or share them among processes (torchrun)"
-    memory.refuse_what_cannot_fit(parts, training.stage_device(config), advice=f"{advice}.")
+    device = training.device_of(config.training.device)
+    memory.refuse_what_cannot_fit(parts, device, advice=f"{advice}.")
 
 
 @contextmanager

@@ -212,7 +212,7 @@ class _Search:
         proxy = filled(ProxyConfig(config.proxy), recorded["config"], where)
         search = cls(config, proxy, record)
         base = search.base(1.0, config.seeds[0])
-        training.stage_device(base)
+        training.device_of(base.training.device)
         check_model(base.model, block_size=base.corpus.block_size)
         records.check_experiment(search.out, search.experiment([], None))
         return search

@@ -103,9 +103,7 @@ class RecordedTrainer(Trainer):
         self, config: StageConfig, corpus: Corpus, model: PreTrainedModel, **kwargs: Any
     ) -> None:
         self.config, self.corpus = config, corpus
-        arguments = training.training_arguments(
-            config.training, config.out, needs_float64=training.needs_float64(config)
-        )
+        arguments = training.training_arguments(config.training, config.out)
         # A checkpoint holds a shared matrix once; Trainer takes the other name for missing and
         # says so.
         model._keys_to_ignore_on_save = set(model.all_tied_weights_keys)
@@ -532,7 +530,7 @@ def held_out_losses(
     model.train(was_training)
     if num_ranks > 1:
         means_C = reduce(means_C, "sum")
-    # Added on the host, in float64: not every device has it.
+    # Added in float64.
     sums = dict.fromkeys(domains, 0.0)
     for (name, chunk), mean in zip(chunks, means_C.tolist(), strict=True):
         sums[name] += mean * len(chunk)

@@ -8,25 +8,20 @@ from accelerate import PartialState
 from transformers import TrainingArguments
 
 from doge_fast.pipeline import ranks, records
-from doge_fast.pipeline.config import BaseConfig, StageConfig, TrainingConfig
-
-# In the order of preference.
-_ACCELERATORS = ("cuda", "xpu", "mps")
+from doge_fast.pipeline.config import TrainingConfig
 
 
-def training_arguments(
-    config: TrainingConfig, out: Path, *, needs_float64: bool = False
-) -> TrainingArguments:
+def training_arguments(config: TrainingConfig, out: Path) -> TrainingArguments:
     """AdamW with linear warm-up and a cosine to `min_learning_rate`, for a run in `out`.
 
     Nothing leaves the machine.
 
     Raises:
-        ValueError: the device is absent, or Trainer takes another.
+        ValueError: the device is absent.
 
     Source: DoGE, appendix model-archs.
     """
-    device = device_of(config.device, needs_float64=needs_float64)
+    device = device_of(config.device)
     warmup = config.steps // 20 if config.warmup_steps is None else config.warmup_steps
     tenth = -(-config.steps // 10)
     save_every = tenth if config.save_every is None else config.save_every
@@ -63,17 +58,7 @@ def training_arguments(
     arguments._n_gpu = min(arguments.n_gpu, 1)
     # Trainer adds one by itself where its environment has it.
     arguments.report_to = []
-    if arguments.device.type != device.type:
-        raise ValueError(
-            f"device is {device.type}, and Trainer takes {arguments.device.type} on this machine. "
-            f"Pass device={arguments.device.type} (--device), or cpu."
-        )
     return arguments
-
-
-def needs_float64(config: StageConfig) -> bool:
-    """Whether weights or scores are computed on the device."""
-    return not isinstance(config, BaseConfig)
 
 
 def wait_for_ranks(device: torch.device) -> torch.device:
@@ -85,29 +70,13 @@ def wait_for_ranks(device: torch.device) -> torch.device:
     return cast(torch.device, state.device)
 
 
-def stage_device(config: StageConfig) -> torch.device:
-    """As `device_of`, of a stage; ValueError where the device is not there."""
-    return device_of(config.training.device, needs_float64=needs_float64(config))
-
-
-def device_of(name: str, *, needs_float64: bool = False) -> torch.device:
-    """The device that a name means here: auto is the first of cuda, xpu, mps and cpu that is there.
+def device_of(name: str) -> torch.device:
+    """The device that a name means here: auto is a GPU if there is one.
 
     Raises:
-        ValueError: torch sees no such device, or it lacks float64.
+        ValueError: torch sees no GPU.
     """
-    is_there = {"cuda": torch.cuda, "xpu": torch.xpu, "mps": torch.backends.mps}
-    found = [each for each in _ACCELERATORS if is_there[each].is_available()]
-    if needs_float64 and "mps" in found:
-        if name == "mps":
-            raise ValueError(
-                "Domain weights and scores are computed in float64 on the device, and mps has no "
-                "float64. Pass device=cpu (--device cpu); base and evaluate run on mps."
-            )
-        found.remove("mps")
-    if name in _ACCELERATORS and name not in found:
-        what = "GPU" if name == "cuda" else f"{name} device"
-        raise ValueError(
-            f"device is {name}, and torch sees no {what} here. Pass device=cpu or auto."
-        )
-    return torch.device((*found, "cpu")[0] if name == "auto" else name)
+    has_gpu = torch.cuda.is_available()
+    if name == "cuda" and not has_gpu:
+        raise ValueError("device is cuda, and torch sees no GPU here. Pass device=cpu or auto.")
+    return torch.device("cuda" if has_gpu and name != "cpu" else "cpu")

@@ -42,7 +42,7 @@ class RatesConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """bfloat16: autocast, with float32 master weights."""
     device: Device = "auto"
-    """auto: the first available of cuda, xpu, mps and cpu."""
+    """auto: a GPU if there is one."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class DemoConfig:
     seed: Seed = 0
     """Seed of the model initialisation and of the order of the data."""
     device: Device = "auto"
-    """auto: the first available of cuda, xpu, mps and cpu."""
+    """auto: a GPU if there is one."""
     cache_dir: Path | None = None
     """Where packed blocks are kept; None: $DOGE_FAST_CACHE, else doge_fast in the user's cache
     directory."""
@@ -205,4 +205,4 @@ class TemperatureConfig:
     only: tuple[str, ...] = ()
     """Names of runs that --plan printed: make only these."""
     device: Device = "auto"
-    """auto: the first available of cuda, xpu, mps and cpu."""
+    """auto: a GPU if there is one."""

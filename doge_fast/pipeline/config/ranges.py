@@ -64,8 +64,8 @@ CountOrZero = Annotated[int, Range(0)]
 Seed = Annotated[int, Range(0, 2**32 - 1)]
 Positive = Annotated[float, Range(0, above=True)]
 PositiveOrZero = Annotated[float, Range(0)]
-# Trainer takes the first of a kind; CUDA_VISIBLE_DEVICES chooses it.
-Device = Literal["auto", "cpu", "cuda", "xpu", "mps"]
+# CUDA_VISIBLE_DEVICES says which GPU is the first.
+Device = Literal["auto", "cpu", "cuda"]
 # Of a whole that is never all of it.
 Share = Annotated[float, Range(0, 1, below=True)]
 

@@ -89,8 +89,7 @@ class TrainingConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """bfloat16: autocast, with float32 master weights."""
     device: Device = "auto"
-    """auto: the first available of cuda, xpu, mps and cpu. proxy, doremi
-    and select need float64, which mps does not have."""
+    """auto: a GPU if there is one. cuda: the first that CUDA_VISIBLE_DEVICES leaves."""
     compile: bool = False
     """torch.compile the model."""
 

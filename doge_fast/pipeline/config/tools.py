@@ -47,7 +47,7 @@ class EvaluateConfig:
     """With data: where its packed blocks are kept; None: $DOGE_FAST_CACHE, else doge_fast in the
     user's cache directory."""
     device: Device = "auto"
-    """auto: the first available of cuda, xpu, mps and cpu."""
+    """auto: a GPU if there is one."""
     tasks: TasksConfig = field(default_factory=TasksConfig)
 
 
@@ -215,7 +215,7 @@ class ProfileConfig:
     """bfloat16: autocast."""
     buffer_dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
     """Dtype of the stored domain gradients; auto: the dtype of each gradient."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Device = "auto"
     """auto: a GPU if there is one. cuda: the first that CUDA_VISIBLE_DEVICES leaves."""
     steps: Count = 9
     """Timed pairs of steps; equally many further steps are timed phase by phase."""

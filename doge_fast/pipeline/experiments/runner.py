@@ -131,7 +131,7 @@ def _check_jobs(plan: Plan, jobs: Sequence[Job]) -> None:
     """What would be refused by a run is refused before there is one."""
     for job in jobs:
         check_ranges(job.config)
-        training.stage_device(job.config)
+        training.device_of(job.config.training.device)
     for job in jobs:
         config = job.config
         if job.is_trained():
