@@ -94,9 +94,8 @@ def test_zeros_are_left_out_aloud_and_nothing_else(to: str) -> None:
     told = " ".join(result.warnings)
     assert "junk" in told
     assert "dust" in told
-    body = [line for line in result.text.splitlines() if not line.startswith("#")]
-    assert "junk" not in "\n".join(body)
-    assert "dust" not in "\n".join(body)
+    assert "junk" not in result.text
+    assert "dust" not in result.text
     # Twelve decimals keep the small one; paths are then asked for.
     if targets()[to].needs_paths:
         with pytest.raises(ValueError, match="dust"):
@@ -112,14 +111,10 @@ def test_paths_are_of_the_domains(to: str) -> None:
             made(to, paths={name: PATHS[name] for name in ("web", "book")})
 
 
-@pytest.mark.parametrize("to", targets())
-def test_a_target_is_listed_and_its_comments_are_comments(to: str) -> None:
-    target, result = targets()[to], made(to)
-    assert f"{to}: {target.title}" in listing()
-    assert result.endswith("\n")
-    comments = [line for line in result.splitlines() if line.startswith("# ")]
-    assert bool(comments) == (target.comment is not None)
-    assert all(len(line) <= 88 for line in comments)
+def test_every_target_is_listed() -> None:
+    for to, target in targets().items():
+        assert f"{to}: {target.title}" in listing()
+        assert made(to).endswith("\n")
 
 
 @pytest.mark.parametrize(

@@ -261,7 +261,7 @@ class Target:
     title: str
     """What is printed, in a few words."""
     write: Callable[[Blend], str | Mapping[str, object]]
-    """The text, without comments, or what stands for the words of its template. Raises ValueError
+    """The text, or what stands for the words of its template. Raises ValueError
     for what the framework would not take."""
     template: str = ""
     """Text with $words."""
@@ -276,7 +276,5 @@ class Target:
     one file is meant; a pattern, by its documentation."""
     needs_paths: bool = True
     """Whether every domain needs a path."""
-    comment: str | None = "# "
-    """How the text says a comment; None where it cannot."""
     traps: Sequence[str] = ()
     """What a newcomer runs into, one sentence each."""

@@ -37,10 +37,9 @@ def run(config: ExportConfig) -> list[str]:
         batch_size=config.batch_size,
         seed=config.seed,
     )
-    # What was left out is said always, the rest where the text does not say it.
     for line in made.warnings:
         _LOG.warning(line)
-    for line in () if made.has_comments else made.notes:
+    for line in made.notes:
         _LOG.info(line)
     if config.out is None:
         return [made.text.rstrip("\n")]

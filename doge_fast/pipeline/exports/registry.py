@@ -7,11 +7,9 @@ import difflib
 import functools
 import math
 import string
-import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -37,22 +35,15 @@ _NAMED = 8
 _UNITS = {"blocks": "tokens", "documents": "documents"}
 
 
-@dataclass(frozen=True)
-class Exported:
+class Exported(NamedTuple):
     """What `export` made."""
 
     text: str
-    """What the framework takes, with comments where its format has them."""
+    """What the framework takes."""
     warnings: tuple[str, ...]
     """What was left out or changed."""
     notes: tuple[str, ...]
     """What the numbers mean and what goes wrong with the target."""
-    has_comments: bool
-    """Whether `text` holds warnings and notes too."""
-
-    def __str__(self) -> str:
-        """The text."""
-        return self.text
 
 
 @functools.cache
@@ -157,12 +148,7 @@ def export(
     notes = (_unit(target, blend), *target.traps)
     made = target.write(blend)
     text = made if isinstance(made, str) else string.Template(target.template).substitute(made)
-    return Exported(
-        text=_commented(target, [*warnings, *notes]) + text,
-        warnings=tuple(warnings),
-        notes=notes,
-        has_comments=target.comment is not None,
-    )
+    return Exported(text, tuple(warnings), notes)
 
 
 def _check_names(target: Target, blend: Blend) -> None:
@@ -244,19 +230,6 @@ def _unit(target: Target, blend: Blend) -> str:
         "Weights are shares of documents, made from the learned shares of tokens by the mean "
         f"tokens of a document: {', '.join(lengths[:_NAMED])}{more}{way}."
     )
-
-
-def _commented(target: Target, lines: Sequence[str]) -> str:
-    if target.comment is None:
-        return ""
-    wrap = textwrap.TextWrapper(
-        88,
-        initial_indent=target.comment,
-        subsequent_indent=f"{target.comment}  ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return "".join(f"{wrap.fill(line)}\n" for line in lines)
 
 
 def listing() -> str:
