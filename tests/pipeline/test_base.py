@@ -3,9 +3,7 @@
 import math
 import shutil
 import signal
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,16 +14,13 @@ from doge_fast import cli
 from doge_fast.pipeline import base as stage_two
 from doge_fast.pipeline import failures, records
 from doge_fast.pipeline.base import train_base
-from doge_fast.pipeline.config import BaseConfig, ProxyConfig
 from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.run import Run
 from doge_fast.pipeline.trainer import RecordedTrainer
 from tests.pipeline.stages import NAMES, assert_same_run, killed_at, words_of, write_weights
 
-Make = Callable[..., BaseConfig]
 
-
-def test_a_run_leaves_records_the_weights_used_and_a_model(trained_base: Path) -> None:
+def test_a_run_leaves_records_the_weights_used_and_a_model(trained_base):
     held = sorted(entry.name for entry in trained_base.iterdir())
     assert held == ["config.json", "metrics.jsonl", "model", "weights.json"]
     assert Run(trained_base).weights == dict.fromkeys(NAMES, 0.25)
@@ -44,7 +39,7 @@ def test_a_run_leaves_records_the_weights_used_and_a_model(trained_base: Path) -
     AutoModelForCausalLM.from_pretrained(trained_base / "model")
 
 
-def test_natural_weights_are_by_tokens(base: Make) -> None:
+def test_natural_weights_are_by_tokens(base):
     run = train_base(base(weights="natural"))
     domains = records.read_config(run.path)["corpus"]["domains"]
     total = sum(domain["train_tokens"] for domain in domains.values())
@@ -54,7 +49,7 @@ def test_natural_weights_are_by_tokens(base: Make) -> None:
     assert max(tokens, key=tokens.__getitem__) == "prose"
 
 
-def test_tokens_follow_the_weights(base: Make) -> None:
+def test_tokens_follow_the_weights(base):
     wanted = {"code": 0.5, "prose": 0.3, "table": 0.2, "verse": 0.0}
     run = train_base(base(weights="code=0.5,prose=0.3,table=0.2,verse=0", steps=20))
     tokens = run.metrics("train")[-1]["tokens"]
@@ -64,9 +59,7 @@ def test_tokens_follow_the_weights(base: Make) -> None:
         assert abs(tokens[name] / 16 - 20 * 8 * weight) <= 20
 
 
-def test_a_proxy_run_gives_its_average_weights(
-    base: Make, proxy: Callable[..., ProxyConfig]
-) -> None:
+def test_a_proxy_run_gives_its_average_weights(base, proxy):
     learned = learn_weights(proxy(target=("verse",)))
     run = train_base(base(weights=str(learned.path), targets=("verse",)))
     assert run.weights == learned.weights
@@ -74,18 +67,14 @@ def test_a_proxy_run_gives_its_average_weights(
     assert set(run.metrics("train")[-1]["tokens"]) == set(NAMES[:3])
 
 
-def test_weights_of_other_tokens_are_used_with_a_word(
-    base: Make, trained_base: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_of_other_tokens_are_used_with_a_word(base, trained_base, caplog):
     train_base(base("same", steps=2, weights=str(trained_base)))
     assert "another tokenizer" not in caplog.text
     train_base(base("other", steps=2, weights=str(trained_base), vocab_size=300))
     assert f"{trained_base}: learned with another tokenizer" in caplog.text
 
 
-def test_a_killed_run_goes_on_with_no_other_weights(
-    base: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_killed_run_goes_on_with_no_other_weights(base, monkeypatch, tmp_path):
     warned: list[str] = []
     monkeypatch.setattr(trainer_module.logger, "warning", lambda text, *_: warned.append(text))
     source = write_weights(tmp_path / "w.json", dict.fromkeys(NAMES, 0.25))
@@ -104,9 +93,7 @@ def test_a_killed_run_goes_on_with_no_other_weights(
     assert not [text for text in warned if "missing keys" in text]
 
 
-def test_a_second_launch_is_refused_while_the_first_is_at_work(
-    base: Make, trained_base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_launch_is_refused_while_the_first_is_at_work(base, trained_base, monkeypatch):
     config = base("shared", save_every=3)
     step = RecordedTrainer.training_step
     launches: list[int] = []
@@ -126,9 +113,7 @@ def test_a_second_launch_is_refused_while_the_first_is_at_work(
     assert not (config.out / records.CHECKPOINTS).exists()
 
 
-def test_a_run_whose_directory_is_removed_ends_there(
-    base: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_whose_directory_is_removed_ends_there(base, monkeypatch):
     config = base(save_every=2)
     step = RecordedTrainer.training_step
 
@@ -143,9 +128,7 @@ def test_a_run_whose_directory_is_removed_ends_there(
     assert not config.out.exists()
 
 
-def test_of_two_launches_in_an_empty_directory_one_is_refused(
-    base: Make, trained_base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_launches_in_an_empty_directory_one_is_refused(base, trained_base, monkeypatch):
     """The second one passes the first between its look at the directory and its lock."""
     prepare = stage_two.prepare
 
@@ -162,8 +145,8 @@ def test_of_two_launches_in_an_empty_directory_one_is_refused(
 
 
 def test_what_a_launch_leaves_that_is_killed_before_it_begins_is_an_empty_directory(
-    base: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    base, monkeypatch
+):
     config = base()
     with monkeypatch.context() as patch:
         patch.setattr(records, "open_run", lambda *_, **__: pytest.fail("killed"))
@@ -181,12 +164,8 @@ def test_what_a_launch_leaves_that_is_killed_before_it_begins_is_an_empty_direct
     [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, failures.Terminated)],
 )
 def test_a_signal_leaves_a_checkpoint_and_loses_nothing(
-    base: Make,
-    trained_base: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    number: int,
-    kind: type[BaseException],
-) -> None:
+    base, trained_base, monkeypatch, number, kind
+):
     step, config = RecordedTrainer.training_step, base("cut", save_every=0)
 
     def signalled(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -210,8 +189,8 @@ def test_a_signal_leaves_a_checkpoint_and_loses_nothing(
 
 
 def test_a_complete_run_takes_no_more_steps_and_its_model_is_trained_further(
-    base: Make, trained_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    base, trained_base, tmp_path, capsys
+):
     config = base()
     shutil.copytree(trained_base, config.out)
     for changes in ({"steps": 11}, {"steps": 7}, {"steps": 11, "batch_size": 4}):

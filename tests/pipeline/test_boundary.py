@@ -15,7 +15,6 @@ import pytest
 from doge_fast import cli
 from doge_fast.pipeline import failures, named, trainer
 from doge_fast.pipeline.base import train_base
-from doge_fast.pipeline.config import BaseConfig
 from tests.pipeline.stages import write_weights
 from tests.pipeline.workshop import answer
 from tests.pipeline.written_runs import write_proxy
@@ -79,14 +78,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("module", "error", "code", "told"), CASES, ids=lambda value: str(value)[:40]
 )
-def test_every_kind_of_failure_has_its_code_and_sentence(
-    verb: Callable[[Any], None],
-    module: str,
-    error: BaseException,
-    code: int,
-    told: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_every_kind_of_failure_has_its_code_and_sentence(verb, module, error, code, told, capsys):
     verb(lambda config: raised_in(module, error))
     said = answer(["info"], capsys)
     assert said.code == code
@@ -96,12 +88,7 @@ def test_every_kind_of_failure_has_its_code_and_sentence(
     assert said.err.count("\n") == 1
 
 
-def test_what_nobody_foresaw_leaves_a_log(
-    verb: Callable[[Any], None],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_nobody_foresaw_leaves_a_log(verb, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(failures.tempfile, "gettempdir", lambda: str(tmp_path))
     verb(fails_inside)
     said = answer(["info"], capsys)
@@ -129,9 +116,7 @@ def test_what_nobody_foresaw_leaves_a_log(
         cli.main(["info"])
 
 
-def test_the_log_lies_in_the_run_that_it_is_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_log_lies_in_the_run_that_it_is_of(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv(cli.TRACEBACK, raising=False)
     monkeypatch.setitem(cli.VERBS, "proxy", cli.VERBS["proxy"]._replace(run=fails_inside, loads=()))
     # A directory that is no run yet stays empty.
@@ -141,7 +126,7 @@ def test_the_log_lies_in_the_run_that_it_is_of(
     assert f"{tmp_path}/doge-fast-error-" in answer(["proxy", "--out", str(tmp_path)], capsys).err
 
 
-def test_a_value_that_python_refuses_is_no_refusal_of_ours() -> None:
+def test_a_value_that_python_refuses_is_no_refusal_of_ours():
     """float() has no frame: only a `raise` of ours is a sentence for the user."""
     space: dict[str, Any] = {"__name__": "doge_fast.somewhere"}
     exec("def call():\n    return float('x')", space)
@@ -158,7 +143,7 @@ def test_a_value_that_python_refuses_is_no_refusal_of_ours() -> None:
         "NCCL error: remote process exited or there was a network error",
     ],
 )
-def test_ranks_that_lose_another_say_so(monkeypatch: pytest.MonkeyPatch, told: str) -> None:
+def test_ranks_that_lose_another_say_so(monkeypatch, told):
     error = RuntimeError(told)
     assert failures.ending_of(error) is None
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -168,7 +153,7 @@ def test_ranks_that_lose_another_say_so(monkeypatch: pytest.MonkeyPatch, told: s
     assert ending.sentence.startswith("Another process of this run has ended, or no longer answers")
 
 
-def test_a_full_standard_output_is_said() -> None:
+def test_a_full_standard_output_is_said():
     command = f"{sys.executable} -m doge_fast export --list > /dev/full"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
     assert done.returncode == failures.WORLD
@@ -179,9 +164,7 @@ def test_a_full_standard_output_is_said() -> None:
 @pytest.mark.parametrize(
     "name", ["a\x1b[31mb", "a\nb", "a\rb", "\u202egnp", "a\x00b", "a\u2028b", "\x9b31m", "\udcff"]
 )
-def test_names_that_a_terminal_would_obey(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_that_a_terminal_would_obey(name, tmp_path, capsys):
     shown = named.visible(name)
     assert all(character.isprintable() or character == "\n" for character in shown)
     with pytest.raises(ValueError, match="must be of characters that are written"):
@@ -193,9 +176,7 @@ def test_names_that_a_terminal_would_obey(
     named.check_visible(["naïve", "日本語", "فارسی", "می\u200cخواهم", "a b", "x/y"], "here")
 
 
-def test_a_second_sigterm_ends_at_once_where_it_is_not_the_first_one_again(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_second_sigterm_ends_at_once_where_it_is_not_the_first_one_again(monkeypatch, tmp_path):
     clock = [0.0]
     monkeypatch.setattr(trainer, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     before = signal.signal(signal.SIGTERM, failures.raise_terminated)
@@ -211,9 +192,7 @@ def test_a_second_sigterm_ends_at_once_where_it_is_not_the_first_one_again(
         signal.signal(signal.SIGTERM, before)
 
 
-def test_sigterm_before_a_training_ends_as_ctrl_c_does(
-    verb: Callable[[Any], None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sigterm_before_a_training_ends_as_ctrl_c_does(verb, capsys):
     def told(config: Any) -> list[str]:
         os.kill(os.getpid(), signal.SIGTERM)
         return ["never"]
@@ -225,7 +204,7 @@ def test_sigterm_before_a_training_ends_as_ctrl_c_does(
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_files_of_a_model_are_open_as_records_are(base: Callable[..., BaseConfig]) -> None:
+def test_files_of_a_model_are_open_as_records_are(base):
     mask = 0o027
     before = os.umask(mask)
     try:
@@ -238,7 +217,7 @@ def test_files_of_a_model_are_open_as_records_are(base: Callable[..., BaseConfig
     assert {file.stat().st_mode & 0o777 for file in files} == {0o666 & ~mask}
 
 
-def test_reading_and_writing_name_the_file(tmp_path: Path) -> None:
+def test_reading_and_writing_name_the_file(tmp_path):
     with failures.writing(tmp_path / "a" / "b.txt"):
         (tmp_path / "a" / "b.txt").write_text("x")
     with (
@@ -256,9 +235,7 @@ def test_reading_and_writing_name_the_file(tmp_path: Path) -> None:
     assert told.value.filename == "e.parquet"
 
 
-def test_a_run_that_may_not_be_read_is_not_left_out_of_a_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_may_not_be_read_is_not_left_out_of_a_report(tmp_path, monkeypatch, capsys):
     write_proxy(tmp_path / "one")
     hidden = write_proxy(tmp_path / "two")
     listdir = os.listdir
@@ -278,9 +255,7 @@ def test_a_run_that_may_not_be_read_is_not_left_out_of_a_report(
     assert f"{hidden}: Permission denied. Change its permissions" in said.err
 
 
-def test_names_of_a_record_are_shown_escaped_in_page_and_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_of_a_record_are_shown_escaped_in_page_and_terminal(tmp_path, capsys):
     """weights.json refuses them; a config.json of elsewhere is shown as it is, but harmless."""
     names = ("a\x1b[31mb", "\u202egnp", "plain")
     tokens = dict.fromkeys(names, 100_000)

@@ -79,14 +79,8 @@ def run(killed: Path, tmp_path: Path) -> Path:
     ],
 )
 def test_a_killed_run_resumes_to_the_bits_of_the_uninterrupted_one(
-    stage: Callable[..., Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    method: str,
-    count: int,
-    changes: dict[str, Any],
-) -> None:
+    stage, tmp_path, monkeypatch, name, method, count, changes
+):
     call, make = stage(name)
     if name == "base":
         # Which goes on where it stood, too.
@@ -118,7 +112,7 @@ DAMAGES = {
 }
 
 
-def test_two_generations_are_kept_with_all_that_they_need(killed: Path) -> None:
+def test_two_generations_are_kept_with_all_that_they_need(killed):
     found = sorted(each.name for each in (killed / "checkpoints").glob("checkpoint*"))
     assert found == [BEFORE, NEWEST]
     record = json.loads((killed / "checkpoints" / NEWEST / "manifest.json").read_text())
@@ -133,9 +127,7 @@ def test_two_generations_are_kept_with_all_that_they_need(killed: Path) -> None:
     ("file", "damage"),
     grid(FILES, DAMAGES, some=lambda file, damage: damage == "delete" or file == "optimizer.pt"),
 )
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
-    run: Path, file: str, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(run, file, damage, caplog):
     Damage(damage)(run / "checkpoints" / NEWEST / file)
     with caplog.at_level("WARNING", logger="doge_fast"):
         assert records.resume_checkpoint(run) == run / "checkpoints" / BEFORE
@@ -146,7 +138,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
     assert steps == list(range(5))
 
 
-def test_any_bit_of_a_manifest_may_flip(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_bit_of_a_manifest_may_flip(run, monkeypatch):
     """The checkpoint is refused or is sound; nothing else is raised, and nothing else is loaded."""
     file = run / "checkpoints" / NEWEST / "manifest.json"
     content = file.read_bytes()
@@ -173,26 +165,22 @@ def test_any_bit_of_a_manifest_may_flip(run: Path, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_the_generation_before_leads_to_the_bits_of_the_uninterrupted_run(
-    config: ProxyConfig, whole: Path, run: Path, file: str, damage: str
-) -> None:
+    config, whole, run, file, damage
+):
     Damage(damage)(run / "checkpoints" / NEWEST / file)
     assert learn_weights(replace(config, out=run)).path == run
     assert_same_run(run, whole)
     assert not (run / "checkpoints").exists()
 
 
-def test_with_the_checkpoints_removed_it_begins_again_to_the_same_bits(
-    config: ProxyConfig, whole: Path, run: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_with_the_checkpoints_removed_it_begins_again_to_the_same_bits(config, whole, run, caplog):
     shutil.rmtree(run / "checkpoints")
     learn_weights(replace(config, out=run))
     assert f"{run}: there is no checkpoint; it begins again at the first step." in caplog.messages
     assert_same_run(run, whole)
 
 
-def test_a_checkpoint_under_the_name_of_another_step_is_damaged(
-    run: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_checkpoint_under_the_name_of_another_step_is_damaged(run, caplog):
     """Batches and the length of the run are those of the name, weights those of the files."""
     folder = run / "checkpoints"
     shutil.copytree(folder / BEFORE, folder / "checkpoint-7")
@@ -202,7 +190,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_damaged(
     assert caplog.messages == [f"{run}: {told}. {NEWEST} is used."]
 
 
-def test_a_checkpoint_that_was_not_written_to_its_end_is_none(run: Path) -> None:
+def test_a_checkpoint_that_was_not_written_to_its_end_is_none(run):
     """A copy without a manifest, as a killed `cp` leaves it; and what a killed run was writing."""
     folder = run / "checkpoints"
     shutil.copytree(folder / NEWEST, folder / "checkpoint-7")
@@ -213,9 +201,7 @@ def test_a_checkpoint_that_was_not_written_to_its_end_is_none(run: Path) -> None
     assert not (folder / ".writing").exists()
 
 
-def test_without_locks_in_the_file_system_a_warning_is_all(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_locks_in_the_file_system_a_warning_is_all(run, tmp_path, monkeypatch, caplog):
     """No marker takes their place: it would outlive a process of another machine."""
 
     def flock(*_: Any) -> None:
@@ -239,9 +225,7 @@ def lines_of(run: Path) -> list[bytes]:
 @pytest.mark.parametrize(
     ("lost", "why"), [((8, 9, 10), "holds 8 of the 9 lines"), ((7,), "holds other lines")]
 )
-def test_lines_that_are_lost_lead_to_the_generation_before(
-    run: Path, lost: tuple[int, ...], why: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_lines_that_are_lost_lead_to_the_generation_before(run, lost, why, caplog):
     before = lines_of(run)
     kept = [line for number, line in enumerate(before) if number not in lost]
     (run / "metrics.jsonl").write_bytes(b"".join(kept))
@@ -260,7 +244,7 @@ def test_lines_that_are_lost_lead_to_the_generation_before(
         ("line 3 \x00", "line 3 of metrics.jsonl is damaged"),
     ],
 )
-def test_a_damaged_record_is_refused_and_left(run: Path, damage: str, why: str) -> None:
+def test_a_damaged_record_is_refused_and_left(run, damage, why):
     path = run / "metrics.jsonl"
     Damage(damage)(path)
     before = path.read_bytes()
@@ -275,8 +259,8 @@ def test_a_damaged_record_is_refused_and_left(run: Path, damage: str, why: str) 
 
 
 def test_files_and_folders_are_kept_before_the_checkpoint_has_its_name(
-    config: ProxyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    config, tmp_path, monkeypatch
+):
     events: list[str] = []
 
     def told(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -319,7 +303,7 @@ def base_run(base: Callable[..., BaseConfig], trained_base: Path) -> BaseConfig:
     return config
 
 
-def test_an_emptied_model_is_not_complete_and_is_made_again(base_run: BaseConfig) -> None:
+def test_an_emptied_model_is_not_complete_and_is_made_again(base_run):
     model = base_run.out / "model"
     before = {file.name: file.read_bytes() for file in model.iterdir()}
     for file in model.iterdir():

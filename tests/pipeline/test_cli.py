@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -43,11 +42,7 @@ def fields_of(config: type, prefix: str = "") -> list[str]:
     return names
 
 
-def test_the_verbs_run_one_after_the_other(
-    proxy: Callable[..., ProxyConfig],
-    base: Callable[..., BaseConfig],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_verbs_run_one_after_the_other(proxy, base, capsys):
     learned, trained = proxy(), base()
     words = ["--target", "verse", "--sequences-per-domain", "2"]
     assert cli.main(["proxy", *words_of(learned), *words]) == 0
@@ -67,7 +62,7 @@ def test_the_verbs_run_one_after_the_other(
     assert float(told[0].split()[2].rstrip(",")) == pytest.approx(average, rel=0.1)
 
 
-def test_flags_are_the_fields() -> None:
+def test_flags_are_the_fields():
     words = "proxy --data DIR --target ca --out runs/x --model mini --steps 300 --mu 0.05"
     config = cli.parse(words.split())
     assert isinstance(config, ProxyConfig)
@@ -87,9 +82,7 @@ def test_flags_are_the_fields() -> None:
 
 
 @pytest.mark.parametrize("verb", list(cli.VERBS))
-def test_every_option_is_explained(
-    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_option_is_explained(verb, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as end:
         cli.main([*verb.split(), "--help-all"])
@@ -105,9 +98,7 @@ def test_every_option_is_explained(
 
 
 @pytest.mark.parametrize("width", [60, 80])
-def test_help_fits_one_screen_and_begins_with_what_must_be_given(
-    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_fits_one_screen_and_begins_with_what_must_be_given(width, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(width))
     for verb in cli.VERBS:
         with pytest.raises(SystemExit):
@@ -126,12 +117,12 @@ def test_help_fits_one_screen_and_begins_with_what_must_be_given(
             assert "resumes" in " ".join(about)
 
 
-def test_runs_may_lie_in_a_folder_named_like_data_that_is_no_folder() -> None:
+def test_runs_may_lie_in_a_folder_named_like_data_that_is_no_folder():
     for data in ("installed", "owner/name"):
         checks.check(ProxyConfig(Path(data, "proxy"), corpus=CorpusConfig(data)))
 
 
-def test_numbers_may_be_said_in_thousands_and_billions() -> None:
+def test_numbers_may_be_said_in_thousands_and_billions():
     words = "proxy --out x --max-tokens-per-domain 10k --mu 1e-3 --min-learning-rate 0"
     config = cli.parse(words.split())
     assert config.corpus.max_tokens_per_domain == 10_000
@@ -143,7 +134,7 @@ def test_numbers_may_be_said_in_thousands_and_billions() -> None:
     assert cli.parse(["proxy", "--out", "x", "--mu", "2", "--mu", "None"]).mu is None
 
 
-def test_the_version_and_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_and_what_there_is(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"doge-fast {doge_fast.__version__}\n"
     for words in ([], ["--help"]):
@@ -157,7 +148,7 @@ def test_the_version_and_what_there_is(capsys: pytest.CaptureFixture[str]) -> No
     assert "proxy" not in told.split("what it does")[1].split("weights show")[0]
 
 
-def test_fields_come_from_a_file_and_flags_win(tmp_path: Path) -> None:
+def test_fields_come_from_a_file_and_flags_win(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(
         "out: runs/x\ncorpus: {data: DIR, domains: [a, b]}\ntraining: {<<: {seed: 3}, steps: 7}\n"
@@ -184,7 +175,7 @@ def test_fields_come_from_a_file_and_flags_win(tmp_path: Path) -> None:
     )
 
 
-def test_a_file_says_numbers_and_lists_of_one_as_options_do(tmp_path: Path) -> None:
+def test_a_file_says_numbers_and_lists_of_one_as_options_do(tmp_path):
     file = tmp_path / "fields.yaml"
     file.write_text(
         "out: x\ntarget: ca\ntraining: {steps: 10k, learning_rate: 1e-3, eval_every: 1e2}\n"
@@ -198,7 +189,7 @@ def test_a_file_says_numbers_and_lists_of_one_as_options_do(tmp_path: Path) -> N
             cli.parse(["proxy", "--config", str(file)])
 
 
-def test_a_runs_own_record_can_be_fed_back(tmp_path: Path) -> None:
+def test_a_runs_own_record_can_be_fed_back(tmp_path):
     words = "proxy --data DIR --target ca --out runs/x --steps 300 --mu 0.05 --domains a b"
     config = cli.parse(words.split())
     file = tmp_path / "config.json"
@@ -212,7 +203,7 @@ def test_a_runs_own_record_can_be_fed_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [["proxy", "--help"], ["weights", "show", "nowhere.json"]])
-def test_quick_verbs_import_nothing_slow(words: list[str]) -> None:
+def test_quick_verbs_import_nothing_slow(words):
     """torch alone takes seconds."""
     program = (
         "import sys; from doge_fast import cli\n"
@@ -226,9 +217,7 @@ def test_quick_verbs_import_nothing_slow(words: list[str]) -> None:
     assert done.stderr.splitlines()[-1] == "[]"
 
 
-def test_an_interruption_says_how_to_go_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interruption_says_how_to_go_on(tmp_path, capsys, monkeypatch):
     def interrupted(config: ProxyConfig) -> list[str]:
         raise KeyboardInterrupt
 
@@ -243,9 +232,7 @@ def test_an_interruption_says_how_to_go_on(
     assert capsys.readouterr().err.endswith("Interrupted.\n")
 
 
-def test_what_is_said_has_a_line_of_its_own_below_a_bar(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_is_said_has_a_line_of_its_own_below_a_bar(capsys):
     screen = io.StringIO()
     bar = tqdm(total=3, file=screen)
     # Another test may have had it on, and pytest has put its own function back.
@@ -261,12 +248,7 @@ def test_what_is_said_has_a_line_of_its_own_below_a_bar(
 
 
 @pytest.mark.parametrize(("package", "extra"), [("datasets", "pipeline"), ("lm_eval", "fewshot")])
-def test_a_missing_extra_is_named(
-    package: str,
-    extra: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_missing_extra_is_named(package, extra, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setitem(cli.VERBS, "info", cli.VERBS["info"]._replace(loads=(package,)))
     monkeypatch.setattr(cli, "_load", lambda packages, _: cli.import_module(*packages))
@@ -277,7 +259,7 @@ def test_a_missing_extra_is_named(
     assert told in said
 
 
-def test_a_reader_that_has_enough_is_no_error() -> None:
+def test_a_reader_that_has_enough_is_no_error():
     # One byte, then the pipe is closed: what follows may be written before or after that.
     command = f"set -o pipefail; {sys.executable} -m doge_fast export --list | head -c 1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
@@ -285,9 +267,7 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
     assert done.stderr == ""
 
 
-def test_a_terminal_without_the_letters_of_a_name_is_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_without_the_letters_of_a_name_is_no_error(tmp_path, monkeypatch):
     records.write_weights(tmp_path / "w.json", {"domains": [{"name": "\u65e5", "weight": 1.0}]})
     for encoding, shown in {"ascii": "\\u65e5", "utf-8": "\u65e5"}.items():
         said = io.BytesIO()
@@ -296,9 +276,7 @@ def test_a_terminal_without_the_letters_of_a_name_is_no_error(
         assert f"\n{shown} " in said.getvalue().decode(encoding)
 
 
-def test_variables_of_a_launcher_that_are_empty_say_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_variables_of_a_launcher_that_are_empty_say_nothing(monkeypatch, capsys):
     for name in ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "")
     assert cli.main(["--version"]) == 0
@@ -306,9 +284,7 @@ def test_variables_of_a_launcher_that_are_empty_say_nothing(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_first_rank_alone_says_what_comes_before_it_loads(
-    rank: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_first_rank_alone_says_what_comes_before_it_loads(rank, monkeypatch, caplog):
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
     monkeypatch.setenv("RANK", str(rank))
     config = ProxyConfig(Path("runs/x"))

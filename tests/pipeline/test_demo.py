@@ -18,9 +18,7 @@ def config(tmp_path: Path, small_corpus: Path, blocks_cache: Path) -> DemoConfig
 
 
 @pytest.mark.exhaustive
-def test_the_demo_says_how_long_it_takes_and_writes_one_page(
-    config: DemoConfig, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_demo_says_how_long_it_takes_and_writes_one_page(config, caplog):
     with caplog.at_level(logging.INFO, logger="doge_fast"):
         lines = demo(config)
     told = caplog.messages

@@ -4,7 +4,6 @@ import math
 import shutil
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +14,11 @@ from transformers import AutoModelForCausalLM
 from doge_fast.losses import token_losses
 from doge_fast.pipeline import domains, records, report
 from doge_fast.pipeline.base import train_base
-from doge_fast.pipeline.config import BaseConfig, DoReMiConfig, ReportConfig
+from doge_fast.pipeline.config import DoReMiConfig, ReportConfig
 from doge_fast.pipeline.domains import BlockSampler, mixed_batch
 from doge_fast.pipeline.doremi import DoReMiTrainer, learn_by_excess_loss
 from doge_fast.pipeline.model import open_model
-from doge_fast.weights.group_dro import SMOOTHING, STEP_SIZE, Variant, domain_means
+from doge_fast.weights.group_dro import SMOOTHING, STEP_SIZE, domain_means
 from tests.pipeline.stages import NAMES, killed_at, write_weights
 
 Make = Callable[..., DoReMiConfig]
@@ -31,7 +30,7 @@ def doremi(configured: Callable[..., Make]) -> Make:
     return configured(DoReMiConfig, batch_size=8)
 
 
-def test_a_run_leaves_weights_records_and_a_model(doremi: Make, trained_base: Path) -> None:
+def test_a_run_leaves_weights_records_and_a_model(doremi, trained_base):
     config = doremi(reference=trained_base)
     assert learn_by_excess_loss(config).path == config.out
     held = sorted(entry.name for entry in config.out.iterdir())
@@ -56,9 +55,7 @@ def test_a_run_leaves_weights_records_and_a_model(doremi: Make, trained_base: Pa
     ("variant", "changes"),
     [("doremi", {}), ("doge", {}), ("doremi", {"step_size": 0.1, "smoothing": 0.5})],
 )
-def test_lines_hold_the_weights_and_what_moved_them(
-    doremi: Make, trained_base: Path, variant: Variant, changes: dict[str, float]
-) -> None:
+def test_lines_hold_the_weights_and_what_moved_them(doremi, trained_base, variant, changes):
     config = doremi(reference=trained_base, variant=variant, **changes)
     learn_by_excess_loss(config)
     step_size = changes.get("step_size", STEP_SIZE[variant])
@@ -97,7 +94,7 @@ def test_lines_hold_the_weights_and_what_moved_them(
     assert set(held_out[0]["loss"]) == set(NAMES)
 
 
-def test_the_reference_is_measured_as_it_is_and_stays_so(doremi: Make, trained_base: Path) -> None:
+def test_the_reference_is_measured_as_it_is_and_stays_so(doremi, trained_base):
     """The recorded losses are those of the model in its folder, without dropout."""
     before = (trained_base / "model/model.safetensors").read_bytes()
     config = doremi(reference=trained_base)
@@ -116,9 +113,7 @@ def test_the_reference_is_measured_as_it_is_and_stays_so(doremi: Make, trained_b
     assert (trained_base / "model/model.safetensors").read_bytes() == before
 
 
-def test_batches_follow_the_references_weights_and_so_does_the_start(
-    doremi: Make, base: Callable[..., BaseConfig]
-) -> None:
+def test_batches_follow_the_references_weights_and_so_does_the_start(doremi, base):
     """Natural weights: prose has three times the text; some domains are missing in some steps."""
     reference = train_base(base("reference", weights="natural")).path
     run = learn_by_excess_loss(doremi(reference=reference, batch_size=3, steps=12))
@@ -145,9 +140,7 @@ def test_batches_follow_the_references_weights_and_so_does_the_start(
     assert all(lines[1]["excess"][name] == math.log(vocab_size) for name in unseen)
 
 
-def test_a_proxy_of_another_size_and_a_held_out_domain(
-    doremi: Make, base: Callable[..., BaseConfig]
-) -> None:
+def test_a_proxy_of_another_size_and_a_held_out_domain(doremi, base):
     against = train_base(base("reference", targets=("verse",))).path
     run = learn_by_excess_loss(doremi(reference=against, targets=("verse",), model="tiny"))
     assert list(run.weights) == NAMES[:3]
@@ -156,12 +149,8 @@ def test_a_proxy_of_another_size_and_a_held_out_domain(
 
 
 def test_a_run_does_not_go_on_against_another_reference(
-    doremi: Make,
-    base: Callable[..., BaseConfig],
-    trained_base: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+    doremi, base, trained_base, monkeypatch, tmp_path
+):
     against = shutil.copytree(trained_base, tmp_path / "base")
     config = doremi(reference=against, save_every=3, batch_size=3)
     with killed_at(monkeypatch, "training_step", 6):
@@ -176,9 +165,7 @@ def test_a_run_does_not_go_on_against_another_reference(
         learn_by_excess_loss(config)
 
 
-def test_a_reference_has_every_domain(
-    doremi: Make, base: Callable[..., BaseConfig], tmp_path: Path
-) -> None:
+def test_a_reference_has_every_domain(doremi, base, tmp_path):
     some = dict(zip(NAMES, (0.5, 0.3, 0.2, 0), strict=True))
     file = write_weights(tmp_path / "weights.json", some)
     partial = train_base(base("partial", weights=str(file), steps=2)).path
@@ -188,9 +175,7 @@ def test_a_reference_has_every_domain(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_gradient_is_that_of_the_weighted_loss(
-    doremi: Make, trained_base: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_gradient_is_that_of_the_weighted_loss(doremi, trained_base, dtype, monkeypatch):
     """What Trainer differentiates is the loop's loss at this step's weights, not the last's."""
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
     original = DoReMiTrainer._move

@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,7 +40,7 @@ def run(trained: BaseConfig, tmp_path: Path) -> BaseConfig:
     return replace(trained, out=shutil.copytree(trained.out, tmp_path / "base"))
 
 
-def test_the_loss_is_the_mean_over_all_predicted_tokens(run: BaseConfig) -> None:
+def test_the_loss_is_the_mean_over_all_predicted_tokens(run):
     result = evaluate(EvaluateConfig(run=run.out, batch_size=5, device="cpu"))
     corpus = load_corpus(run.corpus, targets=("verse",))
     model = open_model(run.out / "model").double().eval()
@@ -56,9 +55,7 @@ def test_the_loss_is_the_mean_over_all_predicted_tokens(run: BaseConfig) -> None
         assert result["perplexity"][name] == math.exp(result["loss"][name])
 
 
-def test_a_corpus_that_has_grown_is_not_measured(
-    run: BaseConfig, base: Callable[..., BaseConfig], small_corpus: Path, tmp_path: Path
-) -> None:
+def test_a_corpus_that_has_grown_is_not_measured(run, base, small_corpus, tmp_path):
     """With a tokenizer of its own the tokenizer tells nothing of the text."""
     data = shutil.copytree(small_corpus, tmp_path / "data")
     grown = base(out="grown", data=str(data), tokenizer=str(run.out / "model"), targets=("verse",))
@@ -93,9 +90,7 @@ def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_other_text_is_measured_whole_or_by_its_validation_split(
-    run: BaseConfig, other: Path, tmp_path: Path
-) -> None:
+def test_other_text_is_measured_whole_or_by_its_validation_split(run, other, tmp_path):
     own = evaluate(EvaluateConfig(run=run.out, device="cpu"))
     # Nothing is asked of the run's own text.
     record = records.read_json(run.out / "config.json")
@@ -116,9 +111,7 @@ def test_other_text_is_measured_whole_or_by_its_validation_split(
         assert tokens / 16 - 2 <= result["blocks"][name] <= tokens / 16
 
 
-def test_some_domains_of_other_text_go_where_they_are_told(
-    run: BaseConfig, other: Path, tmp_path: Path
-) -> None:
+def test_some_domains_of_other_text_go_where_they_are_told(run, other, tmp_path):
     ask = EvaluateConfig(run=run.out, data=str(other), device="cpu", out=tmp_path / "poetry.json")
     result = evaluate(replace(ask, domains=("numbers", "poetry")))
     assert list(result["loss"]) == ["numbers", "poetry"]
@@ -131,7 +124,7 @@ def test_some_domains_of_other_text_go_where_they_are_told(
         evaluate(replace(ask, data=str(tmp_path / "link")))
 
 
-def test_the_average_is_of_the_domains_that_are_named(run: BaseConfig) -> None:
+def test_the_average_is_of_the_domains_that_are_named(run):
     ask = EvaluateConfig(run=run.out, device="cpu", blocks=3, domains=("verse", "code"))
     result = evaluate(ask)
     assert list(result["loss"]) == ["verse", "code"]

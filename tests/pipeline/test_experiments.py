@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 
 from doge_fast.mixture.counts import Phase
 from doge_fast.pipeline import records, tables
-from doge_fast.pipeline.config import BaseConfig, EvaluateConfig, ExperimentConfig, ProxyConfig
+from doge_fast.pipeline.config import EvaluateConfig, ExperimentConfig
 from doge_fast.pipeline.config.fields import filled
 from doge_fast.pipeline.evaluation import evaluate
 from doge_fast.pipeline.experiments import runner
@@ -19,8 +18,6 @@ from doge_fast.pipeline.experiments.runner import run_experiment
 from doge_fast.pipeline.reporting.study import open_study
 from doge_fast.pipeline.trainer import RecordedTrainer
 from tests.pipeline.stages import killed_at
-
-Make = Callable[..., ExperimentConfig]
 
 
 @pytest.fixture
@@ -36,9 +33,7 @@ def finished(out: Path) -> set[str]:
 
 
 @pytest.mark.exhaustive
-def test_universal_runs_every_arm_and_ends_in_a_table_and_a_page(
-    experiment: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_universal_runs_every_arm_and_ends_in_a_table_and_a_page(experiment, monkeypatch):
     config = experiment("universal", seeds=(0, 1), doremi={"steps": (4, 6)})
     assert config.out is not None
     with killed_at(monkeypatch, "go_on", 6):
@@ -96,12 +91,8 @@ def test_universal_runs_every_arm_and_ends_in_a_table_and_a_page(
     ],
 )
 def test_every_experiment_runs_and_a_second_call_trains_nothing(
-    experiment: Make,
-    name: str,
-    changes: dict[str, Any],
-    words: Sequence[str],
-    request: pytest.FixtureRequest,
-) -> None:
+    experiment, name, changes, words, request
+):
     config = experiment(name, **changes)
     table, page = run_experiment(config)
     for word in words:
@@ -122,7 +113,7 @@ def begun(config: ExperimentConfig) -> Path:
     return config.out
 
 
-def test_what_may_change_while_an_experiment_is_under_way(experiment: Make) -> None:
+def test_what_may_change_while_an_experiment_is_under_way(experiment):
     """Seeds may be added; before there is a run, anything may be corrected."""
     config = experiment("scales", seeds=(0, 1))
     out = begun(config)
@@ -140,9 +131,7 @@ def test_what_may_change_while_an_experiment_is_under_way(experiment: Make) -> N
     assert records.read_experiment(out)["config"]["proxy"]["mu"] == 0.5
 
 
-def test_an_arm_of_another_corpus_is_refused(
-    experiment: Make, small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_arm_of_another_corpus_is_refused(experiment, small_corpus, tmp_path, monkeypatch):
     data = shutil.copytree(small_corpus, tmp_path / "data")
     config = experiment("proxy_vs_base", corpus={"data": str(data)})
     with killed_at(monkeypatch, "go_on", 2):
@@ -155,7 +144,7 @@ def test_an_arm_of_another_corpus_is_refused(
 
 
 @pytest.mark.exhaustive
-def test_a_model_measured_otherwise_since_is_measured_again(experiment: Make) -> None:
+def test_a_model_measured_otherwise_since_is_measured_again(experiment):
     config = experiment("proxy_vs_base")
     (table, _) = run_experiment(config)
     assert config.out is not None
@@ -168,9 +157,7 @@ def test_a_model_measured_otherwise_since_is_measured_again(experiment: Make) ->
 # Averages and curricula.
 
 
-def test_a_curriculum_takes_the_proxys_means_stage_by_stage(
-    proxy: Callable[..., ProxyConfig], base: Callable[..., BaseConfig]
-) -> None:
+def test_a_curriculum_takes_the_proxys_means_stage_by_stage(proxy, base):
     from doge_fast.pipeline import base as stage_two
     from doge_fast.pipeline.domains import load_corpus
     from doge_fast.pipeline.proxy import learn_weights

@@ -48,7 +48,7 @@ def made(to: str, weights: Mapping[str, Any] = WEIGHTS, **changes: Any) -> str:
 
 
 @pytest.mark.parametrize(("count", "decimals"), [(1, 4), (40, 1), (512, 15)])
-def test_rounded_shares_sum_to_one_and_stay_within_a_unit(count: int, decimals: int) -> None:
+def test_rounded_shares_sum_to_one_and_stay_within_a_unit(count, decimals):
     draw = random.Random(count * 100 + decimals)
     # Of many scales, some of them zero.
     weights = {f"d{i}": draw.random() ** draw.choice((1, 8)) for i in range(count)}
@@ -66,7 +66,7 @@ def test_rounded_shares_sum_to_one_and_stay_within_a_unit(count: int, decimals: 
     assert largest_remainder({name: weights[name] for name in names}, decimals) == rounded
 
 
-def test_rounding_breaks_ties_by_name_and_refuses_what_has_no_shares() -> None:
+def test_rounding_breaks_ties_by_name_and_refuses_what_has_no_shares():
     third = {"a": Decimal("0.4"), "b": Decimal("0.3"), "c": Decimal("0.3")}
     assert largest_remainder({"b": 1.0, "c": 1.0, "a": 1.0}, 1) == third
     with pytest.raises(ValueError, match="zero"):
@@ -80,13 +80,13 @@ def test_rounding_breaks_ties_by_name_and_refuses_what_has_no_shares() -> None:
 
 
 @pytest.mark.parametrize("to", targets())
-def test_a_target_does_not_depend_on_order_or_scale(to: str) -> None:
+def test_a_target_does_not_depend_on_order_or_scale(to):
     turned = {name: 7 * weight for name, weight in reversed(WEIGHTS.items())}
     assert made(to) == made(to, turned)
 
 
 @pytest.mark.parametrize("to", targets())
-def test_zeros_are_left_out_aloud_and_nothing_else(to: str) -> None:
+def test_zeros_are_left_out_aloud_and_nothing_else(to):
     weights = WEIGHTS | {"junk": 0.0, "dust": 1e-9}
     options = {**EVERYTHING, "mean_doc_tokens": LENGTHS | {"dust": 800.0}}
     paths = PATHS | {"junk": "/data/junk"} if targets()[to].takes else None
@@ -103,7 +103,7 @@ def test_zeros_are_left_out_aloud_and_nothing_else(to: str) -> None:
 
 
 @pytest.mark.parametrize("to", [name for name, each in targets().items() if each.takes])
-def test_paths_are_of_the_domains(to: str) -> None:
+def test_paths_are_of_the_domains(to):
     with pytest.raises(ValueError, match="wbe"):
         made(to, paths=PATHS | {"wbe": "/data/wbe"})
     if targets()[to].needs_paths:
@@ -111,7 +111,7 @@ def test_paths_are_of_the_domains(to: str) -> None:
             made(to, paths={name: PATHS[name] for name in ("web", "book")})
 
 
-def test_every_target_is_listed() -> None:
+def test_every_target_is_listed():
     for to, target in targets().items():
         assert f"{to}: {target.title}" in listing()
         assert made(to).endswith("\n")
@@ -120,7 +120,7 @@ def test_every_target_is_listed() -> None:
 @pytest.mark.parametrize(
     "to", ["datasets", "torchdata", "maxtext", "llama-factory", "ms-swift", "lingua"]
 )
-def test_a_target_of_documents_asks_for_their_length(to: str) -> None:
+def test_a_target_of_documents_asks_for_their_length(to):
     with pytest.raises(ValueError, match="mean_doc_tokens"):
         made(to, mean_doc_tokens={})
     with pytest.raises(ValueError, match="wbe"):
@@ -135,7 +135,7 @@ def test_a_target_of_documents_asks_for_their_length(to: str) -> None:
 # What is written.
 
 
-def test_json_has_shares_of_tokens_or_of_documents() -> None:
+def test_json_has_shares_of_tokens_or_of_documents():
     stages = [{"first_step": 0, "weights": WEIGHTS}, {"first_step": 9, "weights": WEIGHTS}]
     assert "2 stages" in export(record(stages=stages), to="json").warnings[0]
     assert json.loads(made("json")) == {"book": 0.267801, "code": 0.3, "web": 0.432199}
@@ -148,7 +148,7 @@ def test_json_has_shares_of_tokens_or_of_documents() -> None:
         )
 
 
-def test_megatron_takes_weights_and_prefixes_in_turn() -> None:
+def test_megatron_takes_weights_and_prefixes_in_turn():
     plain = export(WEIGHTS, to="megatron", paths=PATHS).text
     assert plain == ("--data-path 0.267801 /data/book 0.300000 /data/code 0.432199 /data/web\n")
     assert shlex.split(made("megatron").replace("\\\n", " ")) == [
@@ -160,11 +160,11 @@ def test_megatron_takes_weights_and_prefixes_in_turn() -> None:
 
 
 @pytest.mark.parametrize("to", ["megatron", "megatron-file", "megatron-bridge", "neox"])
-def test_megatron_prefixes_are_cut(to: str) -> None:
+def test_megatron_prefixes_are_cut(to):
     assert made(to) == made(to, paths=PATHS | {"web": "/data/web.bin", "code": "/data/code.idx"})
 
 
-def test_several_paths_share_a_weight_by_their_parts_or_bytes(tmp_path: Path) -> None:
+def test_several_paths_share_a_weight_by_their_parts_or_bytes(tmp_path):
     def words(web: Any, decimals: int = 3) -> list[str]:
         return export(
             {"web": 1.0}, to="megatron-file", decimals=decimals, paths={"web": web}
@@ -178,21 +178,21 @@ def test_several_paths_share_a_weight_by_their_parts_or_bytes(tmp_path: Path) ->
         words({"/data/a": 10_000, "/data/b": 1}, decimals=2)
 
 
-def test_neox_takes_all_splits() -> None:
+def test_neox_takes_all_splits():
     value = yaml.safe_load(made("neox"))
     assert value["train-data-weights"] == [0.267801, 0.3, 0.432199]
     assert [len(value[f"{split}-data-paths"]) for split in ("train", "valid", "test")] == [3, 1, 1]
     assert value["weight_by_num_documents"] is False
 
 
-def test_olmo_allows_four_passes() -> None:
+def test_olmo_allows_four_passes():
     sources = yaml.safe_load(made("olmo-core"))["sources"]
     assert [source["source_name"] for source in sources] == list(NAMES)
     assert {source["max_repetition_ratio"] for source in sources} == {4.0}
     assert sum(Decimal(str(source["target_ratio"])) for source in sources) == 1
 
 
-def test_nanotron_takes_folders_and_weights_in_lists() -> None:
+def test_nanotron_takes_folders_and_weights_in_lists():
     (stage,) = yaml.safe_load(made("nanotron"))["data_stages"]
     dataset = stage["data"]["dataset"]
     assert dataset["dataset_folder"] == list(PATHS.values())
@@ -200,7 +200,7 @@ def test_nanotron_takes_folders_and_weights_in_lists() -> None:
     assert stage["start_training_step"] == 1
 
 
-def test_maxtext_takes_patterns_with_their_weights() -> None:
+def test_maxtext_takes_patterns_with_their_weights():
     value = yaml.safe_load(made("maxtext", rows="blocks"))
     assert value["grain_file_type"] == "arrayrecord"
     pairs = [pattern.split(",") for pattern in value["grain_train_files"].split(";")]
@@ -212,7 +212,7 @@ def test_maxtext_takes_patterns_with_their_weights() -> None:
     assert "grain_train_files: /d/a*\n" in alone.text
 
 
-def test_lingua_knows_sources_by_their_folder() -> None:
+def test_lingua_knows_sources_by_their_folder():
     data = yaml.safe_load(made("lingua"))["data"]
     assert (data["root_dir"], list(data["sources"])) == ("/data", list(NAMES))
     # A number and a variable to OmegaConf, which reads it.
@@ -223,7 +223,7 @@ def test_lingua_knows_sources_by_their_folder() -> None:
     assert "'1e3': 1.0" in odd
 
 
-def test_mosaic_draws_at_random() -> None:
+def test_mosaic_draws_at_random():
     places = {"web": "s3://b/web", "code": "/c"}
     rare = {"web": 0.999, "code": 0.001}
     text = export(rare, to="mosaic-streaming", paths=places, batch_size=64).text
@@ -232,7 +232,7 @@ def test_mosaic_draws_at_random() -> None:
     assert 'Stream(local="/c", proportion=0.001000)' in text
 
 
-def test_llama_factory_separates_names_by_commas() -> None:
+def test_llama_factory_separates_names_by_commas():
     with pytest.raises(ValueError, match="commas"):
         export({"a,b": 1.0}, to="llama-factory", rows="blocks")
 
@@ -254,9 +254,7 @@ def counts_of_levanter(data: Mapping[str, Any]) -> dict[str, int]:
         (2.0**-11, 4096, 2),
     ],
 )
-def test_levanter_gets_a_block_that_holds_every_domain(
-    share: float, block: int, count: int
-) -> None:
+def test_levanter_gets_a_block_that_holds_every_domain(share, block, count):
     text = export({"web": 1 - share, "code": share}, to="levanter", decimals=15).text
     data = yaml.safe_load(text)["data"]
     assert data["mixture_block_size"] == block
@@ -277,7 +275,7 @@ def test_levanter_gets_a_block_that_holds_every_domain(
         ({"to": "nanotron", "paths": {"web": "/a/", "code": ["/a"]}}, "one domain"),
     ],
 )
-def test_bad_settings_are_refused(options: Any, words: str) -> None:
+def test_bad_settings_are_refused(options, words):
     with pytest.raises(ValueError, match=words):
         export(WEIGHTS, **options)
 
@@ -292,9 +290,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_verb_prints_writes_and_lists(
-    file: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_verb_prints_writes_and_lists(file, capsys, caplog):
     words = [f"{name}={path}" for name, path in PATHS.items()]
     export_it = ["export", str(file), "--to", "megatron", "--paths", *words]
     with caplog.at_level("INFO", logger="doge_fast"):
@@ -311,9 +307,7 @@ def test_the_verb_prints_writes_and_lists(
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 100
 
 
-def test_many_paths_come_from_the_verbs_own_file(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_many_paths_come_from_the_verbs_own_file(file, capsys):
     fields = file.with_name("fields.yaml")
     words = ["web=/data/a=b", "code=/data/code", "book=/data/book"]
     fields.write_text(yaml.safe_dump({"to": "megatron-file", "paths": words}))
@@ -325,7 +319,7 @@ FILES = ("a*.jsonl", "c[1].jsonl", "d?.jsonl", "{x}.jsonl", "plain.jsonl")
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_snippet_reads_the_very_file(tmp_path: Path, name: str) -> None:
+def test_a_snippet_reads_the_very_file(tmp_path, name):
     for each in (*FILES, "ab.jsonl", "c1.jsonl", "de.jsonl", "x.jsonl"):
         (tmp_path / each).write_text(json.dumps({"text": each}) + "\n")
     path = str(tmp_path / name)
@@ -341,9 +335,7 @@ def test_a_snippet_reads_the_very_file(tmp_path: Path, name: str) -> None:
             export({"a": 1.0}, to="olmo-core", paths={"a": path})
 
 
-def test_a_file_that_looks_like_an_address_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_looks_like_an_address_is_refused(tmp_path, monkeypatch):
     write_jsonl(tmp_path / "s3:" / "b.jsonl", ["x"])
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="address"):

@@ -76,7 +76,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("kind", ["documents", "blocks"])
-def test_datasets_draws_the_learned_shares(kind: Any, rows: dict[str, str]) -> None:
+def test_datasets_draws_the_learned_shares(kind, rows):
     text = export(WEIGHTS, to="datasets", paths=rows, rows=kind, mean_doc_tokens=LENGTHS).text
     dataset = run(text)["dataset"]
     documents = [row["text"] for row in itertools.islice(dataset, DRAWN)]
@@ -88,7 +88,7 @@ def test_datasets_draws_the_learned_shares(kind: Any, rows: dict[str, str]) -> N
         assert_shares(tokens, POSITIVE, slack=5 * math.sqrt(max(LENGTHS.values())))
 
 
-def test_torchdata_draws_the_learned_shares(rows: dict[str, str]) -> None:
+def test_torchdata_draws_the_learned_shares(rows):
     installed("torchdata.nodes")
     text = export(WEIGHTS, to="torchdata", paths=rows, mean_doc_tokens=LENGTHS).text
     node = run(text)["node"]
@@ -114,7 +114,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return paths
 
 
-def test_litdata_draws_the_learned_shares(tokens: dict[str, str]) -> None:
+def test_litdata_draws_the_learned_shares(tokens):
     installed("litdata")
     text = export(WEIGHTS, to="litdata", paths=tokens, seq_length=8).text
     dataset = run(text)["dataset"]
@@ -131,7 +131,7 @@ class Words:
         return [list(POSITIVE).index(word) for word in text.split()]
 
 
-def test_torchtitan_draws_the_learned_shares_of_tokens(rows: dict[str, str]) -> None:
+def test_torchtitan_draws_the_learned_shares_of_tokens(rows):
     loader = installed("torchtitan.hf_datasets.text_datasets").InterleavedHuggingFaceTextDataLoader
     text = export(WEIGHTS, to="torchtitan", paths=rows).text
     made = loader(
@@ -147,7 +147,7 @@ def test_torchtitan_draws_the_learned_shares_of_tokens(rows: dict[str, str]) -> 
     assert_shares(drawn, POSITIVE)
 
 
-def test_llama_factory_draws_the_learned_shares() -> None:
+def test_llama_factory_draws_the_learned_shares():
     data_arguments = installed("llamafactory.hparams.data_args").DataArguments
     merge = installed("llamafactory.data.data_utils").merge_dataset
     datasets = installed("datasets")
@@ -158,7 +158,7 @@ def test_llama_factory_draws_the_learned_shares() -> None:
     assert_shares(drawn[:DRAWN], documents_of(POSITIVE))
 
 
-def test_swift_draws_the_learned_shares(tmp_path: Path) -> None:
+def test_swift_draws_the_learned_shares(tmp_path):
     load_dataset = installed("swift.dataset.loader").load_dataset
     paths = {}
     for name in POSITIVE:
@@ -200,7 +200,7 @@ def words_of(target: str) -> list[str]:
     return text.split() if target == "megatron-file" else shlex.split(text)[1:]
 
 
-def test_megatron_draws_the_learned_shares(megatron: Any) -> None:
+def test_megatron_draws_the_learned_shares(megatron):
     prefixes, weights = megatron.blend(words_of("megatron-file"))
     config = megatron.config.BlendedMegatronDatasetConfig(
         random_seed=0, sequence_length=8, blend=(prefixes, weights), split="1,0,0"
@@ -216,7 +216,7 @@ def test_megatron_draws_the_learned_shares(megatron: Any) -> None:
     assert np.abs(counts - DRAWN * np.asarray(list(POSITIVE.values()))).max() <= 1
 
 
-def test_bridge_holds_the_same_blend() -> None:
+def test_bridge_holds_the_same_blend():
     cfg = types.SimpleNamespace(dataset=types.SimpleNamespace())
     text = export(WEIGHTS, to="megatron-bridge", paths=PREFIXES).text
     exec(compile(text, "<exported>", "exec"), {"cfg": cfg})
@@ -236,7 +236,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return paths
 
 
-def test_mosaic_draws_the_learned_shares_unrounded(shards: dict[str, str]) -> None:
+def test_mosaic_draws_the_learned_shares_unrounded(shards):
     learned = {"book": 0.276, "code": 0.375, "web": 0.349}
     text = export(
         learned,
@@ -262,9 +262,7 @@ def arrays(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: str(folder / f"{name}.npy") for name in POSITIVE}
 
 
-def test_olmo_selects_the_tokens_of_the_learned_shares(
-    arrays: dict[str, str], tmp_path: Path
-) -> None:
+def test_olmo_selects_the_tokens_of_the_learned_shares(arrays, tmp_path):
     mixture = installed("olmo_core.data.source_mixture")
     data = installed("olmo_core.data")
     text = export(WEIGHTS, to="olmo-core", paths=arrays).text
@@ -285,7 +283,7 @@ def test_olmo_selects_the_tokens_of_the_learned_shares(
         assert selected[name] == pytest.approx(8000 * weight, abs=8)
 
 
-def test_levanter_deals_the_learned_shares_of_a_block() -> None:
+def test_levanter_deals_the_learned_shares_of_a_block():
     mixture = installed("levanter.data.mixture").MixtureDataset
     datasets = installed("levanter.data")
     data = yaml.safe_load(export(WEIGHTS, to="levanter").text)["data"]

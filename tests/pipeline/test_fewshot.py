@@ -76,7 +76,7 @@ def result(ask: Ask) -> dict[str, Any]:
     return few_shot(ask())
 
 
-def test_every_task_of_the_paper_is_scored(result: dict[str, Any], run: Path) -> None:
+def test_every_task_of_the_paper_is_scored(result, run):
     assert tuple(result["tasks"]) == PAPER_TASKS
     for name, scores in result["tasks"].items():
         assert scores["documents"] == 6
@@ -101,7 +101,7 @@ def test_every_task_of_the_paper_is_scored(result: dict[str, Any], run: Path) ->
     assert result["average"]["acc_stderr"] == pytest.approx(math.sqrt(variance))
 
 
-def test_the_table_puts_chance_beside_every_accuracy(result: dict[str, Any]) -> None:
+def test_the_table_puts_chance_beside_every_accuracy(result):
     head, _, *rows = table(result).splitlines()
     assert head.split() == [
         *("task", "acc", "acc_norm", "chance", "shots", "documents", "cut", "prompts")
@@ -114,9 +114,7 @@ def test_the_table_puts_chance_beside_every_accuracy(result: dict[str, Any]) -> 
     assert rows[3].split() == ["piqa", *" ".join(cells).split(), "0.500", "2", "6", "0%"]
 
 
-def test_accuracies_are_those_of_the_bare_model(
-    ask: Ask, run: Path, task_data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_accuracies_are_those_of_the_bare_model(ask, run, task_data, monkeypatch):
     """PIQA, its prompts and both its metrics written out, in float64."""
     seen = record_scores(monkeypatch)
     result = few_shot(ask(tasks=("piqa",)))["tasks"]["piqa"]
@@ -173,16 +171,14 @@ def log_likelihood(model: Any, tokenizer: Any, prompt: str, answer: str) -> floa
     return sum(float(log_p[i - 1, tokens[i]]) for i in range(start, len(tokens)))
 
 
-def test_asking_again_gives_the_same_and_the_batch_does_not_matter(
-    ask: Ask, result: dict[str, Any]
-) -> None:
+def test_asking_again_gives_the_same_and_the_batch_does_not_matter(ask, result):
     assert few_shot(replace(ask(), batch_size=3)) == result
     alone = few_shot(ask(tasks=("wic",)))
     # A task's shots do not depend on which tasks were run before it.
     assert alone["tasks"]["wic"] == result["tasks"]["wic"]
 
 
-def test_the_first_documents_only(ask: Ask) -> None:
+def test_the_first_documents_only(ask):
     result = few_shot(ask(tasks=("copa,wic",), task_limit=1, shots=0))
     scores = result["tasks"]["copa"]
     assert (scores["documents"], scores["requests"], scores["acc_stderr"]) == (1, 2, None)
@@ -190,9 +186,7 @@ def test_the_first_documents_only(ask: Ask) -> None:
     assert "±" not in table(result)
 
 
-def test_cut_prompts_are_counted_and_said(
-    ask: Ask, make_run: Callable[[int], Path], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_cut_prompts_are_counted_and_said(ask, make_run, caplog):
     asked = ask(tasks=("copa",), shots=5)
     whole, cut = few_shot(asked), few_shot(replace(asked, run=make_run(64)))
     tokens = cut["tasks"]["copa"]
@@ -205,9 +199,7 @@ def test_cut_prompts_are_counted_and_said(
     assert not caplog.records
 
 
-def test_of_an_answer_longer_than_the_model_the_end_is_scored(
-    ask: Ask, make_run: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_an_answer_longer_than_the_model_the_end_is_scored(ask, make_run, monkeypatch):
     seen = record_scores(monkeypatch)
     run = make_run(8)
     result = few_shot(replace(ask(tasks=("copa", "piqa")), run=run))
@@ -229,28 +221,26 @@ def test_of_an_answer_longer_than_the_model_the_end_is_scored(
     assert "the end was scored" in table(result)
 
 
-def test_names_between_commas_or_spaces() -> None:
+def test_names_between_commas_or_spaces():
     assert task_names(("copa,sciq",)) == task_names(("copa", "sciq")) == ("copa", "sciq")
     assert task_names(("copa, sciq,", "copa", "wic")) == ("copa", "sciq", "wic")
 
 
-def test_a_task_without_choices_is_refused(ask: Ask, tmp_path: Path) -> None:
+def test_a_task_without_choices_is_refused(ask, tmp_path):
     for split in ("train", "validation"):
         write_jsonl(tmp_path / "lambada_openai" / f"{split}.jsonl", ["one two"] * 3)
     with pytest.raises(ValueError, match="lambada_openai is loglikelihood"):
         few_shot(ask(tasks=("lambada_openai",), task_data=tmp_path))
 
 
-def test_without_local_data_the_hub_is_asked(
-    ask: Ask, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_local_data_the_hub_is_asked(ask, monkeypatch, tmp_path):
     """Tests run without network: the way out is named."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
     with pytest.raises(RuntimeError, match=r"copa cannot be had from the Hub .*--task-data DIR"):
         few_shot(ask(tasks=("copa",), task_data=None))
 
 
-def test_the_hub_is_asked_for_what_lm_eval_names(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_is_asked_for_what_lm_eval_names(ask, monkeypatch):
     """The data set's own splits, sciq's test split among them."""
     asked = []
 
@@ -271,9 +261,7 @@ def test_the_hub_is_asked_for_what_lm_eval_names(ask: Ask, monkeypatch: pytest.M
     assert result["tasks"]["sciq"]["split"] == "test"
 
 
-def test_the_verb_measures_both_or_one(
-    trained_base: Path, task_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_verb_measures_both_or_one(trained_base, task_data, tmp_path, capsys):
     out = shutil.copytree(trained_base, tmp_path / "base")
     words = ["evaluate", str(out), "--device", "cpu", "--task-data", str(task_data)]
     assert cli.main([*words, "--tasks", "copa,wic", "--task-limit", "2"]) == 0

@@ -2,8 +2,7 @@
 
 import math
 import shutil
-from collections.abc import Callable, Collection
-from pathlib import Path
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -13,15 +12,13 @@ from safetensors.torch import load_file, save_file
 from doge_fast import cli
 from doge_fast.integrations.transformers import DoGETrainer
 from doge_fast.pipeline import records
-from doge_fast.pipeline.config import EvaluateConfig, ProxyConfig, ReportConfig
+from doge_fast.pipeline.config import EvaluateConfig, ReportConfig
 from doge_fast.pipeline.evaluation import evaluate
 from doge_fast.pipeline.health import Diverged, LostSteps
 from doge_fast.pipeline.proxy import ProxyTrainer, learn_weights
 from doge_fast.pipeline.report import write_report
 from doge_fast.pipeline.reporting.study import remarks_on
 from tests.pipeline.written_runs import write_proxy
-
-Make = Callable[..., ProxyConfig]
 
 
 def poison(patch: pytest.MonkeyPatch, domain: str, steps: Collection[int]) -> None:
@@ -53,13 +50,8 @@ def poison(patch: pytest.MonkeyPatch, domain: str, steps: Collection[int]) -> No
     ids=["in a row", "at the end", "on the way"],
 )
 def test_a_learning_rate_that_no_model_survives_leaves_records_and_no_result(
-    stage: Callable[..., Any],
-    name: str,
-    max_skipped_steps: int,
-    eval_every: int | None,
-    last_step: int,
-    why: str,
-) -> None:
+    stage, name, max_skipped_steps, eval_every, last_step, why
+):
     call, make = stage(name)
     patience = {"max_skipped_steps": max_skipped_steps, "eval_every": eval_every}
     config = make(log_every=1, learning_rate=1e20, min_learning_rate=0.0, **patience)
@@ -78,9 +70,7 @@ def test_a_learning_rate_that_no_model_survives_leaves_records_and_no_result(
     assert not records.is_finished(config.out)
 
 
-def test_the_domain_is_named_and_a_second_try_ends_alike(
-    proxy: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_domain_is_named_and_a_second_try_ends_alike(proxy, monkeypatch):
     poison(monkeypatch, "table", range(6, 100))
     config = proxy(mode="sequential", steps=40, save_every=2, max_skipped_steps=5)
     expected = "up to step 10, 5 steps in a row were lost, .* the gradient of table is not finite"
@@ -102,13 +92,7 @@ def test_the_domain_is_named_and_a_second_try_ends_alike(
     ("lost", "steps", "is_lost"),
     [((3, 6), 10, True), ((3, 6), 20, False)],
 )
-def test_a_tenth_of_the_steps_may_be_lost(
-    proxy: Make,
-    monkeypatch: pytest.MonkeyPatch,
-    lost: tuple[int, ...],
-    steps: int,
-    is_lost: bool,
-) -> None:
+def test_a_tenth_of_the_steps_may_be_lost(proxy, monkeypatch, lost, steps, is_lost):
     poison(monkeypatch, "verse", lost)
     config = proxy(mode="sequential", steps=steps)
     if is_lost:
@@ -121,7 +105,7 @@ def test_a_tenth_of_the_steps_may_be_lost(
     assert skipped == list(lost)
 
 
-def test_steps_are_counted_on_the_device_and_looked_at_now_and_then() -> None:
+def test_steps_are_counted_on_the_device_and_looked_at_now_and_then():
     lost = LostSteps(3, torch.device("cpu"))
     told = [True, True, False, True, True, True, False]
     found = []
@@ -137,9 +121,7 @@ def test_steps_are_counted_on_the_device_and_looked_at_now_and_then() -> None:
 # What a model predicts.
 
 
-def test_a_perplexity_that_is_not_finite_is_no_result(
-    trained_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_perplexity_that_is_not_finite_is_no_result(trained_base, tmp_path, capsys):
     run = shutil.copytree(trained_base, tmp_path / "run")
     weights = run / "model" / "model.safetensors"
     scaled = {name: value * 1e4 for name, value in load_file(weights).items()}
@@ -157,14 +139,14 @@ def test_a_perplexity_that_is_not_finite_is_no_result(
 # Weights that mean little.
 
 
-def test_collapse_is_told_by_the_verb_alone(proxy: Make, recwarn: Any) -> None:
+def test_collapse_is_told_by_the_verb_alone(proxy, recwarn):
     run = learn_weights(proxy(mu=1e-6)).path
     assert "collapsed onto" in " ".join(" ".join(remarks_on(run)).split())
     # The wrapper's own warning is for loops of one's own.
     assert not [each for each in recwarn if "domain weights have collapsed" in str(each.message)]
 
 
-def test_a_report_does_not_believe_a_run_that_diverged(tmp_path: Path) -> None:
+def test_a_report_does_not_believe_a_run_that_diverged(tmp_path):
     run = write_proxy(tmp_path / "run", steps=20, skipped=range(5, 21), is_finished=False)
     told = " ".join(" ".join(remarks_on(run)).split())
     assert "16 of 20 logged steps were skipped for a gradient" in told

@@ -138,7 +138,7 @@ def bench(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("bench", CALLS, indirect=True)
-def test_a_kill_at_some_changes_of_files_costs_no_bit(bench: Bench) -> None:
+def test_a_kill_at_some_changes_of_files_costs_no_bit(bench):
     assert bench.num_changes is not None
     drawn = random.Random(0).sample(range(bench.num_changes), min(SAMPLE, bench.num_changes))
     assert all(bench.check(number) for number in drawn)
@@ -147,6 +147,6 @@ def test_a_kill_at_some_changes_of_files_costs_no_bit(bench: Bench) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("bench", CALLS, indirect=True)
-def test_a_kill_at_any_change_of_a_file_costs_no_bit(bench: Bench) -> None:
+def test_a_kill_at_any_change_of_a_file_costs_no_bit(bench):
     assert bench.num_changes is not None
     assert all(bench.check(number) for number in range(bench.num_changes))

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from doge_fast.flat_buffer import FlatBuffer
 from doge_fast.pipeline import domains, failures, memory
 from doge_fast.pipeline import model as models
 from doge_fast.pipeline.base import train_base
-from doge_fast.pipeline.config import BaseConfig, ProxyConfig
+from doge_fast.pipeline.config import BaseConfig
 from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.rehearsal import rehearse
 
@@ -26,12 +25,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize("run", [learn_weights, rehearse])
-def test_a_run_that_cannot_fit_is_refused_before_its_model_is_made(
-    proxy: Callable[..., ProxyConfig],
-    free: Callable[[int], None],
-    monkeypatch: pytest.MonkeyPatch,
-    run: Callable[[ProxyConfig], object],
-) -> None:
+def test_a_run_that_cannot_fit_is_refused_before_its_model_is_made(proxy, free, monkeypatch, run):
     free(1000)
     monkeypatch.setattr(models, "_with_loss", None)
     config = proxy()
@@ -42,9 +36,7 @@ def test_a_run_that_cannot_fit_is_refused_before_its_model_is_made(
     assert not config.out.exists()
 
 
-def test_stored_gradients_count_too(
-    proxy: Callable[..., ProxyConfig], free: Callable[[int], None]
-) -> None:
+def test_stored_gradients_count_too(proxy, free):
     """The model fits, and its rows do not."""
     config = proxy(target=("universal",))
     plan = rehearse(config).split()
@@ -63,9 +55,7 @@ def test_stored_gradients_count_too(
 
 
 @pytest.mark.parametrize("stage", ["proxy", "base"])
-def test_a_step_that_cannot_fit_is_refused_before_the_corpus_is_read(
-    proxy: Callable[..., ProxyConfig], stage: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_cannot_fit_is_refused_before_the_corpus_is_read(proxy, stage, monkeypatch):
     monkeypatch.setattr(domains, "load_corpus", None)
     config = proxy()
     number = 10**12
@@ -83,7 +73,7 @@ def test_a_step_that_cannot_fit_is_refused_before_the_corpus_is_read(
     assert not config.out.exists()
 
 
-def test_processes_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_of_a_machine_share_its_memory(monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda _: 100)
     parts = {"parameters": 60}
     memory.refuse_what_cannot_fit(parts, CPU, advice="")
@@ -94,7 +84,7 @@ def test_processes_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch
     memory.refuse_what_cannot_fit(parts, CPU, advice="")
 
 
-def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_containers_limit_counts(tmp_path, monkeypatch):
     (tmp_path / "max").write_text("12345\n")
     (tmp_path / "none").write_text("max\n")
     monkeypatch.setattr(memory, "_LIMITS", (str(tmp_path / "none"), str(tmp_path / "absent")))
@@ -106,7 +96,7 @@ def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert memory.free_bytes(torch.device("meta")) is None
 
 
-def test_an_allocation_that_fails_says_what_needs_less() -> None:
+def test_an_allocation_that_fails_says_what_needs_less():
     buffer = FlatBuffer(10**12)
     weight = torch.nn.Parameter(torch.zeros(10**5))
     with pytest.raises(RuntimeError, match="memory") as error:

@@ -14,7 +14,6 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     LlamaForCausalLM,
-    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     set_seed,
@@ -42,7 +41,7 @@ def built(
 
 
 @pytest.mark.parametrize("name", ["82M", "684M"])
-def test_a_size_of_the_paper_has_the_parameters_of_its_name(name: str) -> None:
+def test_a_size_of_the_paper_has_the_parameters_of_its_name(name):
     with torch.device("meta"):
         model = built(name, PAPER_VOCAB, block_size=512)
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
@@ -51,7 +50,7 @@ def test_a_size_of_the_paper_has_the_parameters_of_its_name(name: str) -> None:
     assert millions == pytest.approx(float(name.removesuffix("M")), rel=0.01)
 
 
-def test_there_is_no_dropout_and_one_embedding() -> None:
+def test_there_is_no_dropout_and_one_embedding():
     model = built(ModelConfig().model).train()
     tokens_BL = torch.arange(32).view(2, 16)
     assert torch.equal(model(tokens_BL).logits, model(tokens_BL).logits)
@@ -74,13 +73,13 @@ def llama(tmp_path: Path) -> Path:
     return tmp_path / "llama"
 
 
-def test_any_causal_model_starts_afresh_with_the_corpus_tokenizer(llama: Path) -> None:
+def test_any_causal_model_starts_afresh_with_the_corpus_tokenizer(llama):
     model = built(llama)
     assert isinstance(model, LlamaForCausalLM)
     assert model.config.vocab_size == 128
 
 
-def test_pretraining_continues_from_the_saved_weights_in_float32(llama: Path) -> None:
+def test_pretraining_continues_from_the_saved_weights_in_float32(llama):
     model = built(llama, 192, pretrained=True)
     saved = LlamaForCausalLM.from_pretrained(llama, dtype=torch.float32)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
@@ -105,7 +104,7 @@ def folder_of(tmp_path: Path, **changes: object) -> str:
     return str(tmp_path)
 
 
-def test_a_fresh_model_is_in_float32_whatever_its_config_says(tmp_path: Path) -> None:
+def test_a_fresh_model_is_in_float32_whatever_its_config_says(tmp_path):
     for key in ("torch_dtype", "dtype"):
         name = folder_of(tmp_path / key, **{key: "bfloat16"})
         model = built(name)
@@ -127,19 +126,17 @@ def test_a_fresh_model_is_in_float32_whatever_its_config_says(tmp_path: Path) ->
         ({"num_hidden_layers": 1.5}, "num_hidden_layers.* expected int, got float"),
     ],
 )
-def test_what_cannot_be_built_is_refused_before_a_corpus_is_packed(
-    tmp_path: Path, told: dict[str, object], word: str
-) -> None:
+def test_what_cannot_be_built_is_refused_before_a_corpus_is_packed(tmp_path, told, word):
     with pytest.raises(ValueError, match=word):
         check_model(ModelConfig(model=folder_of(tmp_path, **told)), block_size=16)
 
 
-def test_a_pretrained_model_without_weights_is_refused_likewise(tmp_path: Path) -> None:
+def test_a_pretrained_model_without_weights_is_refused_likewise(tmp_path):
     with pytest.raises(ValueError, match="a folder with weights"):
         check_model(ModelConfig(model=folder_of(tmp_path), pretrained=True), block_size=16)
 
 
-def test_a_token_of_a_foreign_config_is_not_taken_for_padding(tmp_path: Path) -> None:
+def test_a_token_of_a_foreign_config_is_not_taken_for_padding(tmp_path):
     """Its embedding would never learn; a number past the vocabulary would not be a model."""
     for pad in (0, 5_000):
         name = folder_of(tmp_path, pad_token_id=pad, eos_token_id=4_000, bos_token_id=7_000)
@@ -153,13 +150,13 @@ def test_a_token_of_a_foreign_config_is_not_taken_for_padding(tmp_path: Path) ->
         assert (grads_VD[:15] != 0).any(dim=1).all()
 
 
-def test_what_a_foreign_config_returns_is_not_asked(tmp_path: Path) -> None:
+def test_what_a_foreign_config_returns_is_not_asked(tmp_path):
     name = folder_of(tmp_path, return_dict=False, output_hidden_states=True)
     model = built(name)
     assert model(torch.arange(16).view(1, 16)).hidden_states is None
 
 
-def test_the_text_part_of_a_config_is_taken(tmp_path: Path) -> None:
+def test_the_text_part_of_a_config_is_taken(tmp_path):
     text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 16}
     text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 300}
     folder_of(tmp_path)
@@ -171,7 +168,7 @@ def test_the_text_part_of_a_config_is_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_layers", [3, 65])
-def test_parameters_are_counted_before_there_are_any(tmp_path: Path, num_layers: int) -> None:
+def test_parameters_are_counted_before_there_are_any(tmp_path, num_layers):
     class Refused(Exception):
         pass
 
@@ -193,7 +190,7 @@ BERT = BertConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num
 
 
 @pytest.mark.parametrize("pretrained", [False, True], ids=["fresh", "pretrained"])
-def test_a_model_that_looks_ahead_is_refused(tmp_path: Path, pretrained: bool) -> None:
+def test_a_model_that_looks_ahead_is_refused(tmp_path, pretrained):
     BERT.save_pretrained(tmp_path)
     if pretrained:
         AutoModelForCausalLM.from_config(BERT).save_pretrained(tmp_path)
@@ -211,9 +208,7 @@ def test_a_model_that_looks_ahead_is_refused(tmp_path: Path, pretrained: bool) -
     ids=lambda architecture: str(architecture.model_type),
 )
 @pytest.mark.parametrize("block_size", [2, 16])
-def test_a_model_that_does_not_is_left_as_it_was_drawn(
-    tmp_path: Path, architecture: PretrainedConfig, block_size: int
-) -> None:
+def test_a_model_that_does_not_is_left_as_it_was_drawn(tmp_path, architecture, block_size):
     architecture.save_pretrained(tmp_path)
     set_seed(0)
     model = built(tmp_path, block_size=block_size)
@@ -225,6 +220,6 @@ def test_a_model_that_does_not_is_left_as_it_was_drawn(
     assert model.config.use_cache
 
 
-def test_pretrained_weights_know_every_token_of_the_corpus(llama: Path) -> None:
+def test_pretrained_weights_know_every_token_of_the_corpus(llama):
     with pytest.raises(ValueError, match="knows 192 tokens and the corpus's tokenizer has 500"):
         built(llama, 500, pretrained=True)

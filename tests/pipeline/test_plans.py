@@ -3,7 +3,7 @@
 import json
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -27,7 +27,6 @@ from doge_fast.pipeline.experiments.runner import run_experiment
 from doge_fast.pipeline.sources import find_parts
 from doge_fast.weights.weights_file import plain, write_json
 
-Make = Callable[..., ExperimentConfig]
 SLIMPAJAMA = ("arxiv", "book", "c4", "commoncrawl", "github", "stackexchange", "wikipedia")
 
 
@@ -37,7 +36,7 @@ def planned(config: ExperimentConfig, names: Sequence[str] | None = None) -> Pla
 
 
 @pytest.mark.parametrize("off", [0.0, None])
-def test_the_clip_can_be_switched_off(off: float | None) -> None:
+def test_the_clip_can_be_switched_off(off):
     config = preset_of("scales", data="x")
     for asked, clip in (
         (config, 1.0),
@@ -47,9 +46,7 @@ def test_the_clip_can_be_switched_off(off: float | None) -> None:
         assert {proxy.domain_max_grad_norm for proxy in proxies} == {clip}  # type: ignore[union-attr]
 
 
-def test_the_plan_is_commands_in_an_order_that_can_be_run(
-    experiment: Make, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_plan_is_commands_in_an_order_that_can_be_run(experiment, capsys):
     config = experiment("ood", targets=("verse",))
     words = ["experiment", "ood", "--preset", "smoke", "--data", config.corpus.data]
     words += ["--out", str(config.out), "--seeds", "0", "--targets", "verse"]
@@ -69,9 +66,7 @@ def test_the_plan_is_commands_in_an_order_that_can_be_run(
     assert not config.out.exists()
 
 
-def test_commands_of_a_file_that_asks_for_the_plan_run(
-    experiment: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_of_a_file_that_asks_for_the_plan_run(experiment, tmp_path, capsys):
     config = experiment("scales", plan=True)
     file = tmp_path / "plan.json"
     write_json(file, config)
@@ -83,7 +78,7 @@ def test_commands_of_a_file_that_asks_for_the_plan_run(
         run_experiment(replace(config, only=("proxy-tiny-seed0",)))
 
 
-def test_runs_made_one_by_one_make_the_experiment(experiment: Make) -> None:
+def test_runs_made_one_by_one_make_the_experiment(experiment):
     config = experiment("proxy_vs_base")
     assert config.out is not None
     with pytest.raises(ValueError, match="reads proxy-doge-seed0"):
@@ -100,9 +95,7 @@ def test_runs_made_one_by_one_make_the_experiment(experiment: Make) -> None:
     assert {file: file.stat().st_mtime_ns for file in models} == models
 
 
-def test_a_run_that_fails_is_named_and_the_others_are_made(
-    experiment: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_fails_is_named_and_the_others_are_made(experiment, monkeypatch):
     config = experiment("proxy_vs_base")
     train = Job.train
 
@@ -129,7 +122,7 @@ def test_a_run_that_fails_is_named_and_the_others_are_made(
 # The paper's own size, of which only the plan can be looked at here.
 
 
-def test_the_papers_universal_experiment() -> None:
+def test_the_papers_universal_experiment():
     plan = planned(preset_of("universal", "paper"))
     by_stage: dict[type, list[Any]] = {}
     for job in plan.jobs:
@@ -150,7 +143,7 @@ def test_the_papers_universal_experiment() -> None:
     assert proxy.corpus.domain_column == "meta.redpajama_set_name"
 
 
-def test_a_target_is_never_trained_on_but_by_the_oracle_and_afterwards() -> None:
+def test_a_target_is_never_trained_on_but_by_the_oracle_and_afterwards():
     config = replace(preset_of("ood", "paper"), targets=("RedPajamaGithub",))
     for job in planned(config).jobs:
         name, stage = job.config.out.name, job.config
@@ -161,7 +154,7 @@ def test_a_target_is_never_trained_on_but_by_the_oracle_and_afterwards() -> None
 
 @pytest.mark.parametrize("preset", ["small", "paper"])
 @pytest.mark.parametrize("name", get_args(Experiment))
-def test_runs_come_after_what_they_read(name: Any, preset: Any) -> None:
+def test_runs_come_after_what_they_read(name, preset):
     names = None
     config = preset_of(name, preset)
     if preset == "small":
@@ -180,7 +173,7 @@ def test_runs_come_after_what_they_read(name: Any, preset: Any) -> None:
     assert seen
 
 
-def test_the_papers_languages() -> None:
+def test_the_papers_languages():
     plan = planned(preset_of("wiki40b", "paper"))
     corpora = [job.config.corpus for job in plan.jobs if isinstance(job.config, ProxyConfig)]
     assert {corpus.domains for corpus in corpora} == {("en", "de", "fr", "es", "ru")}
@@ -189,7 +182,7 @@ def test_the_papers_languages() -> None:
     assert len(corpora) == 4
 
 
-def test_a_preset_makes_way_for_another_corpus() -> None:
+def test_a_preset_makes_way_for_another_corpus():
     paper = preset_of("ood", "paper")
     assert len(paper.corpus.domains) == 7
     assert paper.seeds == (0, 1)

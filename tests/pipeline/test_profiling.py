@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ def quick(**changes: Any) -> ProfileConfig:
 
 
 @pytest.mark.parametrize("mode", ["sequential", "stacked"])
-def test_phases_make_up_the_step(mode: str) -> None:
+def test_phases_make_up_the_step(mode):
     measured = profile(quick(mode=mode, targets=1))
     phases = {phase.name: phase for phase in measured.phases}
     assert tuple(phases) == (*PHASES, "other")
@@ -41,7 +40,7 @@ def test_phases_make_up_the_step(mode: str) -> None:
     assert measured.overhead_low <= measured.overhead <= measured.overhead_high
 
 
-def test_bytes_are_those_of_the_definition() -> None:
+def test_bytes_are_those_of_the_definition():
     measured = profile(quick(domains=3))
     parameters = 4 * measured.num_parameters
     least = {phase.name: phase.num_bytes for phase in measured.phases}
@@ -55,7 +54,7 @@ def test_bytes_are_those_of_the_definition() -> None:
     assert least["inner_step"] == 7 * parameters
 
 
-def test_other_precisions_and_models(tmp_path: Path) -> None:
+def test_other_precisions_and_models(tmp_path):
     measured = profile(quick(dtype="bfloat16", buffer_dtype="bfloat16"))
     gram = next(phase for phase in measured.phases if phase.name == "gram")
     assert gram.num_bytes == 2 * 2 * measured.num_parameters + 8 * 4
@@ -75,9 +74,7 @@ def test_other_precisions_and_models(tmp_path: Path) -> None:
         assert measured.num_parameters == 16 * (2 * 64 + 4 * 16 + 3 * 32 + 3)
 
 
-def test_the_verb_prints_a_table_and_writes_its_files(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_verb_prints_a_table_and_writes_its_files(tmp_path, capsys):
     record = tmp_path / "deep" / "p.json"
     words = "profile --model tiny --vocab-size 256 --domains 2 --sequences 1 --sequence-length 8"
     words += f" --steps 2 --device cpu --json {record}"
@@ -95,7 +92,7 @@ def test_the_verb_prints_a_table_and_writes_its_files(
     assert set(written["versions"]) >= {"doge-fast", "torch", "python"}
 
 
-def test_the_table_says_what_was_measured() -> None:
+def test_the_table_says_what_was_measured():
     measured = profile(QUICK)
     phases = tuple(dataclasses.replace(phase, fraction=0.5) for phase in measured.phases)
     told = table(dataclasses.replace(measured, phases=phases))

@@ -2,7 +2,6 @@
 
 import math
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from transformers.utils import logging
 
 from doge_fast import cli
 from doge_fast.pipeline import records
-from doge_fast.pipeline.config import EvaluateConfig, ProxyConfig
+from doge_fast.pipeline.config import EvaluateConfig
 from doge_fast.pipeline.evaluation import evaluate
 from doge_fast.pipeline.model import open_model
 from doge_fast.pipeline.proxy import ProxyTrainer, learn_weights
@@ -22,10 +21,8 @@ from tests.pipeline.corpora import texts, write_jsonl
 from tests.pipeline.stages import NAMES, assert_same_run, lines_of, words_of
 from tests.pipeline.workshop import Damage
 
-Make = Callable[..., ProxyConfig]
 
-
-def test_a_lopsided_corpus_is_remembered_by_the_run(proxy: Make, tmp_path: Path) -> None:
+def test_a_lopsided_corpus_is_remembered_by_the_run(proxy, tmp_path):
     folder = tmp_path / "data"
     for name in "ab":
         write_jsonl(folder / f"{name}.jsonl", texts(name))
@@ -37,18 +34,14 @@ def test_a_lopsided_corpus_is_remembered_by_the_run(proxy: Make, tmp_path: Path)
     assert open_runs([run])[0].record.warnings == (warning,)
 
 
-def test_the_command_line_shows_no_bars_but_ours(
-    proxy: Make, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_line_shows_no_bars_but_ours(proxy, capfd):
     logging.enable_progress_bar()
     assert cli.main(["proxy", *words_of(proxy())]) == 0
     assert "|" not in capfd.readouterr().err
     assert not logging.is_progress_bar_enabled()
 
 
-def test_in_python_transformers_has_its_bars_back_after_a_run(
-    proxy: Make, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_in_python_transformers_has_its_bars_back_after_a_run(proxy, capfd):
     logging.enable_progress_bar()
     open_model(learn_weights(proxy()).path / records.MODEL)
     assert "|" not in capfd.readouterr().err
@@ -60,7 +53,7 @@ def difficulties_of(run: Path) -> list[float]:
     return [value for line in lines for value in line["difficulty"].values()]
 
 
-def test_a_run_leaves_weights_records_and_a_model(trained_proxy: Path) -> None:
+def test_a_run_leaves_weights_records_and_a_model(trained_proxy):
     held = sorted(entry.name for entry in trained_proxy.iterdir())
     assert held == ["config.json", "metrics.jsonl", "model", "weights.json"]
     record = records.read_weights(trained_proxy, domains=NAMES)
@@ -86,7 +79,7 @@ def test_a_run_leaves_weights_records_and_a_model(trained_proxy: Path) -> None:
     assert not [file for file in trained_proxy.rglob("*") if file.suffix in (".pt", ".bin", ".pth")]
 
 
-def test_lines_hold_the_weights_raw_and_averaged_from_step_zero(proxy: Make) -> None:
+def test_lines_hold_the_weights_raw_and_averaged_from_step_zero(proxy):
     run = learn_weights(proxy(domain_max_grad_norm=None))
     assert max(difficulties_of(run.path)) > 1
     lines = run.metrics("train")
@@ -112,7 +105,7 @@ def test_lines_hold_the_weights_raw_and_averaged_from_step_zero(proxy: Make) -> 
     assert set(held_out["loss"]) == set(NAMES)
 
 
-def test_one_pass_for_all_domains_leaves_the_same_weights(proxy: Make) -> None:
+def test_one_pass_for_all_domains_leaves_the_same_weights(proxy):
     """To float32's rounding over 8 steps of AdamW; auto is one of the two, to the bit."""
     modes = ("sequential", "stacked", "auto")
     weights = {mode: learn_weights(proxy(mode, mode=mode)).weights for mode in modes}
@@ -120,14 +113,14 @@ def test_one_pass_for_all_domains_leaves_the_same_weights(proxy: Make) -> None:
     assert weights["stacked"] == pytest.approx(weights["sequential"], rel=1e-5)
 
 
-def test_the_seed_gives_the_run(proxy: Make) -> None:
+def test_the_seed_gives_the_run(proxy):
     configs = [proxy("one"), proxy("two"), proxy("other", seed=1)]
     one, two, other = (learn_weights(config).path for config in configs)
     assert_same_run(one, two)
     assert lines_of(one) != lines_of(other)
 
 
-def test_a_held_out_domain_is_measured_and_not_trained_on(proxy: Make) -> None:
+def test_a_held_out_domain_is_measured_and_not_trained_on(proxy):
     run = learn_weights(proxy(target=("verse",)))
     record = records.read_weights(run.path, domains=["code", "prose", "table"])
     assert record["target"] == {"verse": 1.0}
@@ -142,7 +135,7 @@ def test_a_held_out_domain_is_measured_and_not_trained_on(proxy: Make) -> None:
     assert list(records.read_config(run.path)["corpus"]["targets"]) == ["verse"]
 
 
-def test_weighted_targets_and_chosen_domains(proxy: Make) -> None:
+def test_weighted_targets_and_chosen_domains(proxy):
     config = proxy(steps=2, target=("verse=0.5", "table=2", "mix"), domains=("prose", "code"))
     record = records.read_weights(learn_weights(config).path)
     assert [entry["name"] for entry in record["domains"]] == ["prose", "code"]
@@ -151,7 +144,7 @@ def test_weighted_targets_and_chosen_domains(proxy: Make) -> None:
     assert record["mu"] == pytest.approx(45 * config.training.learning_rate, rel=1e-12)
 
 
-def test_mix_is_measured_on_blocks_that_nobody_trains_on(proxy: Make, trained_proxy: Path) -> None:
+def test_mix_is_measured_on_blocks_that_nobody_trains_on(proxy, trained_proxy):
     run = learn_weights(proxy(target=("mix",)))
     line = run.metrics("train")[-1]
     assert line["rows"] == [*NAMES, "mix"]
@@ -170,7 +163,7 @@ def test_mix_is_measured_on_blocks_that_nobody_trains_on(proxy: Make, trained_pr
     assert lengths[0] == lengths[1]
 
 
-def test_selected_parameters_alone_enter_the_gain(proxy: Make, tmp_path: Path) -> None:
+def test_selected_parameters_alone_enter_the_gain(proxy, tmp_path):
     selection = tmp_path / "selection.json"
     selection.write_text('["transformer.h.0.mlp.c_fc.weight"]')
     runs = [learn_weights(proxy("some", selection=selection)), learn_weights(proxy("all"))]
@@ -181,8 +174,8 @@ def test_selected_parameters_alone_enter_the_gain(proxy: Make, tmp_path: Path) -
 @pytest.mark.parametrize("step", [4, 8])
 @pytest.mark.parametrize("damage", ["delete", "empty", "half", "line 1 ["])
 def test_a_training_is_not_lost_with_the_lines_about_it(
-    proxy: Make, trained_proxy: Path, monkeypatch: pytest.MonkeyPatch, damage: str, step: int
-) -> None:
+    proxy, trained_proxy, monkeypatch, damage, step
+):
     config = proxy()
     line = ProxyTrainer.line
 
@@ -197,9 +190,7 @@ def test_a_training_is_not_lost_with_the_lines_about_it(
     assert records.is_finished(config.out)
 
 
-def test_a_complete_run_is_left_as_it_is(
-    proxy: Make, trained_proxy: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_complete_run_is_left_as_it_is(proxy, trained_proxy, caplog):
     config = proxy()
     shutil.copytree(trained_proxy, config.out)
     before = {file: file.stat().st_mtime_ns for file in config.out.rglob("*")}
@@ -209,9 +200,7 @@ def test_a_complete_run_is_left_as_it_is(
     assert {file: file.stat().st_mtime_ns for file in config.out.rglob("*")} == before
 
 
-def test_a_run_resumes_at_the_default_that_it_began_with(
-    proxy: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_resumes_at_the_default_that_it_began_with(proxy, monkeypatch):
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 

@@ -2,9 +2,8 @@
 
 import dataclasses
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 import pytest
 
@@ -19,7 +18,7 @@ FREE = {
 }
 
 
-def test_every_number_of_every_verb_has_a_range() -> None:
+def test_every_number_of_every_verb_has_a_range():
     free = set()
     for name, config in vars(configs).items():
         if not name.endswith("Config") or not dataclasses.is_dataclass(config):
@@ -48,13 +47,11 @@ def test_every_number_of_every_verb_has_a_range() -> None:
         ({"cache_dir": "cache"}, "cache_dir must be a pathlib.Path; got 'cache'."),
     ],
 )
-def test_what_is_out_of_its_range_is_named(
-    proxy: Callable[..., ProxyConfig], changes: dict[str, Any], message: str
-) -> None:
+def test_what_is_out_of_its_range_is_named(proxy, changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         check(proxy(**changes))
 
 
-def test_defaults_lie_in_their_ranges() -> None:
+def test_defaults_lie_in_their_ranges():
     check(ProxyConfig(out=Path("never")))
     check(BaseConfig(out=Path("never")))

@@ -46,7 +46,7 @@ def words_of(text: str, file: object = "") -> list[str]:
     return [word.encode().decode("unicode_escape") if "\\" in word else word for word in words]
 
 
-def test_every_verb_has_a_line() -> None:
+def test_every_verb_has_a_line():
     found = [" ".join(words_of(words)) for words, *_ in rows("command_lines.txt")]
     for verb in cli.VERBS:
         assert any(words.startswith(f"{verb} ") for words in found), verb
@@ -67,13 +67,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.mark.parametrize(
     "row", [*rows("damaged_files.txt"), *rows("command_lines.txt")], ids=" | ".join
 )
-def test_what_is_said(
-    row: list[str],
-    shop: tuple[Path, Path],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_what_is_said(row, shop, monkeypatch, capsys, caplog):
     *damage, text, code, word = row
     folder, pristine = shop
     monkeypatch.chdir(folder)

@@ -1,8 +1,6 @@
 """A dry run says what a run would do, and leaves nothing."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +8,6 @@ import pytest
 from doge_fast import cli
 from doge_fast.pipeline import records
 from doge_fast.pipeline.base import train_base
-from doge_fast.pipeline.config import BaseConfig, ProxyConfig
 from doge_fast.pipeline.model import open_model
 from doge_fast.pipeline.proxy import ProxyTrainer, learn_weights
 from doge_fast.pipeline.rehearsal import TIMED_STEPS, rehearse
@@ -23,7 +20,7 @@ def flat(text: str) -> str:
     return " ".join(text.split())
 
 
-def test_a_dry_run_of_a_proxy(proxy: Callable[..., ProxyConfig]) -> None:
+def test_a_dry_run_of_a_proxy(proxy):
     config = proxy(target=("verse", "mix"), steps=1000, dry_run=True)
     told = flat(rehearse(config))
     assert not config.out.exists()
@@ -47,9 +44,7 @@ def test_a_dry_run_of_a_proxy(proxy: Callable[..., ProxyConfig]) -> None:
     assert "a step on cpu" in told
 
 
-def test_a_dry_run_of_a_base_run_leaves_a_killed_one_as_it_is(
-    base: Callable[..., BaseConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_of_a_base_run_leaves_a_killed_one_as_it_is(base, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     config = base(steps=9, save_every=3, stages=1, weights="natural")
     with killed_at(monkeypatch, "training_step", 6):
@@ -64,9 +59,7 @@ def test_a_dry_run_of_a_base_run_leaves_a_killed_one_as_it_is(
     assert "complete already" in rehearse(config)
 
 
-def test_a_dry_run_refuses_to_go_on_with_another_corpus(
-    base: Callable[..., BaseConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_dry_run_refuses_to_go_on_with_another_corpus(base, monkeypatch, tmp_path):
     for name in "ab":
         write_jsonl(tmp_path / "data" / f"{name}.jsonl", texts(name))
     config = base(data=str(tmp_path / "data"), save_every=3)
@@ -78,11 +71,7 @@ def test_a_dry_run_refuses_to_go_on_with_another_corpus(
             call(config)
 
 
-def test_only_a_few_steps_are_timed(
-    proxy: Callable[..., ProxyConfig],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_only_a_few_steps_are_timed(proxy, monkeypatch, capsys):
     steps = []
     original = ProxyTrainer.training_step
 

@@ -16,7 +16,7 @@ def _nothing_measured_yet() -> Iterator[None]:
     roofline._measured.cache_clear()
 
 
-def test_the_fastest_way_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fastest_way_counts(monkeypatch):
     """Seconds by hand: three reads, then two copies."""
     seconds = [[2.0] * 9, [1.0] * 9, [4.0] * 9, [8.0] * 4 + [4.0] + [2.0] * 4, [16.0] * 9]
 
@@ -31,7 +31,7 @@ def test_the_fastest_way_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert limits.spread == 6 / 4
 
 
-def test_a_copy_arrives() -> None:
+def test_a_copy_arrives():
     """What is timed as a copy is one."""
     copied: list[torch.Tensor] = []
 

@@ -42,7 +42,7 @@ def names_of(run: Path, strategy: str) -> list[str]:
     return names
 
 
-def test_a_run_leaves_scores_and_lists(asked: Make) -> None:
+def test_a_run_leaves_scores_and_lists(asked):
     config = asked()
     assert measure_cancellation(config) == config.out
     held = sorted(entry.name for entry in config.out.iterdir())
@@ -76,7 +76,7 @@ def test_a_run_leaves_scores_and_lists(asked: Make) -> None:
     assert lines[-1]["loss"] < lines[0]["loss"]
 
 
-def test_scores_are_those_of_the_loop_by_hand(asked: Make) -> None:
+def test_scores_are_those_of_the_loop_by_hand(asked):
     """The same batches, a plain AdamW, one backward for each example."""
     config = asked(steps=2, warmup_steps=0, min_learning_rate=3e-3, max_grad_norm=1e9)
     measure_cancellation(config)
@@ -109,9 +109,7 @@ def test_scores_are_those_of_the_loop_by_hand(asked: Make) -> None:
         assert found[name] == pytest.approx(score, rel=1e-3), name
 
 
-def test_a_finished_run_is_asked_again_and_not_trained_again(
-    asked: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_run_is_asked_again_and_not_trained_again(asked, monkeypatch):
     assert not is_selected(asked())
     run = measure_cancellation(asked())
     assert is_selected(asked())
@@ -133,7 +131,7 @@ def test_a_finished_run_is_asked_again_and_not_trained_again(
     ]
 
 
-def test_a_training_that_diverged_ranks_nothing(asked: Make) -> None:
+def test_a_training_that_diverged_ranks_nothing(asked):
     run = measure_cancellation(asked())
     record = scores_of(run)
     # What JSON has for NaN.

@@ -19,15 +19,14 @@ from safetensors.torch import load_file
 from doge_fast import cli
 from doge_fast.pipeline import records
 from doge_fast.pipeline.base import train_base
-from doge_fast.pipeline.config import BaseConfig, EvaluateConfig, ProxyConfig, TemperatureConfig
+from doge_fast.pipeline.config import EvaluateConfig, TemperatureConfig
 from doge_fast.pipeline.evaluation import evaluate
 from doge_fast.pipeline.temperature import lines_of, temperature
 from doge_fast.pipeline.trainer import RecordedTrainer
 from tests.pipeline.stages import assert_same_run, words_of
-from tests.ranks import Ranks, as_launched
+from tests.ranks import as_launched
 
 EXHAUSTIVE = pytest.mark.exhaustive
-Stage = Callable[[str], tuple[Callable[[Any], Any], Callable[..., Any]]]
 
 
 class Killed(Exception):
@@ -109,9 +108,7 @@ def files(run: Path) -> list[Path]:
     ],
     ids=str,
 )
-def test_ranks_leave_what_one_process_leaves(
-    ranks: Ranks, stage: Stage, tmp_path: Path, name: str, changes: dict[str, Any]
-) -> None:
+def test_ranks_leave_what_one_process_leaves(ranks, stage, tmp_path, name, changes):
     call, make = stage(name)
     call(make("alone", **changes))
     ranks.run(2, on_a_rank, call, make("ranks", **changes))
@@ -119,7 +116,7 @@ def test_ranks_leave_what_one_process_leaves(
 
 
 @EXHAUSTIVE
-def test_the_temperature_over_ranks(ranks: Ranks, stage: Stage, tmp_path: Path) -> None:
+def test_the_temperature_over_ranks(ranks, stage, tmp_path):
     call, make = stage("proxy")
     call(make(mu=1e-3))
     asked = TemperatureConfig(
@@ -134,7 +131,7 @@ def test_the_temperature_over_ranks(ranks: Ranks, stage: Stage, tmp_path: Path) 
 
 
 @EXHAUSTIVE
-def test_evaluate_over_ranks(ranks: Ranks, tmp_path: Path, trained_base: Path) -> None:
+def test_evaluate_over_ranks(ranks, tmp_path, trained_base):
     measured = EvaluateConfig(run=trained_base, device="cpu", out=tmp_path / "alone.json")
     alone = evaluate(measured)
     together = replace(measured, out=tmp_path / "ranks.json")
@@ -149,8 +146,8 @@ def test_evaluate_over_ranks(ranks: Ranks, tmp_path: Path, trained_base: Path) -
     [("proxy", 2, 4), ("base", 4, 1), ("doremi", 2, 4), ("select", 4, 2)],
 )
 def test_a_killed_run_goes_on_with_another_number_of_ranks(
-    ranks: Ranks, stage: Stage, tmp_path: Path, name: str, before: int, after: int
-) -> None:
+    ranks, stage, tmp_path, name, before, after
+):
     call, make = stage(name)
     alone, config = (make(out, save_every=3, eval_every=2) for out in ("alone", "ranks"))
     call(alone)
@@ -163,7 +160,7 @@ def test_a_killed_run_goes_on_with_another_number_of_ranks(
     assert_alike(tmp_path / "ranks", tmp_path / "alone")
 
 
-def test_ranks_end_alike_where_nothing_can_go_on(ranks: Ranks, stage: Stage) -> None:
+def test_ranks_end_alike_where_nothing_can_go_on(ranks, stage):
     """A training that diverges, and then one whose only checkpoint is damaged."""
     call, make = stage("proxy")
     huge = {"learning_rate": 1e20, "min_learning_rate": 0.0, "warmup_steps": 0}
@@ -198,9 +195,7 @@ def wait_for(found: Callable[[], Any], running: subprocess.Popen[str]) -> None:
 
 @EXHAUSTIVE
 @pytest.mark.timeout(300)
-def test_sigterm_under_torchrun_leaves_a_checkpoint_and_loses_nothing(
-    proxy: Callable[..., ProxyConfig],
-) -> None:
+def test_sigterm_under_torchrun_leaves_a_checkpoint_and_loses_nothing(proxy):
     """torchrun passes on what it is sent."""
     whole, config = (proxy(out, steps=60) for out in ("whole", "ranks"))
     # Under torchrun as well: other numbers of threads add up in another order.
@@ -240,9 +235,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "words", [["demo"], ["experiment", "universal"], ["profile"], ["export"], ["report"]], ids=str
 )
-def test_a_verb_of_one_process_says_so(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_verb_of_one_process_says_so(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert cli.main(words) == cli.EXIT_REFUSED
     said = f"{words[0]} takes one process, and a launcher has started 3. Start it without torchrun"
@@ -251,7 +244,7 @@ def test_a_verb_of_one_process_says_so(
 
 
 @pytest.mark.usefixtures("launched")
-def test_a_batch_that_ranks_cannot_share_is_refused(base: Callable[..., BaseConfig]) -> None:
+def test_a_batch_that_ranks_cannot_share_is_refused(base):
     config = base(batch_size=8)
     with pytest.raises(ValueError, match="batch_size must be a multiple of the 3 processes"):
         train_base(config)

@@ -44,7 +44,7 @@ def task_data(tmp_path: Path) -> Path:
     return write_documents(tmp_path / "tasks", *WRITTEN)
 
 
-def test_a_text_is_the_question_with_its_right_answer(task_data: Path, tmp_path: Path) -> None:
+def test_a_text_is_the_question_with_its_right_answer(task_data, tmp_path):
     out = tmp_path / "corpus" / "tasks.jsonl"
     # The same text may lie there already.
     for _ in range(2):
@@ -57,9 +57,7 @@ def test_a_text_is_the_question_with_its_right_answer(task_data: Path, tmp_path:
     assert read(out) == expected
 
 
-def test_what_is_scored_is_left_out(
-    task_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_scored_is_left_out(task_data, tmp_path, capsys):
     train, scored = (task_data / "piqa" / f"{split}.jsonl" for split in ("train", "validation"))
     leaked, *others = train.read_text(encoding="utf-8").splitlines(keepends=True)
     scored.write_text(scored.read_text(encoding="utf-8") + leaked, encoding="utf-8")
@@ -70,9 +68,7 @@ def test_what_is_scored_is_left_out(
     assert [line["text"] for line in read(out)] == [piqa(json.loads(each)) for each in others[:3]]
 
 
-def test_a_task_without_a_training_split_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_without_a_training_split_is_refused(tmp_path, monkeypatch):
     # As lm-eval finds it on the Hub: scored on its only split.
     asked = {"question": "Is it?", "mc1_targets": {"choices": ["no", "yes"], "labels": [1, 0]}}
     there = datasets.DatasetDict({"validation": datasets.Dataset.from_list([asked])})

@@ -1,8 +1,5 @@
 """What both stages tell Trainer, and how a held-out loss is measured."""
 
-from pathlib import Path
-from typing import Any
-
 import datasets
 import pytest
 import torch
@@ -28,7 +25,7 @@ def blocks(count: int) -> datasets.Dataset:
     return datasets.Dataset.from_dict({"input_ids": ids.tolist()}).with_format("numpy")
 
 
-def test_the_trainer_is_told_what_was_asked(tmp_path: Path) -> None:
+def test_the_trainer_is_told_what_was_asked(tmp_path):
     config = TrainingConfig(
         steps=50, weight_decay=0.02, max_grad_norm=0.7, seed=5, save_every=10, device="cpu"
     )
@@ -47,7 +44,7 @@ def test_the_trainer_is_told_what_was_asked(tmp_path: Path) -> None:
     assert training_arguments(TrainingConfig(dtype="bfloat16", device="cpu"), tmp_path).bf16
 
 
-def test_the_device_is_there_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_is_there_or_refused(monkeypatch):
     for has_gpu in (False, True):
         monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
         assert device_of("auto").type == ("cuda" if has_gpu else "cpu")
@@ -59,7 +56,7 @@ def test_the_device_is_there_or_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(("num_blocks", "measured"), [(None, 21), (7, 7), (100, 21)])
-def test_a_held_out_loss_is_a_mean_over_tokens(num_blocks: Any, measured: int) -> None:
+def test_a_held_out_loss_is_a_mean_over_tokens(num_blocks, measured):
     model, held_out = tiny_model().train(), blocks(21)
     options = {"num_blocks": num_blocks, "batch_size": 4}
     losses, counts = held_out_losses(model, {"a": held_out}, **options)
@@ -73,6 +70,6 @@ def test_a_held_out_loss_is_a_mean_over_tokens(num_blocks: Any, measured: int) -
     assert loss == pytest.approx(float(expected), rel=1e-6)
 
 
-def test_a_held_out_loss_needs_a_block() -> None:
+def test_a_held_out_loss_needs_a_block():
     with pytest.raises(ValueError, match="at least one block"):
         held_out_losses(tiny_model(), {"a": blocks(2).select([])})

@@ -49,7 +49,7 @@ def by_name(content: Mapping[str, Any]) -> dict[str, float]:
 # What weights mean.
 
 
-def test_tokens_that_there_really_are_decide_epochs_and_given_for_all_the_priors() -> None:
+def test_tokens_that_there_really_are_decide_epochs_and_given_for_all_the_priors():
     one = summary.describe(record(), budget_tokens=1e7, tokens={"verse": 2e6})
     assert one.domains[2].epochs == pytest.approx(1.0)
     assert one.domains[2].prior == pytest.approx(0.1)
@@ -57,7 +57,7 @@ def test_tokens_that_there_really_are_decide_epochs_and_given_for_all_the_priors
     assert [share.prior for share in every.domains] == pytest.approx([1 / 3] * 3)
 
 
-def test_what_a_file_does_not_say_is_none() -> None:
+def test_what_a_file_does_not_say_is_none():
     mixture = summary.describe(record(tokens=None), budget_tokens=1e9)
     assert [(s.prior, s.ratio, s.tokens, s.epochs) for s in mixture.domains] == [(None,) * 4] * 3
     tokens = dict.fromkeys(NAMES, 0) | {"code": 10}
@@ -65,7 +65,7 @@ def test_what_a_file_does_not_say_is_none() -> None:
     assert [share.epochs for share in empty.domains] == [1.0, math.inf, 0.0]
 
 
-def test_a_notebook_shows_the_table_and_names_as_they_are() -> None:
+def test_a_notebook_shows_the_table_and_names_as_they_are():
     names = ("<b>code</b>", "prose", "verse")
     shown = summary.describe(record(names=names, tokens=None))._repr_html_()
     assert "&lt;b&gt;code&lt;/b&gt;  0.5000" in shown
@@ -80,7 +80,7 @@ def seeds(*values: tuple[float, ...], **changes: Any) -> dict[str, dict[str, Any
     return {f"seed-{seed}": record(each, seed=seed, **changes) for seed, each in enumerate(values)}
 
 
-def test_an_average_has_the_mean_and_the_spread_of_its_files() -> None:
+def test_an_average_has_the_mean_and_the_spread_of_its_files():
     values = [(0.5, 0.3, 0.2), (0.4, 0.4, 0.2), (0.6, 0.2, 0.2)]
     mixtures = seeds(*values, colour="blue")
     # In another order: matched by name.
@@ -99,7 +99,7 @@ def test_an_average_has_the_mean_and_the_spread_of_its_files() -> None:
     assert found["average"]["of"][1]["weights"] == {"verse": 0.2, "prose": 0.4, "code": 0.4}
 
 
-def test_an_average_is_of_the_same_thing() -> None:
+def test_an_average_is_of_the_same_thing():
     targets = {"a": record(), "b": record(target={"ca": 1.0})}
     with pytest.raises(ValueError, match=r"same target; it is 'universal' in a and \{'ca': 1.0\}"):
         summary.average(targets)
@@ -113,7 +113,7 @@ def test_an_average_is_of_the_same_thing() -> None:
 # Bounds.
 
 
-def test_bounds_hold_and_free_domains_keep_their_ratios() -> None:
+def test_bounds_hold_and_free_domains_keep_their_ratios():
     found = bounds.constrain(record(), floor={"verse": 0.3}, source="w.json")
     moved = by_name(found.record)
     assert moved == pytest.approx({"code": 0.7 * 5 / 8, "prose": 0.7 * 3 / 8, "verse": 0.3})
@@ -132,7 +132,7 @@ def test_bounds_hold_and_free_domains_keep_their_ratios() -> None:
     assert found.record["domains"][0]["weight_last"] == 0.5
 
 
-def test_epochs_become_caps_by_the_tokens_there_are() -> None:
+def test_epochs_become_caps_by_the_tokens_there_are():
     # verse: 3 epochs of 1 M in 20 M are 0.15; code at most 0.9.
     found = bounds.constrain(record(), max_epochs=3, budget_tokens=2e7)
     assert found.bound == {"verse": "max_epochs"}
@@ -146,7 +146,7 @@ def test_epochs_become_caps_by_the_tokens_there_are() -> None:
     assert both.bound == {"verse": "cap"}
 
 
-def test_what_was_true_of_other_weights_is_left_out() -> None:
+def test_what_was_true_of_other_weights_is_left_out():
     averaged = summary.average(seeds(WEIGHTS, (0.4, 0.4, 0.2)))
     averaged["stages"] = [{"first_step": 0, "weights": by_name(averaged)}]
     found = bounds.constrain(averaged, cap=0.4).record
@@ -155,7 +155,7 @@ def test_what_was_true_of_other_weights_is_left_out() -> None:
     assert found["average"]["count"] == 2
 
 
-def test_a_zero_is_lifted_by_a_floor_alone() -> None:
+def test_a_zero_is_lifted_by_a_floor_alone():
     content = record((0.5, 0.5, 0.0))
     found = bounds.constrain(content, floor=0.1)
     assert by_name(found.record) == pytest.approx({"code": 0.45, "prose": 0.45, "verse": 0.1})
@@ -186,9 +186,7 @@ def cells(text: str, name: str) -> list[str]:
     return row[1:]
 
 
-def test_show_says_what_the_weights_mean(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_show_says_what_the_weights_mean(tmp_path, capsys):
     file = write(tmp_path / "w.json")
     text = said(capsys, "show", file, "--budget-tokens", "3e7")
     assert text.startswith(f"{file}: doge, target universal, 300 steps, seed 0"[:40])
@@ -201,9 +199,7 @@ def test_show_says_what_the_weights_mean(
     assert "epochs" not in only
 
 
-def test_weights_are_a_file_a_run_a_plain_object_or_typed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_are_a_file_a_run_a_plain_object_or_typed(tmp_path, capsys):
     write(tmp_path / "run" / "weights.json", record(tokens=None))
     plain = tmp_path / "plain.json"
     plain.write_text('{"code": 0.5, "prose": 0.3, "verse": 0.2}')
@@ -217,7 +213,7 @@ def test_weights_are_a_file_a_run_a_plain_object_or_typed(
     assert "Total variation 0.0000" in text
 
 
-def test_diff_names_what_came_and_went(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_names_what_came_and_went(tmp_path, capsys):
     first = write(tmp_path / "a.json")
     second = write(tmp_path / "b.json", record((0.1, 0.9), ("verse", "table"), None, steps=500))
     assert cli.main(["weights", "diff", first, second]) == 0
@@ -229,7 +225,7 @@ def test_diff_names_what_came_and_went(tmp_path: Path, capsys: pytest.CaptureFix
     assert "Total variation 0.0000" in said(capsys, "diff", first, first)
 
 
-def test_average_writes_what_it_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_average_writes_what_it_tells(tmp_path, capsys):
     files = [
         write(tmp_path / f"{name}.json", each)
         for name, each in seeds(WEIGHTS, (0.4, 0.4, 0.2)).items()
@@ -247,7 +243,7 @@ def test_average_writes_what_it_tells(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "Nothing is written without --out" in dry
 
 
-def test_constrain_writes_what_it_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_constrain_writes_what_it_tells(tmp_path, capsys):
     file, out = write(tmp_path / "w.json"), tmp_path / "bound.json"
     words = ["--floor", "0.05", "verse=0.25", "--cap", "0.45", "--max-epochs", "9", "verse=12.5"]
     words += ["--budget-tokens", "4e7", "--out", out]
@@ -268,7 +264,7 @@ def test_constrain_writes_what_it_tells(tmp_path: Path, capsys: pytest.CaptureFi
 # Figures.
 
 
-def test_a_run_draws_its_weights_and_their_steps(tmp_path: Path) -> None:
+def test_a_run_draws_its_weights_and_their_steps(tmp_path):
     bars, steps = Run(write_proxy(tmp_path / "run", domains=NAMES, tokens=TOKENS)).figures()
     for drawing in (bars, steps):
         assert all(f">{name}</text>" in drawing.svg for name in NAMES)
