@@ -87,11 +87,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Not Exception: panics of Rust libraries do not derive from it.
         if os.environ.get(TRACEBACK):
             raise
-        return _refuse(*_ending(error, words, _directory_of(config)))
+        return _refuse(*_ending(error, _directory_of(config)))
     return _print(lines)
 
 
-def _ending(error: BaseException, words: list[str], directory: Path | None) -> failures.Ending:
+def _ending(error: BaseException, directory: Path | None) -> failures.Ending:
     # A missing module of this package is a bug, not a missing extra.
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if missing is not None and missing.split(".")[0] != "doge_fast":
@@ -100,12 +100,7 @@ def _ending(error: BaseException, words: list[str], directory: Path | None) -> f
             failures.USAGE,
             f"This verb needs {missing}, which is not installed: pip install 'doge-fast[{extra}]'.",
         )
-    foreseen = failures.ending_of(error, directory)
-    if foreseen is not None:
-        return foreseen
-    # No report into a directory that is not a run yet: it must stay empty to become one.
-    is_run = directory is not None and os.path.exists(directory / "config.json")
-    return failures.unforeseen(error, words, directory if is_run else None)
+    return failures.ending_of(error, directory) or failures.unforeseen(error)
 
 
 @contextmanager
@@ -161,7 +156,7 @@ def _print(lines: Sequence[str]) -> int:
             # The reader, `head` for example, has closed the pipe.
             return 0
         error.filename = "The standard output"
-        return _refuse(*_ending(error, [], None))
+        return _refuse(*_ending(error, None))
     return 0
 
 

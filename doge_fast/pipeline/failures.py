@@ -2,23 +2,18 @@
 
 Code raises what its docstrings say, and never asks who called. The command line asks here, once,
 what it shall print: for what was foreseen a sentence that names the file and the remedy; for
-everything else a sentence that asks for a report, and a log with the traceback.
+everything else a sentence that asks for a report, and the traceback.
 """
 
 import dis
 import errno
 import os
 import re
-import secrets
-import sys
-import tempfile
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
-
-from doge_fast import atomic_file
 
 WORLD, USAGE, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 """Exit codes: what is wrong lies in the world (a full disk, a damaged file, another process); in
@@ -188,23 +183,11 @@ def _is_raised_here(error: BaseException) -> bool:
     return dis.opname[instruction] == "RAISE_VARARGS"
 
 
-def unforeseen(error: BaseException, words: list[str], directory: Path | None = None) -> Ending:
-    """The ending of what nobody foresaw: the traceback is in a log, which a sentence names.
-
-    It lies in `directory`, that of a run that has begun, or else is a temporary file.
-    """
-    text = "".join(traceback.format_exception(error))
-    content = f"doge-fast {' '.join(map(repr, words))}\nPython {sys.version}\n\n{text}"
-    name = f"doge-fast-error-{secrets.token_hex(4)}.log"
-    sentence = f"This was not foreseen: {type(error).__name__}: {one_line(error)}. Please report it"
-    temporary = Path(tempfile.gettempdir())
-    for folder in (temporary,) if directory is None else (directory, temporary):
-        # One that is not there, is full or is somebody else's takes no log.
-        with suppress(OSError):
-            atomic_file.write(folder / name, content.encode(errors="backslashreplace"))
-            return Ending(WORLD, f"{sentence} with {folder / name}, which holds the traceback.")
-    way_out = "DOGE_FAST_TRACEBACK=1 in the environment shows where it came from"
-    return Ending(WORLD, f"{sentence}; no log could be written, and {way_out}.")
+def unforeseen(error: BaseException) -> Ending:
+    """The ending of what nobody foresaw, with its traceback."""
+    told = f"This was not foreseen: {type(error).__name__}: {one_line(error)}"
+    text = "".join(traceback.format_exception(error)).rstrip()
+    return Ending(WORLD, f"{told}. Please report it with the command and these lines:\n{text}")
 
 
 def one_line(error: BaseException) -> str:
