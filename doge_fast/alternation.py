@@ -43,23 +43,6 @@ class Ratio:
     pairs: int
 
 
-class Clock:
-    """A time limit for a part of a benchmark."""
-
-    def __init__(self, seconds: float = math.inf) -> None:
-        self.seconds = seconds
-        self._start = time.monotonic()
-
-    @property
-    def spent(self) -> float:
-        """Seconds since the start."""
-        return time.monotonic() - self._start
-
-    def expired(self) -> bool:
-        """Whether the time is over."""
-        return self.spent >= self.seconds
-
-
 def paired(
     variant: Call,
     baseline: Call,
@@ -101,14 +84,14 @@ def alternated(
     names = list(calls)
     times: dict[str, list[float]] = {name: [] for name in names}
     cycles = {name: cycles_to_hide(calls[name], device) if hide_host else 0 for name in names}
-    clock = Clock(seconds)
+    end = time.monotonic() + seconds
     # A garbage collection would count for the call in which it happens.
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         for i in range(rounds):
-            if i >= MIN_ROUNDS and clock.expired():
+            if i >= MIN_ROUNDS and time.monotonic() >= end:
                 break
             shift = i // 2 % len(names)
             order = names[shift:] + names[:shift]
@@ -200,10 +183,8 @@ def ratio_of(
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:
     """The lower and the upper quartile."""
-    if len(values) < 2:
-        return values[0], values[0]
-    # "inclusive": with few values the other method leaves their range.
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    quarters = torch.tensor([0.25, 0.75], dtype=torch.float64)
+    low, high = torch.tensor(values, dtype=torch.float64).quantile(quarters).tolist()
     return low, high
 
 

@@ -14,6 +14,7 @@ Markdown. The exit code is 1 if something was wrong or missing, and 3 if on a GP
 import argparse
 import os
 import re
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,7 +25,6 @@ import torch
 from benchmarks import operators, protocol
 from benchmarks.gpu import bars, checks, job, ranks, report, sanitizer, times
 from benchmarks.gpu.session import CORPUS, Row, Session
-from doge_fast.alternation import Clock
 from doge_fast.kernels import implementations
 from doge_fast.kernels.dispatch import chosen
 from doge_fast.pipeline.roofline import bandwidth
@@ -60,10 +60,10 @@ PARTS: dict[str, dict[str, ScriptSection]] = {
 def run_part(part: str, session: Session, minutes: float) -> dict[str, Row]:
     """All its sections, by name."""
     sections, found = PARTS[part], {}
-    total = Clock(minutes * 60)
+    end_s = time.monotonic() + 60 * minutes
     for name, section in sections.items():
         left = sum(each.share for other, each in sections.items() if other not in found)
-        seconds = (total.seconds - total.spent) * section.share / left
+        seconds = (end_s - time.monotonic()) * section.share / left
         found[name] = run_section(section.rows, session, seconds)
         print(f"{name}: {report.how_it_went(found[name])}", flush=True)
     return found
@@ -74,13 +74,13 @@ def run_section(rows: Callable[[Session], Iterator[Row]], session: Session, seco
 
     "cut" says that rows are missing; the one that came too late is left out.
     """
-    clock = Clock(seconds)
+    start = time.monotonic()
     found: Row = {"rows": [], "cut": False}
     if session.on_gpu:
         torch.cuda.reset_peak_memory_stats(session.device)
     try:
         for row in rows(session):
-            if found["rows"] and clock.expired():
+            if found["rows"] and time.monotonic() - start >= seconds:
                 # Only a further row shows that the last one was not the last.
                 found["cut"] = True
                 break
@@ -91,7 +91,7 @@ def run_section(rows: Callable[[Session], Iterator[Row]], session: Session, seco
     except Exception as failure:
         found["failure"] = f"{type(failure).__name__}: {failure}"
         found["traceback"] = traceback.format_exc().splitlines()[-8:]
-    found["seconds"] = round(clock.spent, 1)
+    found["seconds"] = round(time.monotonic() - start, 1)
     if session.on_gpu:
         # Some rows measure a peak of their own, and begin it anew.
         peaks = [row["peak_bytes"] for row in found["rows"] if "peak_bytes" in row]
@@ -105,7 +105,7 @@ def begin(session: Session, commit: str | None) -> Row:
 
     Asking compiles what is not in the cache.
     """
-    clock = Clock()
+    start = time.monotonic()
     reasons = implementations(session.device)
     record: Row = {"benchmark": "gpu", **protocol.machine(session.device)}
     record["commit"] = commit or os.environ.get("DOGE_FAST_COMMIT") or record["commit"]
@@ -115,7 +115,7 @@ def begin(session: Session, commit: str | None) -> Row:
     record["chosen"] = {
         operator: chosen(session.device, operator) for operator in operators.OPERATORS
     }
-    record["build_seconds"] = round(clock.spent, 1)
+    record["build_seconds"] = round(time.monotonic() - start, 1)
     limits = bandwidth(session.device, 1 << 20 if session.quick else None)
     record["read_gb_per_s"], record["copy_gb_per_s"] = (round(each / 1e9, 1) for each in limits[:2])
     protocol.release(session.device)
@@ -171,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     parts = args.parts or list(PARTS)
     session = Session(torch.empty(0, device=args.device).device, args.quick, args.corpus.absolute())
-    clock = Clock()
+    start = time.monotonic()
     record = begin(session, args.commit)
     print(f"{record['device']}, commit {record['commit']}: {', '.join(session.names)}", flush=True)
     for line in report.missing_lines(record):
@@ -181,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sections |= run_part(part, session, args.minutes)
         # What has run is kept if a later part ends the process.
         end(record, sections, session)
-        record["seconds"] = round(clock.spent, 1)
+        record["seconds"] = round(time.monotonic() - start, 1)
         path = write(record, parts, args.out)
     print_verdicts(record, path)
     return bars.exit_code(record)
