@@ -4,9 +4,7 @@ On plain numbers, so that the command which sets bounds need not import torch.
 """
 
 import math
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 # Floors or caps that should sum to 1 do so within the rounding of float32 or printed decimals.
 BOUNDS_TOLERANCE = 1e-6
@@ -40,9 +38,7 @@ def project(
     Inside its bounds a domain has a stationary Lagrangian, log(q_j / w_j) + 1 = lambda, so
     q_j = c w_j with one c for all: such domains keep their ratios to each other. Outside, the
     nearer bound is best, since the objective is convex in q_j. A weight of zero stays zero, as in
-    the mirror step, unless it has a floor: then it gets the floor. c is exact: the sum of the
-    clipped weights is piecewise linear and non-decreasing in c, and is solved for 1 between two
-    neighbouring kinks.
+    the mirror step, unless it has a floor: then it gets the floor.
 
     Args:
         weights: K numbers >= 0 with a positive sum, which need not be 1.
@@ -53,44 +49,26 @@ def project(
     Returns:
         K numbers, exactly within their bounds; they sum to 1 within K ulp (within
         `BOUNDS_TOLERANCE` if the bounds leave a single point).
+
+    Source: Bitran and Hax, Management Science 27 (1981), for any convex separable objective.
     """
-    domains = [_Domain(*each) for each in zip(weights, floors, caps, strict=True)]
-    kinks = sorted(kink for each in domains if each.weight for kink in (each.low, each.high))
-    first = bisect_left(kinks, 1.0, key=lambda c: math.fsum(each.clipped(c) for each in domains))
-    if first == 0:
-        # The floors sum to 1.
-        return list(floors)
-    if first == len(kinks):
-        # The caps sum to 1.
-        return [each.clipped(math.inf) for each in domains]
-    below, above = kinks[first - 1], kinks[first]
-    is_free = [each.low < above and each.high > below for each in domains]
-    pairs = list(zip(domains, is_free, strict=True))
-    rest = 1 - math.fsum(each.held(above) for each, free in pairs if not free)
-    c = rest / math.fsum(each.weight for each, free in pairs if free)
-    return [each.clipped(c) if free else each.held(above) for each, free in pairs]
-
-
-class _Domain(NamedTuple):
-    weight: float
-    floor: float
-    cap: float
-
-    @property
-    def low(self) -> float:
-        """The domain is at its floor up to this c; always, if it has no weight."""
-        return self.floor / self.weight if self.weight else math.inf
-
-    @property
-    def high(self) -> float:
-        """The domain is at its cap from this c on."""
-        return self.cap / self.weight if self.weight else math.inf
-
-    def clipped(self, c: float) -> float:
-        if self.low >= c:
-            return self.floor
-        return min(max(c * self.weight, self.floor), self.cap)
-
-    def held(self, above: float) -> float:
-        """The bound of a domain that is not free: its floor if it is there up to `above`."""
-        return self.floor if self.low >= above else self.cap
+    points = list(floors)
+    free = {j for j, weight in enumerate(weights) if weight > 0}
+    while free:
+        rest = 1 - math.fsum(point for j, point in enumerate(points) if j not in free)
+        total = math.fsum(weights[j] for j in free)
+        for j in free:
+            points[j] = rest * (weights[j] / total)
+        low = {j for j in free if points[j] < floors[j]}
+        high = {j for j in free if points[j] > caps[j]}
+        lacking = math.fsum(floors[j] - points[j] for j in low)
+        surplus = math.fsum(points[j] - caps[j] for j in high)
+        # Clipped, the points would sum to 1 + lacking - surplus. If that is at least 1, c can only
+        # fall, and those below their floors stay there; else those above their caps do.
+        held, bounds = (low, floors) if lacking >= surplus else (high, caps)
+        if not held:
+            break
+        for j in held:
+            points[j] = bounds[j]
+        free -= held
+    return points
