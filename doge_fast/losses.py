@@ -1,7 +1,7 @@
 """Losses of a batch that holds several domains: one mean per domain."""
 
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from doge_fast.stacked.layers.batch import on_device
 from doge_fast.stacked.layers.linear import autocast_dtype, multiply, without_autocast
 from doge_fast.stacked.layers.token_sums import exact, wide_dtype
-from doge_fast.stacked.stacked import StackedModel, pass_of
+from doge_fast.stacked.stacked import StackedModel, pass_of, sizes_of
 
 IGNORED = -100
 
@@ -48,11 +48,9 @@ def domain_losses(
 
     Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), section 2.
     """
-    _check(logits_BLV, labels_BL, sizes)
-    names = [name for name, size in sizes.items() if size]
-    examples = [sizes[name] for name in names]
-    sums_D = _sums(token_losses(logits_BLV, labels_BL), examples)
-    return sums_D / _counts(labels_BL[:, 1:], names, examples, num_targets)
+    sizes = _checked_sizes(logits_BLV, labels_BL, sizes)
+    sums_D = _sums(token_losses(logits_BLV, labels_BL), sizes)
+    return sums_D / _counts(labels_BL[:, 1:], sizes, num_targets)
 
 
 def token_losses(logits_BLV: Tensor, labels_BL: Tensor) -> Tensor:
@@ -108,30 +106,27 @@ def linear_domain_losses(
 
     Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), section 2: l_j, the mean loss of a domain.
     """
-    _check(hidden_BLH, labels_BL, sizes)
+    sizes = _checked_sizes(hidden_BLH, labels_BL, sizes)
     if weight_VH.dim() != 2 or hidden_BLH.shape[-1:] != weight_VH.shape[1:]:
         raise ValueError(
             "linear_domain_losses() takes hidden states [B, L, H] and a weight [V, H]; got "
             f"{list(hidden_BLH.shape)} and {list(weight_VH.shape)}."
         )
-    names = [name for name, size in sizes.items() if size]
-    examples = [sizes[name] for name in names]
     targets_BL = labels_BL[:, 1:]
-    ends = [last * targets_BL.shape[1] for last in itertools.accumulate(examples)]
+    ends = [last * targets_BL.shape[1] for last in itertools.accumulate(sizes.values())]
     spans = tuple(itertools.starmap(slice, itertools.pairwise([0, *ends])))
     stacked = pass_of(weight_VH)
     if stacked is not None:
         expected = [segment.last - segment.first for segment in stacked.segments]
-        if expected != examples:
+        if expected != (given := [*sizes.values()]):
             raise ValueError(
-                f"inside stacked() the sizes must be those of its batch, {expected}; got "
-                f"{examples}."
+                f"inside stacked() the sizes must be those of its batch, {expected}; got {given}."
             )
     losses_D: Tensor = _LinearLosses.apply(  # type: ignore[no-untyped-call]
         rearrange(hidden_BLH[:, :-1], "b l h -> (b l) h"),
         weight_VH,
         rearrange(targets_BL, "b l -> (b l)"),
-        _counts(targets_BL, names, examples, num_targets),
+        _counts(targets_BL, sizes, num_targets),
         _Head(spans, stacked, torch.is_grad_enabled()),
     )
     return losses_D
@@ -309,40 +304,41 @@ def _over_domains(
 
 
 def _counts(
-    targets_BL: Tensor,
-    names: Collection[str],
-    examples: list[int],
-    num_targets: Mapping[str, int | Tensor] | None,
+    targets_BL: Tensor, sizes: Mapping[str, int], num_targets: Mapping[str, int | Tensor] | None
 ) -> Tensor:
     """[D] targets of each domain, at least 1."""
     if num_targets is None:
-        return _sums(targets_BL != IGNORED, examples).clamp(min=1)
+        return _sums(targets_BL != IGNORED, sizes).clamp(min=1)
     device = targets_BL.device
-    counts = [num_targets[name] for name in names]
+    counts = [num_targets[name] for name in sizes]
     if any(isinstance(count, Tensor) and count.device == device for count in counts):
         return torch.stack([torch.as_tensor(count).to(device) for count in counts]).clamp(min=1)
     # One copy for all counts.
     return on_device([int(count) for count in counts], device).clamp(min=1)
 
 
-def _sums(values_BP: Tensor, examples: list[int]) -> Tensor:
+def _sums(values_BP: Tensor, sizes: Mapping[str, int]) -> Tensor:
     """[D] sums over the tokens of each domain; the number of operators does not grow with D."""
-    if len(set(examples)) == 1:
-        return values_BP.reshape(len(examples), -1).sum(1)
+    if len(set(sizes.values())) == 1:
+        return values_BP.reshape(len(sizes), -1).sum(1)
     device = values_BP.device
-    domain_of = [domain for domain, number in enumerate(examples) for _ in range(number)]
-    is_in_DB = torch.arange(len(examples), device=device)[:, None] == on_device(domain_of, device)
+    domain_of = [domain for domain, size in enumerate(sizes.values()) for _ in range(size)]
+    is_in_DB = torch.arange(len(sizes), device=device)[:, None] == on_device(domain_of, device)
     # torch.where, not a product with the mask: NaN * 0 would reach every domain.
     return torch.where(is_in_DB, values_BP.sum(1), 0).sum(1)
 
 
-def _check(logits_BLV: Tensor, labels_BL: Tensor, sizes: Mapping[str, int]) -> None:
+def _checked_sizes(
+    logits_BLV: Tensor, labels_BL: Tensor, sizes: Mapping[str, int]
+) -> dict[str, int]:
+    """The sizes that are not zero; ValueError if these are not those of the batch."""
     if logits_BLV.dim() != 3 or labels_BL.shape != logits_BLV.shape[:2]:
         raise ValueError(
             "domain losses take logits [B, L, V] or hidden states [B, L, H] and labels [B, L]; got "
             f"{list(logits_BLV.shape)} and {list(labels_BL.shape)}."
         )
-    if sum(sizes.values()) != len(labels_BL) or any(size < 0 for size in sizes.values()):
+    if sum(sizes.values()) != len(labels_BL):
         raise ValueError(
             f"sizes must add up to the {len(labels_BL)} examples of the batch; got {dict(sizes)}."
         )
+    return sizes_of(sizes)

@@ -338,7 +338,8 @@ def test_other_sizes_than_the_batch_are_refused() -> None:
         ({"hidden": (5, LENGTH)}, r"\[5, 7\]"),
         ({"labels": (4, LENGTH)}, r"\[4, 7\]"),
         ({"weight": (VOCABULARY, WIDTH + 1)}, r"weight .*\[33, 6\]"),
-        ({"sizes": {"a": 6, "b": -1}}, "sizes .* 5 examples"),
+        ({"sizes": {"a": 5, "b": 1}}, "sizes .* 5 examples"),
+        ({"sizes": {"a": 6, "b": -1}}, "sizes .*-1"),
     ],
     ids=str,
 )
