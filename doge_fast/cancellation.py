@@ -135,8 +135,8 @@ class CancellationEffect:
             gained[name] = grad if grad is None or old is None else old.sub_(grad)
         earlier_P = 0 if self._watched is None else self._watched.norms_P
         # p.grad holds all examples so far, and nothing has clipped it yet.
-        sum_P = self._norms_of({name: p.grad for name, p in self._params.items()}) / weight
-        self._watched = _Watched(self._norms_of(gained) / weight + earlier_P, sum_P, weight)
+        norms_P = self._norms_of(gained) / weight + earlier_P
+        self._watched = _Watched(norms_P, self._norms_of_sums() / weight, weight)
 
     def sum_over_ranks(self, summed: Callable[[Tensor], Tensor]) -> None:
         """Sum `p.grad` and the norms of this step over all ranks with `summed`, before the step.
@@ -146,13 +146,9 @@ class CancellationEffect:
         """
         assert self._watched is not None
         for param in self._params.values():
-            grad = torch.zeros_like(param) if param.grad is None else param.grad
-            param.grad = summed(grad)
-        grads = {name: param.grad for name, param in self._params.items()}
-        self._watched = self._watched._replace(
-            norms_P=summed(self._watched.norms_P),
-            sum_P=self._norms_of(grads) / self._watched.weight,
-        )
+            param.grad = summed(torch.zeros_like(param) if param.grad is None else param.grad)
+        norms_P, _, weight = self._watched
+        self._watched = _Watched(summed(norms_P), self._norms_of_sums() / weight, weight)
 
     def scores(self, reading: Reading = DEFAULT_READING) -> dict[str, float]:
         """C(w) of every parameter so far, {name: score}.
@@ -205,12 +201,8 @@ class CancellationEffect:
         return dict(zip(self._params, values_RP[READINGS.index(reading)].tolist(), strict=True))
 
     def _before_step(self, *_: Any) -> None:
-        if self._watched is None:
-            return
-        for name, param in self._params.items():
-            if name not in self._copies:
-                self._copies[name] = torch.empty_like(param, requires_grad=False)
-            self._copies[name].copy_(param.detach())
+        if self._watched is not None:
+            self._copies = {name: param.detach().clone() for name, param in self._params.items()}
 
     def _after_step(self, *_: Any) -> None:
         if self._watched is None:
@@ -227,6 +219,9 @@ class CancellationEffect:
         self._terms_RP += counts_RP
         self.num_steps += 1
         self._watched = None
+
+    def _norms_of_sums(self) -> Tensor:
+        return self._norms_of({name: param.grad for name, param in self._params.items()})
 
     def _norms_of(self, values: Mapping[str, Tensor | None]) -> Tensor:
         """[P] norms."""
