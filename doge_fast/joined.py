@@ -10,6 +10,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -157,7 +158,7 @@ class JoinedOptimizer(Optimizer):
         for name in ("train", "eval"):
             methods = [getattr(each, name, None) for each in self.optimizers]
             if found := [method for method in methods if callable(method)]:
-                setattr(self, name, _all_of(found))
+                setattr(self, name, partial(_call_each, found))
 
     def __repr__(self) -> str:
         """The joined optimizers."""
@@ -258,9 +259,6 @@ def _params_of(optimizer: Optimizer) -> Iterator[Tensor]:
     return (param for group in optimizer.param_groups for param in group["params"])
 
 
-def _all_of(methods: Sequence[Callable[[], Any]]) -> Callable[[], None]:
-    def call() -> None:
-        for method in methods:
-            method()
-
-    return call
+def _call_each(methods: Sequence[Callable[[], Any]]) -> None:
+    for method in methods:
+        method()
