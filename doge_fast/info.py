@@ -13,14 +13,8 @@ from doge_fast.kernels.build import BuildError, cache_dir
 from doge_fast.kernels.dispatch import AUTO, OPERATORS, preference
 
 PACKAGES = ("doge-fast", "torch", "triton", "transformers")
-# Environment variables that decide which operators run and how they are built.
+# Environment variables that decide which operators run and how they are built, beside our own.
 VARIABLES = (
-    "DOGE_FAST_BACKEND",
-    "DOGE_FAST_CACHE",
-    "DOGE_FAST_CUDA_EMULATE",
-    "DOGE_FAST_MARCH",
-    "DOGE_FAST_NO_JIT",
-    "DOGE_FAST_TRACEBACK",
     "CXX",
     "CUDA_HOME",
     "CUDA_VISIBLE_DEVICES",
@@ -44,7 +38,11 @@ def info() -> dict[str, Any]:
         "versions": versions(),
         "devices": [_of_device(device) for device in devices],
         "cache": _cache(),
-        "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+        "environment": {
+            name: value
+            for name, value in os.environ.items()
+            if name in VARIABLES or name.startswith("DOGE_FAST_")
+        },
     }
 
 
