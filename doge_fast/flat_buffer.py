@@ -43,8 +43,7 @@ class Block:
         self.made_for = _place_of(param)
         # Dtype of the last gradient; the rows can hold it.
         self.grad_dtype = dtype
-        self.rows_BN = _new_rows(param, num_rows, dtype)
-        self.rows = self._shaped()
+        self._allocate(num_rows, dtype)
         # Bit r: row r holds a gradient of this step.
         self.written = 0
         self.is_pending = False
@@ -52,16 +51,16 @@ class Block:
         self.reserved: dict[int, Tensor] = {}
         self.combined: Tensor | None = None
 
-    def _shaped(self) -> Sequence[Tensor]:
+    def _allocate(self, num_rows: int, dtype: torch.dtype) -> None:
+        self.rows_BN = _new_rows(self.param, num_rows, dtype)
         # In the shape of the gradients, so that none is reshaped when it comes.
-        return self.rows_BN.view(len(self.rows_BN), *local_of(self.param).shape).unbind(0)
+        self.rows = self.rows_BN.view(num_rows, *local_of(self.param).shape).unbind(0)
 
     def remake(self, num_rows: int, dtype: torch.dtype) -> None:
         """Replace the rows by more, or wider, ones with the same values."""
         before = self.rows
         self.reserved.clear()
-        self.rows_BN = _new_rows(self.param, num_rows, dtype)
-        self.rows = self._shaped()
+        self._allocate(num_rows, dtype)
         for r, row in enumerate(before):
             if self.written >> r & 1:
                 self.rows[r].copy_(row)
