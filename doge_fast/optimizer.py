@@ -5,8 +5,9 @@ the wrapped optimizer. The work is done in `doge_fast.step.step`.
 """
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -61,9 +62,8 @@ class DomainState:
         self._weights.load(state_dict)
         if self._weights.assumed_lr is not None:
             # It does not replace a `mu` that the user passed.
-            self._weights.set_mu(float(state_dict["mu"]))
-        self._step.clear()
-        self._step.note_loaded()
+            self._weights.rule = replace(self._weights.rule, mu=float(state_dict["mu"]))
+        self._step.begin_loaded()
         self._step.subset.draw(state_dict["draws"])
 
 
@@ -265,8 +265,7 @@ class DoGEOptimizer(OptimizerWrapper):
 
     # The step.
 
-    @contextmanager
-    def domain(self, name: str, count: float = 1.0) -> Iterator[None]:
+    def domain(self, name: str, count: float = 1.0) -> AbstractContextManager[None]:
         """Gradients that backward passes inside produce belong to domain `name`.
 
         A domain is entered `micro_batches` times in a step, and its gradients add up. When the
@@ -288,11 +287,9 @@ class DoGEOptimizer(OptimizerWrapper):
                 `p.grad` still holds a gradient; no parameter received a gradient inside; or the
                 model reduces gradients over ranks.
         """
-        with self._step.domain(name, count):
-            yield
+        return self._step.domain(name, count)
 
-    @contextmanager
-    def stacked(self, model: nn.Module, sizes: Mapping[str, int]) -> Iterator[None]:
+    def stacked(self, model: nn.Module, sizes: Mapping[str, int]) -> AbstractContextManager[None]:
         """One forward and one backward for all domains, on a batch that is sorted by domain.
 
         The loss is the sum over domains of their mean losses, and both passes run inside::
@@ -317,8 +314,7 @@ class DoGEOptimizer(OptimizerWrapper):
             RuntimeError: as `domain`; a module's input does not begin with the batch dimension; or
                 a parameter was used outside its module's forward, where domains are not separate.
         """
-        with self._step.stacked(model, sizes):
-            yield
+        return self._step.stacked(model, sizes)
 
     def combine(self, *, grad_scale: float | Tensor | None = None) -> None:
         """Weigh the domains and write sum_j alpha'_j g_j into `p.grad`.
@@ -435,9 +431,8 @@ class DoGEOptimizer(OptimizerWrapper):
             refuse_other_optimizers(theirs.get("param_groups", ()), self.inner)
             self.inner.load_state_dict(theirs)
             checkpoint.mark(self.param_groups)
-            self._step.clear()
+            self._step.begin_loaded()
             if ours is None:
-                self._step.note_loaded()
                 checkpoint.warn_of_none()
             else:
                 self.doge.load_state_dict(ours)

@@ -222,8 +222,12 @@ class Step:
     @outside_graphs
     def _enter(self, names: Sequence[str]) -> None:
         """Check that these domains may be entered now, and begin the step with the first."""
-        for name in names:
-            self._check_name(name)
+        if unknown := [name for name in names if name not in self.subset.slots]:
+            raise ValueError(
+                f"domain {unknown[0]!r} is none of this step's, {list(self.subset.rows)}, of "
+                f"{list(self.subset.all_rows)}. Name it in domains= or target=; with "
+                "domains_per_step run those in optimizer.domains_of_step."
+            )
         self.refuse_inside_a_domain(f"domain({names[0]!r})")
         ownership.refuse_second(self)
         self.refuse_stray()
@@ -398,7 +402,7 @@ class Step:
 
         with phase("weighted_sum"):
             # The sum goes into `p.grad` on all ranks.
-            self.exchange.deliver(columns, last.coefficients, self._weights.shared_state)
+            self.exchange.deliver(columns, last.coefficients, self._weights.state_S)
 
         self._weights.last = last
         self.state = StepState.COMBINED
@@ -496,9 +500,10 @@ class Step:
         self.state = StepState.EMPTY
         self._received = Received()
 
-    def note_loaded(self) -> None:
-        """A state of the wrapped optimizer was not loaded in its place."""
+    def begin_loaded(self) -> None:
+        """Start an empty step after `load_state_dict`."""
         self._may_be_loaded = False
+        self.clear()
 
     def release(self) -> None:
         """Remove the hooks and free the buffer's memory."""
@@ -578,14 +583,6 @@ class Step:
                 "optimizer.domain(name), or call optimizer.release() to train without domains."
             )
         self.parameters.forget()
-
-    def _check_name(self, name: str) -> None:
-        if name not in self.subset.slots:
-            raise ValueError(
-                f"domain {name!r} is none of this step's, {list(self.subset.rows)}, of "
-                f"{list(self.subset.all_rows)}. Name it in domains= or target=; with "
-                "domains_per_step run those in optimizer.domains_of_step."
-            )
 
     def _refuse_reduced(self) -> None:
         """Refuse gradients that a wrapper has reduced and put back after our hooks ran."""

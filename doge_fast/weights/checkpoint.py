@@ -24,13 +24,12 @@ from torch.optim import Optimizer
 
 from doge_fast.weights import simplex
 from doge_fast.weights.objective import Objective
+from doge_fast.weights.reweight import COUNTS, VECTORS
 from doge_fast.weights.weights_file import refusal_of_removed
 
 KEY = "doge"
 VERSION = 2
 
-_VECTORS = ("alpha", "alpha_mean", "gain")
-_COUNTS = ("num_steps", "num_skipped")
 # Vectors [R] that earlier versions appended: moving target weights, and the running norms of a
 # score; both methods were removed.
 _REMOVED = ("tau", "norms")
@@ -53,7 +52,7 @@ def named(
 def packed(state: Mapping[str, Any], objective: Objective) -> tuple[float, ...]:
     """The tuple of a checkpoint: 6 + 3 K floats, from the dict of `named`. Waits for the device."""
     # One vector, to wait for the device only once.
-    values_S = torch.cat([state[name].double().view(-1) for name in (*_VECTORS, *_COUNTS)])
+    values_S = torch.cat([state[name].double().view(-1) for name in (*VECTORS, *COUNTS)])
     head = (state["version"], fingerprint(objective), state["draws"])
     return (*map(float, head), *values_S.tolist(), float(state["mu"]))
 
@@ -66,7 +65,7 @@ def unpacked(values: tuple[float, ...], objective: Objective) -> dict[str, Any]:
     _check_version(values[0])
     head, numbers, mu = values[:3], values[3:-1], values[-1]
     num_domains, num_rows = len(objective.domains), len(objective.rows)
-    sizes = [num_domains] * len(_VECTORS) + [1] * len(_COUNTS)
+    sizes = [num_domains] * len(VECTORS) + [1] * len(COUNTS)
     is_ours = head[1:2] == (fingerprint(objective),) and all(map(math.isfinite, head))
     num_further = len(numbers) - sum(sizes)
     if is_ours and num_further in (num_rows, 2 * num_rows):
@@ -78,8 +77,8 @@ def unpacked(values: tuple[float, ...], objective: Objective) -> dict[str, Any]:
             f"{list(objective.rows)}. Build it with the same ones in the same order."
         )
     pieces = torch.split(torch.tensor(numbers, dtype=torch.float64), sizes)
-    parts = dict(zip((*_VECTORS, *_COUNTS), pieces, strict=True))
-    parts |= {name: parts[name].long().view(()) for name in _COUNTS}
+    parts = dict(zip((*VECTORS, *COUNTS), pieces, strict=True))
+    parts |= {name: parts[name].long().view(()) for name in COUNTS}
     return named(parts, objective, draws=int(head[2]), mu=mu)
 
 
@@ -176,7 +175,7 @@ def check(ours: Mapping[str, Any], objective: Objective) -> None:
     finite.
     """
     check_is_dict(ours)
-    needed = ("version", "domains", "rows", "draws", "mu", *_VECTORS, *_COUNTS)
+    needed = ("version", "domains", "rows", "draws", "mu", *VECTORS, *COUNTS)
     if missing := [name for name in needed if name not in ours]:
         raise ValueError(
             f"the checkpoint's DoGE state lacks {missing}; it was not written by state_dict()."
@@ -196,11 +195,11 @@ def check(ours: Mapping[str, Any], objective: Objective) -> None:
                 f"the checkpoint has the {name} {value!r}; this optimizer has {list(expected)}. "
                 "Build it with the same domains in the same order, and the same target."
             )
-    for name in _COUNTS:
+    for name in COUNTS:
         value = ours[name]
         is_count = isinstance(value, Tensor) and value.numel() == 1 and float(value) >= 0
         _require(is_count, name, "a count, as a tensor", value)
-    for name in _VECTORS:
+    for name in VECTORS:
         value = ours[name]
         is_finite = (
             isinstance(value, Tensor)

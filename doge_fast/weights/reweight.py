@@ -53,7 +53,7 @@ class WeightsState(NamedTuple):
     """Scalar; steps skipped because a norm or a weight was not finite."""
 
 
-_NUM_VECTORS, _NUM_COUNTS = 3, 2
+VECTORS, COUNTS = WeightsState._fields[:3], WeightsState._fields[3:]
 
 
 class LastStep(NamedTuple):
@@ -90,19 +90,19 @@ class LastStep(NamedTuple):
 
 def new_state(alpha_K: Tensor) -> Tensor:
     """[3 K + 2]: `alpha_K` as weights and as their mean; zero scores and counts."""
-    rest = torch.zeros(len(alpha_K) + _NUM_COUNTS, dtype=alpha_K.dtype, device=alpha_K.device)
+    rest = torch.zeros(len(alpha_K) + len(COUNTS), dtype=alpha_K.dtype, device=alpha_K.device)
     return torch.cat([alpha_K, alpha_K, rest])
 
 
 def num_domains_of(state_S: Tensor) -> int:
     """K of a state."""
-    return (state_S.numel() - _NUM_COUNTS) // _NUM_VECTORS
+    return (state_S.numel() - len(COUNTS)) // len(VECTORS)
 
 
 def state_views(state_S: Tensor) -> WeightsState:
     """The parts of a state, by name."""
-    vectors = state_S[:-_NUM_COUNTS].view(_NUM_VECTORS, num_domains_of(state_S)).unbind()
-    return WeightsState(*vectors, *state_S[-_NUM_COUNTS:].unbind())
+    vectors = state_S[: -len(COUNTS)].view(len(VECTORS), num_domains_of(state_S)).unbind()
+    return WeightsState(*vectors, *state_S[-len(COUNTS) :].unbind())
 
 
 def reweight(

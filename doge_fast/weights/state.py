@@ -7,7 +7,7 @@ step copies nothing there.
 import math
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from doge_fast.weights.defaults import DOMAIN_MAX_GRAD_NORM
 from doge_fast.weights.objective import Objective
 from doge_fast.weights.projection import effective_domains
 from doge_fast.weights.reweight import (
+    COUNTS,
     LastStep,
     StepSettings,
     WeightsState,
@@ -29,8 +30,6 @@ from doge_fast.weights.scores import PAPER, Score
 
 # A run has collapsed if fewer than 1 + COLLAPSED (K - 1) domains are in effective use.
 COLLAPSED = 0.1
-
-COUNTS = ("num_steps", "num_skipped")
 
 # A learning rate may still be warming up before.
 _STEPS_OF_A_RATE = 50
@@ -100,7 +99,8 @@ class DomainWeights:
         # The largest learning rate so far, the sum and the number of all: of numbers, of tensors.
         self._rates = (0.0, 0.0, 0)
         self._rates_there: Tensor | None = None
-        self._state_S: Tensor = new_state(self._start_K.to(device))
+        self.state_S: Tensor = new_state(self._start_K.to(device))
+        """[3 K + 2], not a copy: the exchange overwrites it by rank 0's."""
         self._tau_R = torch.tensor(objective.tau, dtype=torch.float64, device=device)
         # Whether the state is a checkpoint's: loaded, and not moved since.
         self._are_loaded = False
@@ -109,7 +109,7 @@ class DomainWeights:
 
     def read(self, name: str) -> Tensor:
         """A copy of a part of the state: "alpha", "alpha_mean", "gain" or a count."""
-        view: Tensor = getattr(state_views(self._state_S), name)
+        view: Tensor = getattr(state_views(self.state_S), name)
         return view.clone()
 
     def state(self) -> dict[str, Tensor]:
@@ -141,7 +141,7 @@ class DomainWeights:
             "the domains or the target": [self.objective.domains, self.objective.target],
             "the settings of DoGEOptimizer": repr(self.rule),
             "the domain weights": (
-                self._state_S.tolist() if with_values or self._are_loaded else None
+                self.state_S.tolist() if with_values or self._are_loaded else None
             ),
         }
 
@@ -150,7 +150,7 @@ class DomainWeights:
         self._are_loaded = True
         # Steps that this object has not seen had rates of their own.
         self._rates = (math.inf, math.inf, 1)
-        for name, view in state_views(self._state_S)._asdict().items():
+        for name, view in state_views(self.state_S)._asdict().items():
             view.copy_(parts[name])
 
     def move(
@@ -176,7 +176,7 @@ class DomainWeights:
             raise ValueError(f"the learning rate of a mirror step must be >= 0; got {lr}.")
         self._note_rate(lr)
         # The model may have moved to another device since they were made.
-        self._state_S, self._tau_R = self._state_S.to(device), self._tau_R.to(device)
+        self.state_S, self._tau_R = self.state_S.to(device), self._tau_R.to(device)
         self._are_loaded = False
         slots = {name: slot for slot, name in enumerate(rows_B) if name in present}
         slot_R = [slots.get(name, -1) for name in self.objective.rows]
@@ -191,7 +191,7 @@ class DomainWeights:
         step = reweight(
             gram_BB,
             full_BB,
-            self._state_S,
+            self.state_S,
             tau_R=self._tau_R,
             slot_R=self._slot_R.write(slot_R, device),
             settings_C=self._settings_C.write(settings, device),
@@ -214,13 +214,9 @@ class DomainWeights:
         total_there.add_(lr)
         count_there.add_(1)
 
-    def set_mu(self, mu: float) -> None:
-        """Use another Bregman coefficient from the next step on."""
-        self.rule = replace(self.rule, mu=mu)
-
     def warn_of_failure(self) -> None:
         """Warn, once each, of weights that mean nothing. Waits for the device."""
-        state = state_views(self._state_S.cpu())
+        state = state_views(self.state_S.cpu())
         messages = {
             "skipped": self._all_skipped(state),
             "unmoved": self._unmoved(state),
@@ -321,11 +317,6 @@ class DomainWeights:
             f"(it is {self.rule.mu:g}), domain_max_grad_norm={DOMAIN_MAX_GRAD_NORM:g} if it is "
             "None, or smoothing=0.1."
         )
-
-    @property
-    def shared_state(self) -> Tensor:
-        """The state itself, not a copy: the exchange overwrites it by rank 0's."""
-        return self._state_S
 
 
 class KeptVector:

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -115,7 +116,7 @@ def test_settings_that_stay_are_not_written_again(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Tensor, "fill_", lambda t, v: written.append(v) or fill(t, v))
     for lr in (0.1, 0.1, 0.2, 0.2):
         move(weights, gram_RR, lr)
-    weights.set_mu(0.75)
+    weights.rule = replace(weights.rule, mu=0.75)
     move(weights, gram_RR, 0.2)
     assert written == [0.2, 0.75]
 
@@ -160,9 +161,9 @@ def test_ranks_compare_weights_where_they_may_differ_alone() -> None:
         return weights.settings(with_values=with_values)["the domain weights"]
 
     assert compared() is None
-    assert compared(with_values=True) == weights.shared_state.tolist()
+    assert compared(with_values=True) == weights.state_S.tolist()
     weights.load(weights.state())
-    assert compared() == weights.shared_state.tolist()
+    assert compared() == weights.state_S.tolist()
     move(weights, rows(2) @ rows(2).T)
     assert compared() is None
 
