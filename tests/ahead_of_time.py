@@ -13,7 +13,6 @@ import importlib
 import itertools
 import json
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from triton.compiler import ASTSource
 
 from doge_fast.kernels.triton_support import decorate, sum_dtype, triton_dtype
 from doge_fast.weights import reweight_triton as reweight
+from tests.processes import printed_by
 
 # The files, whose names stand for their functions in the package.
 gram, segment_sum, weighted_sum = (
@@ -279,8 +279,8 @@ def inspect(kernel: Any) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        usage = run(TOOLS / "cuobjdump", "--dump-resource-usage", file.name)
-        assembly = run(TOOLS / "nvdisasm", "-c", file.name)
+        usage = printed_by(TOOLS / "cuobjdump", "--dump-resource-usage", file.name)
+        assembly = printed_by(TOOLS / "nvdisasm", "-c", file.name)
     stack = re.search(r"STACK:(\d+)", usage)
     assert stack is not None
     loads = re.findall(r"\bLDG(?:STS)?\.\S*", assembly)
@@ -292,11 +292,6 @@ def inspect(kernel: Any) -> dict[str, int]:
         "narrow_loads": sum(not re.search(r"\.(64|128)", load) for load in loads),
         "matrix_products": len(re.findall(r"\b[HD]G?MMA\.", assembly)),
     }
-
-
-def run(*command: Path | str) -> str:
-    """What a tool prints."""
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 if __name__ == "__main__":

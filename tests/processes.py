@@ -18,3 +18,11 @@ def printed_by(
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr
     return done.stdout
+
+
+def shell_script(path: Path, text: str) -> Path:
+    """A program at `path`, which stands for another one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+    path.chmod(0o755)
+    return path

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.processes import printed_by, shell_script
+
 ROOT = Path(__file__).resolve().parents[1]
 HERE = ROOT / "tests" / "sanitizers"
 CACHE = ROOT / "build" / "sanitize"
@@ -75,9 +77,8 @@ def sanitize(name: str) -> int:
     compiler = ["g++", *shlex.split(sanitizer.flags)]
     CACHE.mkdir(parents=True, exist_ok=True)
     # One program, as torch's builder wants it; the compiler itself need not be checked.
-    program = CACHE / f"{name}-g++"
-    program.write_text(f'#!/bin/sh\nunset LD_PRELOAD\nexec {shlex.join(compiler)} "$@"\n')
-    program.chmod(0o755)
+    unloaded = f'unset LD_PRELOAD\nexec {shlex.join(compiler)} "$@"'
+    program = shell_script(CACHE / f"{name}-g++", unloaded)
     plain = os.environ | {
         "CXX": str(program),
         "DOGE_FAST_CACHE": str(CACHE),
@@ -87,10 +88,7 @@ def sanitize(name: str) -> int:
         "PYTHONPATH": str(ROOT),
     }
     loaded = [
-        subprocess.run(
-            ["g++", f"-print-file-name={runtime}"], capture_output=True, text=True, check=True
-        ).stdout.strip()
-        for runtime in sanitizer.runtimes
+        printed_by("g++", f"-print-file-name={runtime}").strip() for runtime in sanitizer.runtimes
     ]
     if sanitizer.has_threads:
         loaded.append(str(_library("threads", name, compiler)))

@@ -1,11 +1,12 @@
 """Imports go down: the layers stand in pyproject.toml, and import-linter checks them."""
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.processes import printed_by
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -23,11 +24,4 @@ def test_imports_go_down(tmp_path: Path) -> None:
         (folder / "__init__.py").touch()
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     command = "from importlinter.cli import lint_imports_command as lint; lint()"
-    told = subprocess.run(
-        [sys.executable, "-c", command, "--no-cache"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert told.returncode == 0, told.stdout + told.stderr
+    printed_by(sys.executable, "-c", command, "--no-cache", cwd=tmp_path)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import doge_fast
-from tests.processes import printed_by
+from tests.processes import printed_by, shell_script
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -94,10 +94,8 @@ def test_make_has_a_cache_where_the_home_cannot_be_written(
 def test_make_keeps_no_half_of_an_environment(tmp_path: Path) -> None:
     """As on a Debian without python3-venv: an environment with Python is made, and none of pip."""
     shutil.copy(ROOT / "Makefile", tmp_path)
-    python = tmp_path / "python3"
     half = f'"{sys.executable}" -m venv --without-pip .venv'
-    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] || ! {half}\n', encoding="utf-8")
-    python.chmod(0o755)
+    shell_script(tmp_path / "python3", f'[ "$1" = -c ] || ! {half}')
     make = ["make", ".venv/bin/python", "PYTHON=./python3"]
     for _ in range(2):
         made = subprocess.run(make, cwd=tmp_path, capture_output=True, check=False)

@@ -19,7 +19,7 @@ from benchmarks.gpu.__main__ import ScriptSection
 from benchmarks.gpu.session import Row, Session
 from doge_fast.kernels import build, segment_sum
 from doge_fast.kernels.segment_sum import pick
-from tests.processes import printed_by
+from tests.processes import printed_by, shell_script
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = Session(torch.device("cpu"), quick=True)
@@ -274,7 +274,7 @@ def test_a_missed_bar_fails_on_a_gpu_alone(
 
 
 # A stand-in for compute-sanitizer: what it was told, then the program, then a summary.
-SANITIZER = """#!/bin/sh
+SANITIZER = """
 echo "$@" > {told}
 echo "caching $PYTORCH_NO_CUDA_MEMORY_CACHING" >> {told}
 while [ "$1" != "{python}" ]; do shift; done
@@ -287,10 +287,9 @@ exit {code}
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("errors", "code"), [(0, 0), (2, sanitizer.FOUND)])
 def test_what_compute_sanitizer_finds(tmp_path: Path, errors: int, code: int) -> None:
-    told, script = tmp_path / "told", tmp_path / "compute-sanitizer"
+    told = tmp_path / "told"
     words = {"told": told, "python": sys.executable, "errors": errors, "code": code}
-    script.write_text(SANITIZER.format(**words))
-    script.chmod(0o755)
+    script = shell_script(tmp_path / "compute-sanitizer", SANITIZER.format(**words))
     row = sanitizer.watched(str(script), "racecheck", torch.device("cpu"))
     assert row["correct"] == (errors == 0), row
     launches = re.search(r"(\d+) launches, 0 with wrong results", row["said"])
@@ -304,19 +303,15 @@ def test_what_compute_sanitizer_finds(tmp_path: Path, errors: int, code: int) ->
 
 
 def test_a_sanitizer_that_breaks_is_not_right(tmp_path: Path) -> None:
-    script = tmp_path / "compute-sanitizer"
     for text, problem in (("exit 3", "code 3"), ("exit 0", "code 0")):
-        script.write_text(f"#!/bin/sh\n{text}\n")
-        script.chmod(0o755)
+        script = shell_script(tmp_path / "compute-sanitizer", text)
         row = sanitizer.watched(str(script), "memcheck", torch.device("cpu"))
         assert not row["correct"]
         assert problem in row["problem"]
 
 
 def test_a_sanitizer_that_is_slow_is_neither_right_nor_wrong(tmp_path: Path) -> None:
-    script = tmp_path / "compute-sanitizer"
-    script.write_text("#!/bin/sh\nexec sleep 60\n")
-    script.chmod(0o755)
+    script = shell_script(tmp_path / "compute-sanitizer", "exec sleep 60")
     row = sanitizer.watched(str(script), "memcheck", torch.device("cpu"), seconds=0.2)
     assert "not finished within 0.2 s" in row["skipped"]
     assert "correct" not in row
@@ -325,16 +320,11 @@ def test_a_sanitizer_that_is_slow_is_neither_right_nor_wrong(tmp_path: Path) -> 
 def test_a_sanitizer_is_found_on_path_or_beside_nvcc(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for folder in ("path", "toolkit/bin"):
-        (tmp_path / folder).mkdir(parents=True)
-    for script, text in (("toolkit/bin/nvcc", "echo release 13.0"), ("toolkit/bin/other", "")):
-        (tmp_path / script).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / script).chmod(0o755)
+    shell_script(tmp_path / "toolkit/bin/nvcc", "echo release 13.0")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
     monkeypatch.setenv("PATH", str(tmp_path / "path") + os.pathsep + os.environ["PATH"])
     for folder in ("toolkit/bin", "path"):
-        tool = tmp_path / folder / "compute-sanitizer"
-        shutil.copy(tmp_path / "toolkit/bin/other", tool)
+        tool = shell_script(tmp_path / folder / "compute-sanitizer", "")
         assert sanitizer.find_sanitizer() == str(tool)
 
 
@@ -436,13 +426,11 @@ def test_the_shell_script_is_one() -> None:
 
 
 def test_the_shell_script_takes_the_python_of_the_checkout(tmp_path: Path) -> None:
-    for folder in ("benchmarks", "bin", ".venv/bin"):
-        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "benchmarks").mkdir()
     script = Path(shutil.copy(SCRIPT, tmp_path / "benchmarks"))
     path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
     for python in ("bin/python3", ".venv/bin/python"):
-        (tmp_path / python).write_text(f'#!/bin/sh\necho "{python} $*"\n')
-        (tmp_path / python).chmod(0o755)
+        shell_script(tmp_path / python, f'echo "{python} $*"')
         printed = help_of(script, PATH=path)
         # By its whole path, since the caller may stand elsewhere.
         expected = f"{python} -P -m benchmarks.gpu --help\n"

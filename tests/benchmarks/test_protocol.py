@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks import protocol
+from tests.processes import shell_script
 
 
 def test_small_data_are_made_cold_and_large_ones_are() -> None:
@@ -64,10 +65,8 @@ def test_a_step_is_freed_when_it_is_released() -> None:
 def test_the_driver_is_what_nvidia_smi_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = tmp_path / "nvidia-smi"
     monkeypatch.setenv("PATH", str(tmp_path))
     assert protocol.driver() is None
     for text, expected in (("echo 580.82\necho 580.82", "580.82"), ("echo no; exit 9", None)):
-        script.write_text(f"#!/bin/sh\n{text}\n")
-        script.chmod(0o755)
+        shell_script(tmp_path / "nvidia-smi", text)
         assert protocol.driver() == expected

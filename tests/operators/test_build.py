@@ -18,6 +18,7 @@ from doge_fast.kernels import build
 from doge_fast.kernels.availability import of_cuda
 from doge_fast.kernels.build import BuildError, needed_architectures
 from tests.packages import needs_to_build
+from tests.processes import shell_script
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -27,7 +28,7 @@ needs_compiler = pytest.mark.skipif(
 )
 
 # Stands for the compiler. Writes down every call, and misbehaves when a file beside it says so.
-WRAPPER = """#!/bin/sh
+WRAPPER = """
 here=$(dirname "$0")
 case " $* " in
 *" -dM "*|*dumpversion*) exec c++ "$@" ;;
@@ -47,10 +48,7 @@ class Workshop:
         self.sources.mkdir(parents=True)
         self.cache = root / "cache"
         self.write(42)
-        self.compiler = root / "bin" / "g++"
-        self.compiler.parent.mkdir()
-        self.compiler.write_text(WRAPPER)
-        self.compiler.chmod(0o755)
+        self.compiler = shell_script(root / "bin" / "g++", WRAPPER)
 
     def write(self, answer: int) -> None:
         # The flags hide what is not marked otherwise.
@@ -367,10 +365,7 @@ def nvidia(monkeypatch, tmp_path):
 
 def toolkit(folder: Path, says: str, status: int = 0) -> None:
     """A toolkit whose nvcc says `says` to everything."""
-    path = folder / "bin" / "nvcc"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(f"#!/bin/sh\necho '{says}'\nexit {status}\n")
-    path.chmod(0o755)
+    shell_script(folder / "bin" / "nvcc", f"echo '{says}'\nexit {status}")
 
 
 @needs_to_build

@@ -5,7 +5,6 @@ import importlib.util
 import os
 import re
 import shutil
-import subprocess
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 from doge_fast.kernels import build
+from tests.processes import printed_by
 
 SOURCES = build.CSRC_DIR / "cuda"
 pytestmark = pytest.mark.exhaustive
@@ -58,8 +58,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [nvcc, *build.CUDA_FLAGS, *ARCHITECTURE_FLAGS, "-Xcompiler=-fPIC", "-shared"]
     command += ["--threads=0", "-isystem", str(torch_dir / "include"), f"-L{torch_dir / 'lib'}"]
     command += ["-ltorch_cpu", "-o", str(path), *map(str, sorted(SOURCES.glob("*.cu")))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    printed_by(*command)
     return path
 
 
@@ -73,9 +72,7 @@ def kernels(library: Path) -> dict[tuple[str, str], Kernel]:
     environment = os.environ | {"PATH": path}
 
     def lines(option: str) -> list[str]:
-        command = [str(found["cuobjdump"]), option, str(library)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-        return done.stdout.splitlines()
+        return printed_by(str(found["cuobjdump"]), option, library, env=environment).splitlines()
 
     kernels: dict[tuple[str, str], Kernel] = {}
     architecture, current = "", Kernel()
@@ -138,12 +135,10 @@ def test_many_rows_are_multiplied_by_matrix_units(kernels: dict[tuple[str, str],
 
 
 def test_later_gpus_find_ptx(library: Path) -> None:
-    path = os.pathsep.join(tool_folders())
-    cuobjdump = shutil.which("cuobjdump", path=path)
+    cuobjdump = shutil.which("cuobjdump", path=os.pathsep.join(tool_folders()))
     if cuobjdump is None:
         pytest.skip("cuobjdump is neither in the toolkit nor with Triton")
-    command = [cuobjdump, "--list-ptx", str(library)]
-    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    listed = printed_by(cuobjdump, "--list-ptx", library)
     num_sources = len(list(SOURCES.glob("*.cu")))
     assert len(re.findall(r"sm_90\.ptx", listed)) == num_sources
 
@@ -151,8 +146,7 @@ def test_later_gpus_find_ptx(library: Path) -> None:
 @pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm (binutils)")
 def test_the_library_asks_torch_for_its_stable_abi_alone(library: Path) -> None:
     """One file runs with whatever torch there is, from the oldest that is accepted."""
-    command = ["nm", "-D", "--undefined-only", str(library)]
-    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    listed = printed_by("nm", "-D", "--undefined-only", library)
     names = {line.split()[-1].split("@")[0] for line in listed.splitlines()}
     assert any(name.startswith("aoti_torch_") for name in names)
     unstable = re.compile(r"_ZNK?\d*(2at|3c10|5torch)")

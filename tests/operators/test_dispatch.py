@@ -3,7 +3,6 @@
 import importlib
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from doge_fast import kernels
 from doge_fast.kernels import build, chosen, dispatch, explain, gram, implementations
 from doge_fast.kernels.dispatch import IMPLEMENTATIONS
 from tests.packages import needs_to_build
+from tests.processes import printed_by
 
 ROOT = Path(__file__).resolve().parents[2]
 GRADS_KN = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -68,16 +68,9 @@ def in_fresh_process(tmp_path: Path, **environment: str) -> dict[str, Any]:
         "DOGE_FAST_CACHE": str(tmp_path),
         "CXX": "/nonexistent",
     }
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        env=clean | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    printed = printed_by(sys.executable, "-c", SCRIPT, env=clean | environment)
     assert not list(tmp_path.iterdir())
-    result: dict[str, Any] = json.loads(done.stdout)
+    result: dict[str, Any] = json.loads(printed)
     return result
 
 
