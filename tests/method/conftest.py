@@ -10,8 +10,14 @@ def small_models(one_thread: None) -> None:
     pass
 
 
+@pytest.fixture
+def taken_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A domain takes its gradients when it is left, as elsewhere than on a CPU."""
+    monkeypatch.setattr(parameters, "takes_at_once", lambda param: False)
+
+
 @pytest.fixture(params=["at once", "when the domain is left"])
-def taken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def taken(request: pytest.FixtureRequest) -> None:
     """When a domain takes its gradients: as on a CPU, and as elsewhere."""
     if request.param != "at once":
-        monkeypatch.setattr(parameters, "takes_at_once", lambda param: False)
+        request.getfixturevalue("taken_late")

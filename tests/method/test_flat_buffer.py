@@ -36,21 +36,21 @@ def test_rows_are_aligned_and_padded_with_zeros(
     assert buffer.num_bytes == 2 * stride * dtype.itemsize
 
 
-def writes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Lengths of what is written at once, from now on."""
-    calls: list[int] = []
-    real = flat_buffer.accumulate
+def writes(monkeypatch: pytest.MonkeyPatch, operator: str) -> list[tuple[int, bool]]:
+    """How many gradients an operator writes at once, and whether it adds, from now on."""
+    calls: list[tuple[int, bool]] = []
+    real = getattr(flat_buffer, operator)
 
     def counted(grads: list[Tensor], rows: list[Tensor], *, add: bool) -> None:
-        calls.append(len(grads))
+        calls.append((len(grads), add))
         real(grads, rows, add=add)
 
-    monkeypatch.setattr(flat_buffer, "accumulate", counted)
+    monkeypatch.setattr(flat_buffer, operator, counted)
     return calls
 
 
 def test_what_waits_is_written_once_a_megabyte_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = writes(monkeypatch)
+    calls = writes(monkeypatch, "accumulate")
     quarters = [param(flat_buffer.PENDING_BYTES["cpu"] // 16) for _ in range(4)]
     buffer = FlatBuffer(1)
     # What was written counts no longer, nor does what was forgotten.
@@ -62,12 +62,12 @@ def test_what_waits_is_written_once_a_megabyte_is_there(monkeypatch: pytest.Monk
     for p in quarters:
         assert calls == []
         buffer.receive(0, p, grad(p, 0))
-    assert calls == [4]
+    assert calls == [(4, False)]
     # The same row twice among what waits: the first must be written before the second is added.
     first = quarters[0]
     buffer.receive(0, first, grad(first, 1))
     buffer.receive(0, first, grad(first, 2))
-    assert calls == [4, 1]
+    assert calls == [(4, False), (1, True)]
     expected = grad(first, 0) + grad(first, 1) + grad(first, 2)
     torch.testing.assert_close(buffer.touched([first])[0].rows_BN[0], expected)
     # One that was written, or forgotten, waits no more.
@@ -101,14 +101,7 @@ def test_rows_of_16_bits_that_are_lent_twice_become_wide(dtype: torch.dtype | No
 
 
 def test_all_at_once_is_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[int, bool]] = []
-    real = flat_buffer.fill
-
-    def counted(grads: list[Tensor], rows: list[Tensor], *, add: bool) -> None:
-        calls.append((len(grads), add))
-        real(grads, rows, add=add)
-
-    monkeypatch.setattr(flat_buffer, "fill", counted)
+    calls = writes(monkeypatch, "fill")
     one, other = param(3), param(4)
     buffer = FlatBuffer(2)
     buffer.receive_all(1, [one, other], [grad(one, 1), grad(other, 2)])

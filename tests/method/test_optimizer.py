@@ -2,10 +2,8 @@
 
 import copy
 import gc
-import json
 import math
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -183,14 +181,3 @@ def test_it_does_not_outlive_its_references() -> None:
     assert ref() is None
     assert all(not param._post_accumulate_grad_hooks for param in model.parameters())
     model(domain_tokens(0, 0)).backward()
-
-
-def test_saved_weights_are_keyed_by_name(tmp_path: Path) -> None:
-    weights_file = tmp_path / "weights.json"
-    model, optimizer = build(target={"x": 0.5})
-    fill(model, optimizer)
-    optimizer.step()
-    optimizer.save_weights(weights_file)
-    record = json.loads(weights_file.read_text())
-    assert {d["name"]: d["weight"] for d in record["domains"]} == optimizer.weights
-    assert list(tmp_path.iterdir()) == [weights_file]

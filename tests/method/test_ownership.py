@@ -21,15 +21,19 @@ def wrapped(*params: nn.Parameter) -> DoGEOptimizer:
     return DoGEOptimizer(torch.optim.SGD(params, lr=0.1), domains=DOMAINS)
 
 
+def fill(model: nn.Module, optimizer: DoGEOptimizer) -> None:
+    for name in DOMAINS:
+        with optimizer.domain(name):
+            model(torch.randn(3, 4)).square().mean().backward()
+
+
 def step(model: nn.Module, optimizer: DoGEOptimizer, *, is_stacked: bool = False) -> None:
     if is_stacked:
         with optimizer.stacked(model, dict.fromkeys(DOMAINS, 3)):
             outputs = model(torch.randn(6, 4))
             (outputs[:3].square().mean() + outputs[3:].square().mean()).backward()
     else:
-        for name in DOMAINS:
-            with optimizer.domain(name):
-                model(torch.randn(3, 4)).square().mean().backward()
+        fill(model, optimizer)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -65,9 +69,7 @@ def test_a_loop_that_steps_the_wrapped_optimizer_too_is_refused(kind: type, is_f
     optimizer = DoGEOptimizer(inner, domains=DOMAINS)
     steps = [optimizer.step, inner[1].step][:: 1 if is_first else -1]
     for is_alone in (True, True, False):
-        for name in DOMAINS:
-            with optimizer.domain(name):
-                model(torch.randn(3, 4)).square().mean().backward()
+        fill(model, optimizer)
         if is_alone:
             # One of the two, whichever it is, and as often as there are gradients.
             for step_of in (inner[0].step, inner[1].step) if is_first else (optimizer.step,):

@@ -39,10 +39,14 @@ def gradient(model: nn.Module, name: str) -> Tensor:
     return torch.cat([part.flatten() for part in parts])
 
 
-def run_step(optimizer: DoGEOptimizer, model: nn.Module, targets: tuple[str, ...] = ()) -> None:
-    for name in (*optimizer.domains_of_step, *targets):
+def fill(optimizer: DoGEOptimizer, model: nn.Module, *names: str) -> None:
+    for name in names:
         with optimizer.domain(name):
             loss_of(model, name).backward()
+
+
+def run_step(optimizer: DoGEOptimizer, model: nn.Module, *targets: str) -> None:
+    fill(optimizer, model, *optimizer.domains_of_step, *targets)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -74,11 +78,8 @@ def test_the_rows_of_a_step_are_those_of_its_domains(target: Any) -> None:
     grads_RN = torch.stack([gradient(model, name) for name in objective.rows])
     optimizer = optimizer_of(model, target=target, max_grad_norm=0.01)
     names = (*optimizer.domains_of_step, *objective.measured)
-    for name in names:
-        with optimizer.domain(name):
-            loss_of(model, name).backward()
+    fill(optimizer, model, *names)
     optimizer.combine()
-    assert optimizer.last is not None
     there = [objective.rows.index(name) for name in names]
     rows_BN = grads_RN[there]
     torch.testing.assert_close(optimizer.last.gram[there][:, there], rows_BN @ rows_BN.T)
@@ -95,8 +96,6 @@ def test_domains_outside_the_step_keep_their_score() -> None:
     for _ in range(4):
         before, drawn = optimizer.last, set(optimizer.domains_of_step)
         run_step(optimizer, model)
-        assert before is not None
-        assert optimizer.last is not None
         is_new_K = optimizer.last.gain != before.gain
         assert {name for name, is_new in zip(NAMES, is_new_K, strict=True) if is_new} == drawn
     assert float(optimizer.alpha.sum()) == pytest.approx(1)
@@ -106,13 +105,10 @@ def test_the_draw_stays_until_the_step_is_taken() -> None:
     model = model_of()
     optimizer = optimizer_of(model)
     drawn = optimizer.domains_of_step
-    with optimizer.domain(drawn[0]):
-        loss_of(model, drawn[0]).backward()
+    fill(optimizer, model, drawn[0])
     optimizer.zero_grad()
     for _ in range(2):
-        for name in drawn:
-            with optimizer.domain(name):
-                loss_of(model, name).backward()
+        fill(optimizer, model, *drawn)
         optimizer.combine()
         model.zero_grad()
     assert optimizer.domains_of_step == drawn
@@ -130,10 +126,9 @@ def test_memory_is_that_of_the_domains_in_the_step() -> None:
     model = model_of()
     optimizer = optimizer_of(model, names, domains_per_step=1, target={"d512": 1.0})
     for _ in range(3):
-        run_step(optimizer, model, ("d512",))
+        run_step(optimizer, model, "d512")
     padded = [-(-p.numel() // ALIGNMENT) * ALIGNMENT for p in model.parameters()]
     assert optimizer.buffer.num_bytes == 2 * 8 * sum(padded)
-    assert optimizer.last is not None
     assert optimizer.last.gram.shape == (513, 513)
     assert int(optimizer.last.gram.diagonal().count_nonzero()) == 2
     assert float(optimizer.alpha.sum()) == pytest.approx(1)
@@ -148,8 +143,7 @@ def test_a_domain_that_was_not_drawn_is_refused() -> None:
     for entered in (optimizer.domain(left_out), optimizer.stacked(model, sizes)):
         with pytest.raises(ValueError, match=f"{left_out}.* none of this step's"), entered:
             pass
-    with optimizer.domain(optimizer.domains_of_step[0]):
-        loss_of(model, optimizer.domains_of_step[0]).backward()
+    fill(optimizer, model, optimizer.domains_of_step[0])
     with pytest.raises(RuntimeError, match="missing"):
         optimizer.step()
 

@@ -104,11 +104,8 @@ def test_both_ways_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(one, other)
 
 
-def test_backward_passes_inside_one_domain_add_up_in_the_parameters_dtype(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_passes_inside_one_domain_add_up_in_the_parameters_dtype(taken_late: None) -> None:
     """Those of several domain blocks in the buffer's."""
-    monkeypatch.setattr(parameters, "takes_at_once", lambda param: False)
     param = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
     optimizer = optimizer_of(nn.ParameterList([param]), buffer_dtype=torch.float32)
     with optimizer.domain("a"):
@@ -121,28 +118,8 @@ def test_backward_passes_inside_one_domain_add_up_in_the_parameters_dtype(
     assert block.rows_BN.flatten().tolist() == [256.0, 257.0]
 
 
-def test_what_autograd_adds_to_parts_of_one_gradient_is_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of torch.cat(), which share a version."""
-    monkeypatch.setattr(parameters, "takes_at_once", lambda param: False)
-    params = biases(2, "cpu")
-    optimizer = optimizer_of(params)
-    tracked = optimizer._step.parameters
-    with optimizer.domain("a"):
-        for _ in range(2):
-            torch.cat([*params]).square().sum().backward()
-        assert not tracked.has_foreign
-        # Another tensor is not.
-        params[0].grad = torch.ones(3)
-        assert tracked.has_foreign
-
-
-def test_the_first_and_the_last_that_are_trained_are_watched(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Also where others were before."""
-    monkeypatch.setattr(parameters, "takes_at_once", lambda param: False)
+def test_the_first_and_the_last_that_are_trained_are_watched(taken_late: None) -> None:
+    """Also where others were before. What autograd adds is its own: parts share a version."""
     params = biases(4, "cpu")
     optimizer = optimizer_of(params)
     for frozen in ([], [params[0], params[3]]):
@@ -150,7 +127,8 @@ def test_the_first_and_the_last_that_are_trained_are_watched(
             param.requires_grad_(False)
         for changed in (param for param in params if param.requires_grad):
             with optimizer.domain("a"):
-                torch.cat([*params]).square().sum().backward()
+                for _ in range(2):
+                    torch.cat([*params]).square().sum().backward()
                 assert not optimizer._step.parameters.has_foreign
                 assert changed.grad is not None
                 changed.grad = changed.grad + 1
