@@ -1,7 +1,11 @@
 """Small models and batches that the tests of the method share."""
 
+from collections.abc import Callable, Iterable
+
 import torch
 from torch import Tensor, nn
+
+from doge_fast import DoGEOptimizer
 
 
 class TiedTransformer(nn.Module):
@@ -52,3 +56,19 @@ def domain_tokens(row: int, step: int, *, batch: int = 2, length: int = 12) -> T
     generator = torch.Generator().manual_seed(1000 * step + row)
     low = 4 * row % 24
     return torch.randint(low, low + 8, (batch, length), generator=generator)
+
+
+def enter(optimizer: DoGEOptimizer, names: Iterable[str], loss_of: Callable[[str], Tensor]) -> None:
+    """One backward pass in each domain, of the loss that its name gives."""
+    for name in names:
+        with optimizer.domain(name):
+            loss_of(name).backward()
+
+
+def take_step(
+    optimizer: DoGEOptimizer, names: Iterable[str], loss_of: Callable[[str], Tensor]
+) -> None:
+    """A whole step of these domains."""
+    enter(optimizer, names, loss_of)
+    optimizer.step()
+    optimizer.zero_grad()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from doge_fast import DoGEOptimizer
+from tests.models import enter
 
 psutil = pytest.importorskip("psutil")
 
@@ -33,9 +34,7 @@ def test_20_000_steps_take_no_more_memory_than_2_000(mode: str) -> None:
             with optimizer.stacked(model, dict.fromkeys(names, 4)):
                 (model(torch.randn(4 * len(names), 16)).square().sum() / 4).backward()
         else:
-            for name in names:
-                with optimizer.domain(name):
-                    model(torch.randn(4, 16)).square().mean().backward()
+            enter(optimizer, names, lambda _: model(torch.randn(4, 16)).square().mean())
         optimizer.step()
         optimizer.zero_grad()
 

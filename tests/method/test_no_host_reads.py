@@ -16,6 +16,7 @@ from doge_fast.joined import JoinedOptimizer
 from doge_fast.step import step
 from doge_fast.step.step import _gram_matrices
 from doge_fast.wrapper import skip_reader, step_unless
+from tests.models import enter
 
 
 class FusedSGD(torch.optim.SGD):
@@ -52,9 +53,7 @@ def run(optimizer_of: Any, lr: float | Tensor = 0.1, grad_scale: Any = 1.0, **op
         **({"mu": 0.01, "domain_max_grad_norm": None, "micro_batches": None} | options),
     )
     for _ in range(2):
-        for name in "aabbx":
-            with optimizer.domain(name):
-                model(torch.empty(4, 8, device="meta")).square().mean().backward()
+        enter(optimizer, "aabbx", lambda _: model(torch.empty(4, 8, device="meta")).square().mean())
         optimizer.combine(grad_scale=grad_scale)
         optimizer.step()
         optimizer.zero_grad()
@@ -161,6 +160,9 @@ class StreamOfAGpu:
         self.queue.append("wait for the event")
 
 
+NOT_FUSED = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+
+
 class TestSkipReader:
     @pytest.fixture
     def queue(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -169,21 +171,15 @@ class TestSkipReader:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: StreamOfAGpu(queue))
         return queue
 
-    @pytest.fixture
-    def inner(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-
     @pytest.mark.parametrize("value", [True, False])
-    def test_the_host_waits_for_the_flag_alone(
-        self, queue: list[str], inner: torch.optim.Optimizer, value: bool
-    ) -> None:
-        read = skip_reader(FlagOfAGpu(value, queue), inner)  # type: ignore[arg-type]
+    def test_the_host_waits_for_the_flag_alone(self, queue: list[str], value: bool) -> None:
+        read = skip_reader(FlagOfAGpu(value, queue), NOT_FUSED)  # type: ignore[arg-type]
         queue.append("weighted sum")
         assert read() is value
         assert queue == ["copy of the flag", "event", "weighted sum", "wait for the event"]
 
     def test_nothing_is_copied_that_nobody_reads(
-        self, queue: list[str], inner: torch.optim.Optimizer, monkeypatch: pytest.MonkeyPatch
+        self, queue: list[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """For an optimizer that skips on the device, and in a capture."""
         fused = FusedSGD([torch.zeros(1, requires_grad=True)], lr=0.1)
@@ -192,14 +188,12 @@ class TestSkipReader:
         assert read()
         assert queue == ["wait for everything"]
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        skip_reader(FlagOfAGpu(True, queue), inner)  # type: ignore[arg-type]
+        skip_reader(FlagOfAGpu(True, queue), NOT_FUSED)  # type: ignore[arg-type]
         assert len(queue) == 1
 
     @pytest.mark.parametrize("value", [True, False])
-    def test_a_flag_on_a_cpu_is_read_where_it_is(
-        self, inner: torch.optim.Optimizer, value: bool
-    ) -> None:
-        assert skip_reader(torch.tensor(value), inner)() is value
+    def test_a_flag_on_a_cpu_is_read_where_it_is(self, value: bool) -> None:
+        assert skip_reader(torch.tensor(value), NOT_FUSED)() is value
 
     @pytest.mark.parametrize("selection", [None, ["0.weight"]])
     def test_the_flag_leaves_when_it_is_decided(
@@ -331,9 +325,8 @@ def test_the_rate_of_a_captured_step_is_that_of_its_replays(lr: Any) -> None:
         FusedSGD([torch.ones(4, requires_grad=True)], lr=lr), domains=["a", "b"], micro_batches=None
     )
     (weight,) = optimizer.param_groups[0]["params"]
-    for factor, name in ((0.2, "a"), (0.1, "b")):
-        with optimizer.domain(name):
-            (factor * weight.sum()).backward()
+    factors = {"a": 0.2, "b": 0.1}
+    enter(optimizer, factors, lambda name: factors[name] * weight.sum())
     with Recorded() as graph:
         optimizer.combine()
     for _ in range(110):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from doge_fast import DoGEOptimizer
+from tests.models import take_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU of NVIDIA")
 
@@ -42,12 +43,8 @@ def batches(step: int, device: str) -> dict[str, Tensor]:
     return {name: torch.randn(16, 32, generator=generator).to(device) for name in DOMAINS}
 
 
-def take_step(model: nn.Module, optimizer: DoGEOptimizer, data: Mapping[str, Tensor]) -> None:
-    for name, batch in data.items():
-        with optimizer.domain(name):
-            model(batch).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+def train(model: nn.Module, optimizer: DoGEOptimizer, data: Mapping[str, Tensor]) -> None:
+    take_step(optimizer, data, lambda name: model(data[name]).square().mean())
 
 
 @on_each_gpu
@@ -58,7 +55,7 @@ def test_a_step_waits_for_nothing(device: str) -> None:
         # Tables are uploaded and kernels compiled in the first steps.
         torch.cuda.set_sync_debug_mode("error" if step >= 2 else "default")
         try:
-            take_step(model, optimizer, data)
+            train(model, optimizer, data)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert optimizer.num_steps == 4
@@ -76,15 +73,15 @@ def test_a_captured_step_is_the_step(device: str) -> None:
         for step in range(3):
             for name, batch in batches(step, device).items():
                 data[name].copy_(batch)
-            take_step(model, optimizer, data)
+            train(model, optimizer, data)
     with torch.cuda.graph(graph, stream=stream):
-        take_step(model, optimizer, data)
+        train(model, optimizer, data)
     for step in range(8):
         if step >= 3:
             for name, batch in batches(step, device).items():
                 data[name].copy_(batch)
             graph.replay()
-        take_step(eager_model, eager, batches(step, device))
+        train(eager_model, eager, batches(step, device))
     torch.testing.assert_close(optimizer.alpha, eager.alpha, rtol=1e-12, atol=0)
     assert optimizer.num_steps == eager.num_steps == 8
     for param, expected in zip(model.parameters(), eager_model.parameters(), strict=True):
@@ -96,9 +93,9 @@ def test_a_step_that_the_host_would_skip_cannot_be_captured(device: str) -> None
     model = nn.Linear(32, 8, device=device)
     optimizer = DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), domains=DOMAINS)
     data = batches(0, device)
-    take_step(model, optimizer, data)
+    train(model, optimizer, data)
     with (
         pytest.raises(RuntimeError, match="SGD needs fused=True"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
-        take_step(model, optimizer, data)
+        train(model, optimizer, data)

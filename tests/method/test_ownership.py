@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from doge_fast import DoGEOptimizer
+from tests.models import enter
 
 DOMAINS = ["a", "b"]
 
@@ -22,9 +23,7 @@ def wrapped(*params: nn.Parameter) -> DoGEOptimizer:
 
 
 def fill(model: nn.Module, optimizer: DoGEOptimizer) -> None:
-    for name in DOMAINS:
-        with optimizer.domain(name):
-            model(torch.randn(3, 4)).square().mean().backward()
+    enter(optimizer, DOMAINS, lambda _: model(torch.randn(3, 4)).square().mean())
 
 
 def step(model: nn.Module, optimizer: DoGEOptimizer, *, is_stacked: bool = False) -> None:

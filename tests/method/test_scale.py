@@ -11,6 +11,7 @@ from benchmarks.models import PAPER, num_parameters
 from doge_fast import DoGEOptimizer
 from doge_fast.sampling import pieces
 from tests import scale
+from tests.models import enter
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,9 +32,7 @@ def test_one_process_holds_what_is_said() -> None:
     optimizer = DoGEOptimizer(
         torch.optim.AdamW(model.parameters(), lr=0.1), domains=list("abcde"), mu=1.0
     )
-    for name in "abcde":
-        with optimizer.domain(name):
-            model(torch.ones(2, 256)).square().mean().backward()
+    enter(optimizer, "abcde", lambda _: model(torch.ones(2, 256)).square().mean())
     optimizer.step()
     (state,) = optimizer.state.values()
     held = {

@@ -10,6 +10,7 @@ import torch
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler
 
 from doge_fast import DoGEOptimizer
+from tests.models import take_step
 
 Schedule = Callable[[torch.optim.Optimizer], LRScheduler | None]
 
@@ -26,12 +27,9 @@ def run(
     scheduler = schedule(inner)
     options = {"domain_max_grad_norm": None, **options}
     optimizer = DoGEOptimizer(inner, domains=["a", "b"], **options)
+    factors = {"a": 2.0 * value, "b": value}
     for _ in range(steps):
-        for factor, name in ((2.0, "a"), (1.0, "b")):
-            with optimizer.domain(name):
-                (factor * value * weight.sum()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, factors, lambda name: factors[name] * weight.sum())
         if scheduler is not None:
             scheduler.step()
     return optimizer

@@ -11,6 +11,7 @@ from doge_fast import DoGEOptimizer
 from doge_fast.flat_buffer import ALIGNMENT
 from doge_fast.weights.objective import Objective
 from doge_fast.weights.subset import Subset
+from tests.models import enter, take_step
 
 K, S, WIDTH = 5, 3, 6
 NAMES = [f"d{j}" for j in range(K)]
@@ -40,15 +41,12 @@ def gradient(model: nn.Module, name: str) -> Tensor:
 
 
 def fill(optimizer: DoGEOptimizer, model: nn.Module, *names: str) -> None:
-    for name in names:
-        with optimizer.domain(name):
-            loss_of(model, name).backward()
+    enter(optimizer, names, lambda name: loss_of(model, name))
 
 
 def run_step(optimizer: DoGEOptimizer, model: nn.Module, *targets: str) -> None:
-    fill(optimizer, model, *optimizer.domains_of_step, *targets)
-    optimizer.step()
-    optimizer.zero_grad()
+    names = (*optimizer.domains_of_step, *targets)
+    take_step(optimizer, names, lambda name: loss_of(model, name))
 
 
 def test_draws_are_a_function_of_seed_and_number_and_even() -> None:

@@ -9,6 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from doge_fast import DoGEOptimizer
 from doge_fast.tracing import observed, phase
+from tests.models import take_step
 
 PHASES = ("accumulate", "gram", "reweight", "weighted_sum", "inner_step")
 
@@ -16,10 +17,7 @@ PHASES = ("accumulate", "gram", "reweight", "weighted_sum", "inner_step")
 def step() -> None:
     model = torch.nn.Linear(3, 2)
     optimizer = DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), domains=["a", "b"])
-    for name in "ab":
-        with optimizer.domain(name):
-            model(torch.randn(4, 3)).square().mean().backward()
-    optimizer.step()
+    take_step(optimizer, "ab", lambda _: model(torch.randn(4, 3)).square().mean())
 
 
 def test_a_profile_names_the_phases() -> None:
