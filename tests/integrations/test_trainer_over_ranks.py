@@ -18,15 +18,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import TrainingArguments
 
 from doge_fast.integrations.transformers import DoGETrainer
+from tests.integrations.test_architectures import tiny
 from tests.integrations.test_transformers import arguments, tiny_model
 from tests.ranks import Ranks, as_launched
 
 DOMAINS = ("ab", "cd", "ef")
 ROWS = (*DOMAINS, "far")
-VOCAB, LENGTH, STEPS, BEGUN = 32, 8, 4, 2
+LENGTH, STEPS, BEGUN = 8, 4, 2
 # Of every domain in a step, over all ranks; the larger one where each rank has a part of each.
 BATCH, EVEN_BATCH = 6, 12
 NAMES = ["transformer.wte.weight", "transformer.h.0.mlp.c_fc.weight"]
@@ -74,16 +75,8 @@ class Batches(IterableDataset[Any]):
 def small_model(kind: str = "gpt2") -> nn.Module:
     if kind == "gpt2":
         return tiny_model(num_layers=1).double()
-    torch.manual_seed(0)
     # Has buffers, which DistributedDataParallel sends in a forward pass.
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-    )
-    return LlamaForCausalLM(config).double()
+    return tiny(kind)
 
 
 def in_float64(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:

@@ -31,13 +31,13 @@ class Tiny(nn.Module):
         if tied:
             self.head.weight = self.words.weight
 
-    def embedded(self, ids_BL: Tensor) -> Tensor:
-        return self.words(ids_BL) + self.places(torch.arange(ids_BL.shape[1]))
+    def hidden(self, ids_BL: Tensor) -> Tensor:
+        positions_L = torch.arange(ids_BL.shape[1], device=ids_BL.device)
+        x: Tensor = self.words(ids_BL) + self.places(positions_L)
+        return x + self.down(self.root(F.gelu(self.up(self.norm(x)))))
 
     def forward(self, ids_BL: Tensor) -> Tensor:
-        x = self.embedded(ids_BL)
-        x = x + self.down(self.root(F.gelu(self.up(self.norm(x)))))
-        logits: Tensor = self.head(x)
+        logits: Tensor = self.head(self.hidden(ids_BL))
         return logits
 
 
@@ -64,6 +64,23 @@ class Shapes(Tiny):
         x = self.words(ids_BL) + self.places(torch.arange(length)[None]) + self.angles(angles_1L2)
         x = torch.tanh(self.wide(x.unflatten(-1, (2, 8))).flatten(-2))
         logits: Tensor = self.head(x.flatten(0, 1)).view(*ids_BL.shape, -1)
+        return logits
+
+
+class Slices(Tiny):
+    """Norms of slices, as of queries and keys that one matrix makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Linear(16, 32)
+        self.offset = nn.LayerNorm(16)
+        self.offset.weight.requires_grad_(False)
+
+    def forward(self, ids_BL: Tensor) -> Tensor:
+        query, key = self.both(self.words(ids_BL)).chunk(2, -1)
+        # The gradient of a sum is one number for each token, with a stride of 0.
+        factor_BL1 = 1 + self.offset(key).sum(2, keepdim=True)
+        logits: Tensor = self.head(self.norm(query) * factor_BL1)
         return logits
 
 
@@ -234,6 +251,7 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     "no bias": lambda: Tiny(tied=True, bias=False),
     "twice": Twice,
     "shapes": Shapes,
+    "slices": Slices,
     "own rules": Own,
     "frozen": Frozen,
     "without rules": Composite,

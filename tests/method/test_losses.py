@@ -4,16 +4,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from doge_fast import DoGEOptimizer
 from doge_fast.losses import IGNORED, domain_losses, linear_domain_losses, token_losses
 from tests.launches import LaunchCounter
+from tests.method.architectures import VOCABULARY, Tiny
 
 SIZES = {"a": 2, "nobody": 0, "b": 3}
-LENGTH, WIDTH, VOCABULARY = 7, 5, 33
+LENGTH, WIDTH = 7, 5
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -180,25 +181,6 @@ def test_logits_exist_for_one_domain_at_a_time() -> None:
     assert largest.numbers >= 5 * (LENGTH - 1) * VOCABULARY
 
 
-class Model(nn.Module):
-    """A body and a head, perhaps the embedding's own matrix."""
-
-    def __init__(self, *, tied: bool) -> None:
-        super().__init__()
-        self.words = nn.Embedding(VOCABULARY, WIDTH)
-        self.body = nn.Linear(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        if tied:
-            self.head.weight = self.words.weight
-
-    def hidden(self, ids_BL: Tensor) -> Tensor:
-        return torch.tanh(self.body(self.words(ids_BL)))
-
-    def forward(self, ids_BL: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.hidden(ids_BL))
-        return logits
-
-
 class Products(TorchDispatchMode):
     """Counts matrix products of the head's size."""
 
@@ -219,7 +201,7 @@ IDS_BL = torch.randint(VOCABULARY, (5, LENGTH), generator=torch.Generator().manu
 
 
 def rows_of_passes(
-    model: Model, weigh: Any, *, is_fused: bool, buffer_dtype: Any = None, passes: int = 1
+    model: Tiny, weigh: Any, *, is_fused: bool, buffer_dtype: Any = None, passes: int = 1
 ) -> tuple[list[Tensor], int]:
     """The rows of stacked passes, and the products of the last one's backward pass.
 
@@ -253,7 +235,7 @@ def summed(losses_D: Tensor, _: Any) -> Tensor:
     return losses_D.sum()
 
 
-def products_of_equal_rows(model: Model, weigh: Any = summed, passes: int = 1) -> int:
+def products_of_equal_rows(model: Tiny, weigh: Any = summed, passes: int = 1) -> int:
     """Those of the fused head's backward pass, whose rows are the naive head's."""
     ours, products = rows_of_passes(model, weigh, is_fused=True, passes=passes)
     theirs, _ = rows_of_passes(model, weigh, is_fused=False, passes=passes)
@@ -267,7 +249,7 @@ def products_of_equal_rows(model: Model, weigh: Any = summed, passes: int = 1) -
 @pytest.mark.parametrize("frozen", ["", "head"], ids=["trained", "frozen"])
 @pytest.mark.parametrize("passes", [1, 2])
 def test_in_a_stacked_batch_each_domain_has_its_row(tied: bool, frozen: str, passes: int) -> None:
-    model = Model(tied=tied).double()
+    model = Tiny(tied=tied).double()
     if frozen:
         model.get_submodule(frozen).requires_grad_(False)
     products = products_of_equal_rows(model, passes=passes)
@@ -293,19 +275,18 @@ def test_gradients_of_the_head_are_those_of_any_function_of_the_losses(
     name: str, tied: bool
 ) -> None:
     weigh, is_early = FUNCTIONS[name]
-    products = products_of_equal_rows(Model(tied=tied).double(), weigh)
+    products = products_of_equal_rows(Tiny(tied=tied).double(), weigh)
     assert (products == 0) == is_early
 
 
 def test_a_step_without_the_losses_backward_has_no_row_of_the_head() -> None:
-    model = Model(tied=False)
+    model = Tiny()
     rows, _ = rows_of_passes(model, lambda *_: model.hidden(IDS_BL).square().sum(), is_fused=True)
-    # Those of the words and of the body alone.
-    assert len(rows) == 3
+    assert len(rows) == len([*model.parameters()]) - 1
 
 
 def test_without_gradients_nothing_is_reserved() -> None:
-    model = Model(tied=False)
+    model = Tiny()
     optimizer = DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), domains=["a", "b"])
     with optimizer.stacked(model, SIZES):
         with torch.no_grad():
@@ -315,7 +296,7 @@ def test_without_gradients_nothing_is_reserved() -> None:
 
 
 def test_a_narrow_row_is_the_product_rounded_once() -> None:
-    model = Model(tied=False)
+    model = Tiny()
     (*_, narrow), _ = rows_of_passes(model, summed, is_fused=True, buffer_dtype=torch.bfloat16)
     (*_, wide), _ = rows_of_passes(model, summed, is_fused=True)
     assert wide.dtype == torch.float32
@@ -323,7 +304,7 @@ def test_a_narrow_row_is_the_product_rounded_once() -> None:
 
 
 def test_other_sizes_than_the_batch_are_refused() -> None:
-    model = Model(tied=False)
+    model = Tiny()
     optimizer = DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), domains=["a", "b"])
     said = r"\[2, 3\]; got \[3, 2\]"
     with pytest.raises(ValueError, match=said), optimizer.stacked(model, SIZES):
@@ -337,7 +318,7 @@ def test_other_sizes_than_the_batch_are_refused() -> None:
     [
         ({"hidden": (5, LENGTH)}, r"\[5, 7\]"),
         ({"labels": (4, LENGTH)}, r"\[4, 7\]"),
-        ({"weight": (VOCABULARY, WIDTH + 1)}, r"weight .*\[33, 6\]"),
+        ({"weight": (VOCABULARY, WIDTH + 1)}, r"weight .*\[40, 6\]"),
         ({"sizes": {"a": 5, "b": 1}}, "sizes .* 5 examples"),
         ({"sizes": {"a": 6, "b": -1}}, "sizes .*-1"),
     ],

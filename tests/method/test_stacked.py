@@ -103,7 +103,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
         (SIZES, EQUAL),
         # Two directions of a recurrent network are as many as a domain has examples.
         some=lambda kind, mode, sizes: (
-            kind == "tied"
+            kind in ("tied", "slices")
             or (sizes is SIZES and "triton" not in mode)
             or (kind in ("lstm", "gru") and mode == "stacked")
         ),
@@ -461,42 +461,6 @@ def test_a_gain_and_its_bias_are_one_sum(sizes: dict[str, int]) -> None:
         sums.append([name for name in counter.names if "sum" in name])
     assert sums[0] == ["doge_fast.segment_sum.default"]
     assert len(sums[1]) == 1
-
-
-class OnHalves(nn.Module):
-    """Norms of slices, as of queries and keys that one matrix makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.both = nn.Linear(8, 16)
-        self.norm = nn.LayerNorm(8)
-        self.offset = nn.LayerNorm(8)
-        self.offset.weight.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key = self.both(x).chunk(2, -1)
-        # The gradient of the second sum is one number, with strides of 0.
-        return self.norm(query).exp().sum() + self.offset(key).sum()
-
-
-@pytest.mark.parametrize("sizes", [{"a": 2, "b": 2}, {"a": 1, "b": 3}], ids=["equal", "ragged"])
-def test_norms_of_slices_have_rows_on_a_gpu(
-    sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    as_on_a_gpu(monkeypatch, "torch")
-    model, x_BLD = OnHalves().double(), torch.randn(4, LENGTH, 8, dtype=torch.float64)
-    rows = []
-    for is_stacked in (True, False):
-        optimizer = optimizer_of(model, sizes)
-        if is_stacked:
-            with optimizer.stacked(model, sizes):
-                model(x_BLD).backward()
-        else:
-            for name, x in zip(sizes, x_BLD.split([*sizes.values()]), strict=True):
-                with optimizer.domain(name):
-                    model(x).backward()
-        rows.append(rows_of(optimizer, model))
-    assert_same(*rows)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

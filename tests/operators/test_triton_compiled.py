@@ -3,9 +3,10 @@
 import importlib.util
 import json
 import os
-import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,22 +69,18 @@ def test_registers_spill_where_the_table_says(tmp_path: Path) -> None:
     version = ".".join(triton.__version__.split(".")[:2])
     if version not in SPILLS:
         pytest.skip(f"Triton {version} is not in the table")
-    found = json.loads(
-        printed_by(
-            *(sys.executable, "-m", "tests.ahead_of_time", "spills"),
-            cwd=ROOT,
-            env=outside(tmp_path),
-        )
-    )
+    found = ahead_of_time(tmp_path, "spills")
     assert "gram of 50 rows, float32" in found
     assert {name: bytes_ for name, bytes_ in found.items() if set(bytes_) != {0}} == SPILLS[version]
 
 
-def outside(cache: Path) -> dict[str, str]:
-    """The environment of a process that Triton compiles in."""
+def ahead_of_time(cache: Path, *words: str) -> Any:
+    """What the program says, in a process in which Triton compiles."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     # Nobody's cache: what was compiled before must not hide what no longer compiles.
-    return environment | {"TRITON_CACHE_DIR": str(cache)}
+    environment |= {"TRITON_CACHE_DIR": str(cache)}
+    command = (sys.executable, "-m", "tests.ahead_of_time", *words)
+    return json.loads(printed_by(*command, cwd=ROOT, env=environment))
 
 
 def is_right(measured: dict[str, int]) -> bool:
@@ -100,21 +97,10 @@ def is_right(measured: dict[str, int]) -> bool:
 
 def compiled(cache: Path) -> Kernels:
     """What tests/ahead_of_time.py finds; in processes of their own, that Triton compiles."""
-    environment = outside(cache)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.ahead_of_time", str(part), str(NUM_PROCESSES)],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for part in range(NUM_PROCESSES)
-    ]
-    found: Kernels = {}
-    for process in processes:
-        output, errors = process.communicate()
-        assert process.returncode == 0, errors
-        found |= json.loads(output)
-    return found
+
+    def of_part(part: int) -> Kernels:
+        return ahead_of_time(cache, str(part), str(NUM_PROCESSES))
+
+    with ThreadPoolExecutor() as pool:
+        parts = list(pool.map(of_part, range(NUM_PROCESSES)))
+    return {name: measured for part in parts for name, measured in part.items()}
