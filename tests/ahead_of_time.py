@@ -282,7 +282,6 @@ def inspect(kernel: Any) -> dict[str, int]:
         usage = printed_by(TOOLS / "cuobjdump", "--dump-resource-usage", file.name)
         assembly = printed_by(TOOLS / "nvdisasm", "-c", file.name)
     stack = re.search(r"STACK:(\d+)", usage)
-    assert stack is not None
     loads = re.findall(r"\bLDG(?:STS)?\.\S*", assembly)
     return {
         "stack_bytes": int(stack[1]),

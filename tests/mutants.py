@@ -78,7 +78,7 @@ def changes_of(tree: cst.Module) -> list[tuple[cst.CSTNode, cst.CSTNode]]:
         for node in _nodes(tree)
         for kind, change in _CHANGES
         if isinstance(node, kind)
-        for changed in change(node)  # type: ignore[arg-type]
+        for changed in change(node)
     ]
 
 
@@ -96,7 +96,7 @@ def mutants_of(module: str, sample: int = 0) -> tuple[int, list[Mutant]]:
     known = {_meaning(source)}
     found = []
     for index in chosen:
-        mutated = tree.deep_replace(*changes[index]).code  # type: ignore[arg-type]
+        mutated = tree.deep_replace(*changes[index]).code
         with contextlib.suppress(SyntaxError):
             meaning = _meaning(mutated)
             if meaning not in known:

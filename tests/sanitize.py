@@ -61,7 +61,7 @@ SANITIZERS = {
 
 
 def _run(words: Sequence[str], environment: dict[str, str], **options: object) -> int:
-    return subprocess.run(words, cwd=ROOT, env=environment, check=False, **options).returncode  # type: ignore[call-overload,no-any-return]
+    return subprocess.run(words, cwd=ROOT, env=environment, check=False, **options).returncode
 
 
 def _library(source: str, name: str, compiler: Sequence[str]) -> Path:

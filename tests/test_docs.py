@@ -83,13 +83,7 @@ def _write_web_organizer(folder: Path, rows: bytes) -> None:
     grid(PAGES, some=lambda page: page.name not in ("tutorial.md", "faq.md", "python.md")),
     ids=lambda page: page.relative_to(DOCS).as_posix(),
 )
-def test_what_a_page_shows_runs(
-    page: Path,
-    workplace: Path,
-    tmp_path: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_a_page_shows_runs(page, workplace, tmp_path, tmp_path_factory, monkeypatch):
     if not any(block.language != "none" for block in blocks_of(page)):
         pytest.skip("nothing to run on this page")
     monkeypatch.setenv("COLUMNS", "100")
@@ -98,7 +92,7 @@ def test_what_a_page_shows_runs(
     Reader(page, tmp_path_factory.getbasetemp() / "blocks").read()
 
 
-def test_readme_commands_are_taken() -> None:
+def test_readme_commands_are_taken():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     commands = [line for line in readme.splitlines() if line.startswith("doge-fast ")]
     assert len(commands) >= 4
@@ -106,7 +100,7 @@ def test_readme_commands_are_taken() -> None:
         assert cli.parse(shlex.split(command, comments=True)[1:]) is not None
 
 
-def test_a_page_that_shows_something_else_fails(tmp_path: Path) -> None:
+def test_a_page_that_shows_something_else_fails(tmp_path):
     page = tmp_path / "page.md"
     for text in (
         "```python\nprint('three domains, 0.25')\n```\n\n```text\ntwo domains, 0.5\n```\n",
@@ -121,13 +115,13 @@ def test_a_page_that_shows_something_else_fails(tmp_path: Path) -> None:
     assert_alike("three domains, 0.5\n...", "three   domains, 0.251\nand more")
 
 
-def test_every_example_is_on_the_site() -> None:
+def test_every_example_is_on_the_site():
     shown = _EXAMPLE_PAGE.read_text("utf-8")
     there = {path.name for path in (ROOT / "examples").iterdir() if path.is_file()}
     assert there == set(re.findall(r"\.\./\.\./examples/(\w+\.\w+)", shown))
 
 
-def test_reference_names_everything_public() -> None:
+def test_reference_names_everything_public():
     """A module that a page names is written out in full, for all in it has docstrings."""
     pages = "".join(page.read_text(encoding="utf-8") for page in (DOCS / "reference").glob("*.md"))
     named = re.findall(r"^\.\. automodule:: (\S+)$", pages, re.M)
@@ -141,9 +135,7 @@ def test_reference_names_everything_public() -> None:
     assert set(named) - public == set(), "they are gone"
 
 
-def test_command_line_reference_has_every_option(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_line_reference_has_every_option(monkeypatch, capsys):
     pytest.importorskip("sphinx", reason="the generator of the documentation is not installed")
     monkeypatch.syspath_prepend(str(DOCS / "_extensions"))
     written = importlib.import_module("command_line").sections()
@@ -160,7 +152,7 @@ def test_command_line_reference_has_every_option(
 
 
 @pytest.mark.exhaustive
-def test_site_builds_and_holds_together(tmp_path: Path) -> None:
+def test_site_builds_and_holds_together(tmp_path):
     """One test, so that processes that share the tests build the pages once."""
     pytest.importorskip("sphinx", reason="the generator of the documentation is not installed")
     site = _build(tmp_path / "site")

@@ -84,14 +84,14 @@ def run(python: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_closure_of_packages_is_what_they_import() -> None:
+def test_the_closure_of_packages_is_what_they_import():
     found = {name.lower().replace("_", "-") for name in closure("torch")}
     assert {"torch", "sympy", "mpmath", "typing-extensions"} <= found
     assert not found & {"transformers", "pytest", "numpy"}
 
 
 @pytest.mark.exhaustive
-def test_the_gpu_script_runs_with_few_packages(python: Path, tmp_path: Path) -> None:
+def test_the_gpu_script_runs_with_few_packages(python, tmp_path):
     """All of it; the compiled operators need ninja, which it says, and the job the pipeline's."""
     (tmp_path / "corpus").mkdir()
     words = ["--device", "cpu", "--quick", "--commit", "abc", "--out", str(tmp_path)]
@@ -111,7 +111,7 @@ def test_the_gpu_script_runs_with_few_packages(python: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.exhaustive
-def test_tests_of_operators_and_method_are_collected_and_run(python: Path) -> None:
+def test_tests_of_operators_and_method_are_collected_and_run(python):
     """With nothing but pytest itself, whose configuration names options of plugins."""
     done = run(python, "-m", "pytest", "--collect-only", "-q", "tests/operators", "tests/method")
     assert done.returncode == 0, done.stdout[-3000:]
@@ -146,7 +146,7 @@ def test_we_are_wrong():
 """
 
 
-def test_a_warning_is_an_error_where_it_is_ours(tmp_path: Path) -> None:
+def test_a_warning_is_an_error_where_it_is_ours(tmp_path):
     """Other packages warn of themselves, each version of something else."""
     (tmp_path / "tests").mkdir()
     (tmp_path / "elsewhere.py").write_text(THEIRS)

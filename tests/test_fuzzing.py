@@ -71,7 +71,7 @@ def _command(data: bytes) -> object:
         try:
             return cli.parse(words)
         except SystemExit as end:
-            code = end.code  # type: ignore[assignment]
+            code = end.code
     assert code in (0, 2)
     return None
 
@@ -117,7 +117,7 @@ PIECES += [b"[" * 3000, b"9" * 5000]
 
 
 @pytest.mark.parametrize("file", INPUTS, ids=lambda file: f"{file.parent.name}/{file.name}")
-def test_known_inputs_end_in_a_value_or_a_sentence(file: Path) -> None:
+def test_known_inputs_end_in_a_value_or_a_sentence(file):
     run_one(file.parent.name, file.read_bytes())
 
 
@@ -125,7 +125,7 @@ def test_known_inputs_end_in_a_value_or_a_sentence(file: Path) -> None:
 # What is found is short enough as it is.
 @settings(phases=[Phase.generate])
 @given(st.data())
-def test_changed_inputs_do_so_too(name: str, data: st.DataObject) -> None:
+def test_changed_inputs_do_so_too(name, data):
     known = [file.read_bytes() for file in INPUTS if file.parent.name == name]
     whole = data.draw(st.sampled_from(known))
     first = data.draw(st.integers(0, len(whole)))

@@ -11,7 +11,7 @@ from tests.processes import printed_by
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_imports_go_down(tmp_path: Path) -> None:
+def test_imports_go_down(tmp_path):
     pytest.importorskip("importlinter", reason="import-linter is a development dependency")
     # import-linter looks for modules on the disk, where kernels/ stands beside the package and not
     # in it: it gets a copy that has everything where Python's imports find it.

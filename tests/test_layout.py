@@ -87,12 +87,12 @@ def probe(cwd: Path, path: Path | None = None, python: str | Path = sys.executab
     return Path(output.strip().splitlines()[-1])
 
 
-def test_wheel(wheel: Path, tmp_path: Path) -> None:
+def test_wheel(wheel, tmp_path):
     install(tmp_path / "site", wheel)
     assert probe(tmp_path, tmp_path / "site").is_relative_to(tmp_path / "site")
 
 
-def test_wheel_carries_sources_and_nothing_at_top_level(wheel: Path) -> None:
+def test_wheel_carries_sources_and_nothing_at_top_level(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     # Figures' styles, targets of exports, the page's template: what is no module is there too.
     files = (path for path in (ROOT / "doge_fast").rglob("*") if path.is_file())
@@ -111,7 +111,7 @@ def test_wheel_carries_sources_and_nothing_at_top_level(wheel: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_sdist_builds_the_same_wheel(checkout: Path, wheel: Path, tmp_path: Path) -> None:
+def test_sdist_builds_the_same_wheel(checkout, wheel, tmp_path):
     sdist = build(checkout, "--sdist", tmp_path / "sdist")
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path / "unpacked", filter="data")
@@ -121,7 +121,7 @@ def test_sdist_builds_the_same_wheel(checkout: Path, wheel: Path, tmp_path: Path
 
 
 @pytest.mark.exhaustive
-def test_editable(checkout: Path, tmp_path: Path) -> None:
+def test_editable(checkout, tmp_path):
     venv = tmp_path / "venv"
     printed_by(sys.executable, "-m", "venv", "--without-pip", venv)
     (site,) = venv.glob("lib/python*/site-packages")
@@ -134,11 +134,11 @@ def test_editable(checkout: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_plain_checkout(checkout: Path, tmp_path: Path) -> None:
+def test_plain_checkout(checkout, tmp_path):
     assert probe(tmp_path, checkout).is_relative_to(checkout)
 
 
-def test_what_is_pinned_runs_on_the_python_of_debian() -> None:
+def test_what_is_pinned_runs_on_the_python_of_debian():
     """Of the pinned packages that are installed here; another release would not be found there."""
     pins = (ROOT / ".ci/constraints.txt").read_text(encoding="utf-8")
     for name, version in re.findall(r"^([\w.-]+)==(\S+)$", pins, re.M):
@@ -148,7 +148,7 @@ def test_what_is_pinned_runs_on_the_python_of_debian() -> None:
             assert pythons.contains("3.11.2"), f"{name} {version} asks for Python {pythons}"
 
 
-def test_library_needs_torch_numpy_and_einops_only() -> None:
+def test_library_needs_torch_numpy_and_einops_only():
     """Importing the optimizer and the operators pulls in neither the pipeline nor triton."""
     code = (
         "import sys, doge_fast, doge_fast.kernels\n"
@@ -158,7 +158,7 @@ def test_library_needs_torch_numpy_and_einops_only() -> None:
     assert printed_by(sys.executable, "-c", code, cwd=ROOT).strip() == "[]"
 
 
-def test_the_method_needs_nothing_but_torch_and_einops() -> None:
+def test_the_method_needs_nothing_but_torch_and_einops():
     """As on a machine that has a GPU, torch and little else."""
     code = """
 import sys

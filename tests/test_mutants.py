@@ -13,7 +13,7 @@ from tests.mutants import MODULES, mutants_of, path_of
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_the_table_names_the_core_and_tests_that_are_there() -> None:
+def test_the_table_names_the_core_and_tests_that_are_there():
     for module, row in MODULES.items():
         assert path_of(module).is_file()
         assert row["tests"]
@@ -21,7 +21,7 @@ def test_the_table_names_the_core_and_tests_that_are_there() -> None:
             assert (ROOT / "tests" / name).is_file(), name
 
 
-def test_mutants_are_the_same_each_time_and_differ_from_the_source() -> None:
+def test_mutants_are_the_same_each_time_and_differ_from_the_source():
     number, first = mutants_of("weights/simplex", 12)
     assert (number, first) == mutants_of("weights/simplex", 12)
     assert number > 100
@@ -35,7 +35,7 @@ def test_mutants_are_the_same_each_time_and_differ_from_the_source() -> None:
 @pytest.mark.parametrize(
     ("changed", "number"), [("1 / num_domains", r"[1-9]\d*"), ("Coefficient", "0")]
 )
-def test_a_change_that_matters_is_killed(changed: str, number: str) -> None:
+def test_a_change_that_matters_is_killed(changed, number):
     """And where nothing is changed, nothing is."""
     words = ["-m", "tests.mutants", "weights/simplex", "--only", changed, "--jobs", "1"]
     ended = subprocess.run(

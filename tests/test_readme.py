@@ -26,14 +26,14 @@ def python_blocks(page: Path) -> list[str]:
 @pytest.mark.parametrize(
     "page", ["README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md"]
 )
-def test_links_of_pages_outside_of_docs_lead_somewhere(page: str) -> None:
+def test_links_of_pages_outside_of_docs_lead_somewhere(page):
     path = ROOT / page
     links = re.findall(r"\]\(([^)#\s]+)", path.read_text(encoding="utf-8"))
     for link in links:
         assert link.startswith("https://") or (path.parent / link).exists(), link
 
 
-def test_citation_names_this_version() -> None:
+def test_citation_names_this_version():
     citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert f"\nversion: {doge_fast.__version__}\n" in citation
     assert f'\nversion = "{doge_fast.__version__}"\n' in (ROOT / "pyproject.toml").read_text(
@@ -41,19 +41,19 @@ def test_citation_names_this_version() -> None:
     )
 
 
-def test_examples_of_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_of_readme_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": "__main__"}
     for number, block in enumerate(python_blocks(ROOT / "README.md"), start=1):
         # The file name makes a traceback say which block failed.
         exec(compile(block, f"README.md, block {number}", "exec"), namespace)
-    weights = namespace["optimizer"].weights  # type: ignore[attr-defined]
+    weights = namespace["optimizer"].weights
     assert sum(weights.values()) == pytest.approx(1)
     # The domain with the large gradients is the difficult one, and gets the most.
     assert max(weights, key=weights.get) == "code"
 
 
-def test_contributing_draws_what_is_there() -> None:
+def test_contributing_draws_what_is_there():
     """Every folder and file of the drawing exists, and every part of the package is drawn."""
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     # With the repository's address before it in a release.
@@ -78,9 +78,7 @@ def test_contributing_draws_what_is_there() -> None:
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not there")
 @pytest.mark.parametrize(("chosen", "used"), [(None, "/.venv/cache"), ("/own", "/own")])
-def test_make_has_a_cache_where_the_home_cannot_be_written(
-    chosen: str | None, used: str, tmp_path: Path
-) -> None:
+def test_make_has_a_cache_where_the_home_cannot_be_written(chosen, used, tmp_path):
     (tmp_path / "show.mk").write_text("show:\n\t@echo $$XDG_CACHE_HOME\n", encoding="utf-8")
     told = {"PATH": os.environ["PATH"], "HOME": str(tmp_path / "none")}
     told |= {} if chosen is None else {"XDG_CACHE_HOME": chosen}
@@ -91,7 +89,7 @@ def test_make_has_a_cache_where_the_home_cannot_be_written(
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not there")
-def test_make_keeps_no_half_of_an_environment(tmp_path: Path) -> None:
+def test_make_keeps_no_half_of_an_environment(tmp_path):
     """As on a Debian without python3-venv: an environment with Python is made, and none of pip."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     half = f'"{sys.executable}" -m venv --without-pip .venv'
@@ -107,14 +105,14 @@ def test_make_keeps_no_half_of_an_environment(tmp_path: Path) -> None:
     "name",
     [m.name for m in pkgutil.walk_packages(doge_fast.__path__, "doge_fast.")],
 )
-def test_docstring_examples_run(name: str) -> None:
+def test_docstring_examples_run(name):
     if name.endswith("__main__") or "triton" in name:
         pytest.skip("importing it runs a program or needs triton")
     result = doctest.testmod(importlib.import_module(name))
     assert result.failed == 0
 
 
-def test_weights_page_and_optimizer_write_what_the_pipeline_reads(tmp_path: Path) -> None:
+def test_weights_page_and_optimizer_write_what_the_pipeline_reads(tmp_path):
     from doge_fast.pipeline import records
 
     page = (ROOT / "docs" / "weights.md").read_text(encoding="utf-8")

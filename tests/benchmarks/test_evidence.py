@@ -3,7 +3,6 @@
 import json
 import re
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,9 +20,7 @@ PAGE = ROOT / "docs" / "evidence.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-def test_the_kept_records_make_the_same_tables_and_the_page(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_kept_records_make_the_same_tables_and_the_page(tmp_path, capsys):
     experiment = write_experiment(tmp_path / "experiment", (-0.02, -0.021, -0.019))
     kept, again = tmp_path / "kept.json", tmp_path / "again"
     assert evidence.main(["pack", str(experiment), str(kept)]) == 0
@@ -36,7 +33,7 @@ def test_the_kept_records_make_the_same_tables_and_the_page(
     assert "DoGE: perplexity 2.0" in (again / "report.html").read_text(encoding="utf-8")
 
 
-def test_the_size_of_a_model_is_kept_without_the_model(tmp_path: Path) -> None:
+def test_the_size_of_a_model_is_kept_without_the_model(tmp_path):
     experiment = write_experiment(tmp_path / "experiment", (-0.02,))
     (run, *_) = sorted((experiment / "runs").iterdir())
     (run / "model").mkdir(exist_ok=True)
@@ -68,7 +65,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.exhaustive
-def test_the_page_shows_what_the_kept_records_say(told: dict[str, str]) -> None:
+def test_the_page_shows_what_the_kept_records_say(told):
     shown = [block.text.strip() for block in blocks_of(PAGE) if block.language == "none"]
     assert shown
     for block in shown:
@@ -76,7 +73,7 @@ def test_the_page_shows_what_the_kept_records_say(told: dict[str, str]) -> None:
 
 
 @pytest.mark.exhaustive
-def test_percentages_in_running_text_stand_in_a_table(told: dict[str, str]) -> None:
+def test_percentages_in_running_text_stand_in_a_table(told):
     numbers = set(re.findall(r"\d+\.\d+", "\n".join(told.values())))
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     page = PAGE.read_text(encoding="utf-8")
@@ -91,7 +88,7 @@ def test_percentages_in_running_text_stand_in_a_table(told: dict[str, str]) -> N
         assert set(percent) <= numbers
 
 
-def test_few_lines_of_a_training_are_kept_and_all_its_evaluations(tmp_path: Path) -> None:
+def test_few_lines_of_a_training_are_kept_and_all_its_evaluations(tmp_path):
     lines = [{"step": step, "kind": "train"} for step in range(1, 1001)]
     lines[500:500] = [{"step": 500, "kind": "eval"}]
     lines.append({"step": 1000, "kind": "eval"})
@@ -107,14 +104,14 @@ def test_few_lines_of_a_training_are_kept_and_all_its_evaluations(tmp_path: Path
     }
 
 
-def test_a_record_of_no_experiment_is_told_from_one(tmp_path: Path) -> None:
+def test_a_record_of_no_experiment_is_told_from_one(tmp_path):
     file = RESULTS / "evidence-temperature-ca.json"
     with pytest.raises(ValueError, match=r"benchmarks\.temperature"):
         evidence.main(["unpack", str(file), str(tmp_path / "again")])
     assert not (tmp_path / "again").exists()
 
 
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
+def test_nothing_is_overwritten(tmp_path):
     experiment = write_experiment(tmp_path / "experiment", (-0.02,))
     record = json.loads(json.dumps(evidence.packed(experiment)))
     with pytest.raises(ValueError, match="exists; name a directory that does not"):

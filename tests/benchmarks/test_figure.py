@@ -2,13 +2,12 @@
 
 import json
 import re
-from pathlib import Path
 
 from benchmarks import figure
 from tests.pages import ROOT
 
 
-def test_the_kept_figure_shows_the_kept_records(tmp_path: Path) -> None:
+def test_the_kept_figure_shows_the_kept_records(tmp_path):
     kept = (ROOT / "docs" / "_static" / "benchmarks" / "steps.svg").read_text(encoding="utf-8")
     assert figure.main([str(tmp_path / "steps.svg")]) == 0
     drawn = (tmp_path / "steps.svg").read_text(encoding="utf-8")

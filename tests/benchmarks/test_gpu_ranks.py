@@ -14,11 +14,10 @@ from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import ranks as part
 from benchmarks.gpu import report
 from benchmarks.gpu.session import Row, Session
-from tests.ranks import Ranks
 
 
 @pytest.mark.exhaustive
-def test_two_ranks_are_right_and_timed() -> None:
+def test_two_ranks_are_right_and_timed():
     found = gpu.run_section(part.ranks, Session(torch.device("cpu"), quick=True), 300.0)
     assert "failure" not in found, found
     *checks, timed = found["rows"]
@@ -32,13 +31,13 @@ def test_two_ranks_are_right_and_timed() -> None:
     assert (report.line_of(timed) or "").startswith("tiny ddp, 2 ranks K=7: ")
 
 
-def test_one_gpu_is_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_gpu_is_too_few(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     rows = list(part.ranks(Session(torch.device("cuda"), quick=True)))
     assert rows == [{"skipped": "needs two GPUs"}]
 
 
-def test_as_many_ranks_as_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_ranks_as_gpus(monkeypatch):
     started: list[list[str]] = []
 
     def launched(words: list[str], out: Path) -> Iterator[Row]:
@@ -71,13 +70,13 @@ def checked(near: float, far: float) -> Row:
         (float("nan"), float("nan"), "other weights on other ranks"),
     ],
 )
-def test_what_is_right(ranks: Ranks, near: float, far: float, problem: str | None) -> None:
+def test_what_is_right(ranks, near, far, problem):
     for row in ranks.run(2, checked, near, far):
         assert row["correct"] == (problem is None)
         assert row.get("problem") == problem
 
 
-def test_ranks_that_fail_say_so(tmp_path: Path) -> None:
+def test_ranks_that_fail_say_so(tmp_path):
     words = [sys.executable, "-c", "raise SystemExit('no NCCL')"]
     (row,) = part.launched(words, tmp_path / "rows.json")
     assert not row["correct"]
@@ -101,7 +100,7 @@ while True:
 """
 
 
-def test_ranks_that_hang_are_ended_all_of_them(tmp_path: Path) -> None:
+def test_ranks_that_hang_are_ended_all_of_them(tmp_path):
     life = tmp_path / "life"
     life.touch()
     (row,) = part.launched([sys.executable, "-c", HANGS, str(life)], tmp_path / "none", seconds=2.0)

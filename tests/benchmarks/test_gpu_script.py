@@ -35,7 +35,7 @@ def record_in(folder: Path) -> tuple[Row, str]:
 
 
 @pytest.mark.exhaustive
-def test_every_part_runs_and_is_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_part_runs_and_is_right(tmp_path, capsys):
     # The job has a test of its own.
     code = gpu.main([*QUICK, "--out", str(tmp_path), "--corpus", str(tmp_path / "none")])
     record, text = record_in(tmp_path)
@@ -64,7 +64,7 @@ def test_every_part_runs_and_is_right(tmp_path: Path, capsys: pytest.CaptureFixt
         assert reason in printed
 
 
-def test_short_and_long_segments_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_and_long_segments_are_checked(monkeypatch):
     """A segment that is one program, and one that several share: two launches."""
     shares = []
 
@@ -79,7 +79,7 @@ def test_short_and_long_segments_are_checked(monkeypatch: pytest.MonkeyPatch) ->
     assert min(shares) == 1 < max(shares)
 
 
-def test_memory_is_given_back_after_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_given_back_after_each_size(monkeypatch):
     released: list[torch.device] = []
     monkeypatch.setattr(optimizer_step, "measure", lambda *args, **options: {})
     monkeypatch.setattr(protocol, "release", released.append)
@@ -88,7 +88,7 @@ def test_memory_is_given_back_after_each_size(monkeypatch: pytest.MonkeyPatch) -
     assert len(released) == len(rows) > 1
 
 
-def test_something_wrong_is_the_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_something_wrong_is_the_exit_code(tmp_path, monkeypatch):
     right = cases.gram
     monkeypatch.setattr(cases, "gram", lambda *args, **options: right(*args, **options) + 1)
     assert gpu.main([*QUICK, "--out", str(tmp_path), "correctness"]) == bars.WRONG
@@ -105,7 +105,7 @@ REASON = "The compiler failed: launch.cuh: error: STABLE_TORCH_ERROR_CODE_CHECK 
 @pytest.mark.parametrize(
     ("device", "expected"), [("cuda", ("cuda", "triton")), ("cpu", ("cpp",)), ("meta", ())]
 )
-def test_what_should_run_where(device: str, expected: tuple[str, ...]) -> None:
+def test_what_should_run_where(device, expected):
     if torch.version.hip is not None:
         pytest.skip("on AMD's GPUs Triton alone is expected")
     if device == "meta":
@@ -119,9 +119,7 @@ def test_what_should_run_where(device: str, expected: tuple[str, ...]) -> None:
     assert session.expected(torch.device(device)) == expected
 
 
-def test_what_should_be_there_and_is_not_is_said_and_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_should_be_there_and_is_not_is_said_and_fails(tmp_path, monkeypatch, capsys):
     reasons = {"cpp": REASON, "cuda": "no GPU", "triton": "no GPU", "torch": None}
     monkeypatch.setattr(session, "implementations", lambda device: reasons)
     monkeypatch.setattr(session, "expected", lambda device: ("cpp",))
@@ -153,7 +151,7 @@ def endless(session: Session) -> Iterator[Row]:
         yield {"correct": True}
 
 
-def test_a_failing_section_is_recorded_and_a_slow_one_is_cut() -> None:
+def test_a_failing_section_is_recorded_and_a_slow_one_is_cut():
     failed = gpu.run_section(failing, CPU, 60.0)
     assert failed["rows"] == [{"correct": True}]
     assert failed["failure"] == "RuntimeError: the second kernel failed"
@@ -176,7 +174,7 @@ def test_a_failing_section_is_recorded_and_a_slow_one_is_cut() -> None:
     assert not bars.is_correct({"operators": wrong})
 
 
-def test_no_section_starves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_section_starves(monkeypatch):
     sections = {name: ScriptSection(endless, share) for name, share in (("a", 3.0), ("b", 1.0))}
     monkeypatch.setitem(gpu.PARTS, "endless", sections)
     found = gpu.run_part("endless", CPU, 0.4 / 60)
@@ -202,7 +200,7 @@ def verdicts(rows: dict[str, list[Row]], *, on_gpu: bool = True) -> dict[str, tu
     return {each["bar"]: (each["value"], each["verdict"]) for each in found}
 
 
-def test_bars_speak_of_the_better_implementation_in_the_worse_shape() -> None:
+def test_bars_speak_of_the_better_implementation_in_the_worse_shape():
     rows = [
         operator_row(),
         operator_row(implementation="triton", fraction=[0.7, 0.7, 0.7]),
@@ -222,7 +220,7 @@ def test_bars_speak_of_the_better_implementation_in_the_worse_shape() -> None:
     assert "gram, bfloat16, K = 22, N >= 82M" in list(found)[2]
 
 
-def test_bars_of_steps_are_of_the_worst_size() -> None:
+def test_bars_of_steps_are_of_the_worst_size():
     rows = [
         step_row("sequential", 7, 1.02),
         step_row("sequential", 7, 1.06, "124M"),
@@ -261,9 +259,7 @@ def test_bars_of_steps_are_of_the_worst_size() -> None:
         (False, None, True, bars.WRONG),
     ],
 )
-def test_a_missed_bar_fails_on_a_gpu_alone(
-    correct: bool, ratio: float | None, on_gpu: bool, code: int
-) -> None:
+def test_a_missed_bar_fails_on_a_gpu_alone(correct, ratio, on_gpu, code):
     sections = {"steps": {"rows": [step_row("stacked", 7, ratio)]}}
     record = {"correct": correct, "bars": bars.bars(sections, on_gpu=on_gpu)}
     # Of four modes and numbers of domains, three were not measured.
@@ -286,14 +282,13 @@ exit {code}
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("errors", "code"), [(0, 0), (2, sanitizer.FOUND)])
-def test_what_compute_sanitizer_finds(tmp_path: Path, errors: int, code: int) -> None:
+def test_what_compute_sanitizer_finds(tmp_path, errors, code):
     told = tmp_path / "told"
     words = {"told": told, "python": sys.executable, "errors": errors, "code": code}
     script = shell_script(tmp_path / "compute-sanitizer", SANITIZER.format(**words))
     row = sanitizer.watched(str(script), "racecheck", torch.device("cpu"))
     assert row["correct"] == (errors == 0), row
     launches = re.search(r"(\d+) launches, 0 with wrong results", row["said"])
-    assert launches is not None
     assert int(launches[1]) > 50
     assert f"ERROR SUMMARY: {errors} errors" in row["said"]
     assert ("problem" in row) == bool(errors)
@@ -302,7 +297,7 @@ def test_what_compute_sanitizer_finds(tmp_path: Path, errors: int, code: int) ->
     assert "caching 1" in told.read_text()
 
 
-def test_a_sanitizer_that_breaks_is_not_right(tmp_path: Path) -> None:
+def test_a_sanitizer_that_breaks_is_not_right(tmp_path):
     for text, problem in (("exit 3", "code 3"), ("exit 0", "code 0")):
         script = shell_script(tmp_path / "compute-sanitizer", text)
         row = sanitizer.watched(str(script), "memcheck", torch.device("cpu"))
@@ -310,16 +305,14 @@ def test_a_sanitizer_that_breaks_is_not_right(tmp_path: Path) -> None:
         assert problem in row["problem"]
 
 
-def test_a_sanitizer_that_is_slow_is_neither_right_nor_wrong(tmp_path: Path) -> None:
+def test_a_sanitizer_that_is_slow_is_neither_right_nor_wrong(tmp_path):
     script = shell_script(tmp_path / "compute-sanitizer", "exec sleep 60")
     row = sanitizer.watched(str(script), "memcheck", torch.device("cpu"), seconds=0.2)
     assert "not finished within 0.2 s" in row["skipped"]
     assert "correct" not in row
 
 
-def test_a_sanitizer_is_found_on_path_or_beside_nvcc(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sanitizer_is_found_on_path_or_beside_nvcc(tmp_path, monkeypatch):
     shell_script(tmp_path / "toolkit/bin/nvcc", "echo release 13.0")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
     monkeypatch.setenv("PATH", str(tmp_path / "path") + os.pathsep + os.environ["PATH"])
@@ -332,7 +325,7 @@ DOMAINS = ("code", "prose")
 
 
 @pytest.mark.exhaustive
-def test_the_job_trains_as_a_user_would(tmp_path: Path) -> None:
+def test_the_job_trains_as_a_user_would(tmp_path):
     pytest.importorskip("datasets", reason="the pipeline's packages are not installed")
     for name in DOMAINS:
         lines = [json.dumps({"text": f"{name} number {i} of many words " * 20}) for i in range(60)]
@@ -349,7 +342,7 @@ def test_the_job_trains_as_a_user_would(tmp_path: Path) -> None:
     assert "doge-fast proxy --data" in text
 
 
-def test_a_job_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_fails_says_so(tmp_path, monkeypatch):
     words = [sys.executable, "-c", "raise SystemExit('no such corpus')"]
     monkeypatch.setattr(job, "command", lambda *_: words)
     row = job.run("proxy", CPU, tmp_path, 2, 1, tmp_path)
@@ -369,9 +362,7 @@ def test_a_job_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(("gigabytes", "sequences"), [(80, 18), (40, 9), (24, 4), (2, 2)])
-def test_the_job_takes_as_many_tokens_as_there_is_room_for(
-    gigabytes: int, sequences: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_job_takes_as_many_tokens_as_there_is_room_for(gigabytes, sequences, monkeypatch):
     monkeypatch.setattr(Session, "free_bytes", lambda _: gigabytes << 30)
     whole = Session(torch.device("cpu"), quick=False)
     assert job.sequences_of(whole, 7) == sequences
@@ -384,7 +375,7 @@ def test_the_job_takes_as_many_tokens_as_there_is_room_for(
 
 
 @pytest.mark.exhaustive
-def test_the_profile_says_what_each_phase_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_profile_says_what_each_phase_costs(monkeypatch):
     monkeypatch.setattr(steps, "MODES", (steps.STACKED,))
     found = gpu.run_section(job.profiles, CPU, 300.0)
     (row,) = found["rows"]
@@ -398,7 +389,7 @@ def test_the_profile_says_what_each_phase_costs(monkeypatch: pytest.MonkeyPatch)
     assert "DoGE step" in str(report.line_of(row))
 
 
-def test_without_a_gpu_it_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_it_says_what_to_do(capsys):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(SystemExit):
@@ -419,13 +410,13 @@ def help_of(script: Path, **variables: str) -> str:
 
 
 @pytest.mark.exhaustive
-def test_the_shell_script_is_one() -> None:
+def test_the_shell_script_is_one():
     text = help_of(SCRIPT, PYTHON=sys.executable)
     options = ("--quick", "--commit", "--out", "--corpus", "--device", "--minutes", *gpu.PARTS)
     assert all(option in text for option in options)
 
 
-def test_the_shell_script_takes_the_python_of_the_checkout(tmp_path: Path) -> None:
+def test_the_shell_script_takes_the_python_of_the_checkout(tmp_path):
     (tmp_path / "benchmarks").mkdir()
     script = Path(shutil.copy(SCRIPT, tmp_path / "benchmarks"))
     path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"

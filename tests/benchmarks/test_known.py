@@ -1,7 +1,6 @@
 """Corpora whose best mixture is known: what each changes, and the shares of its ladder."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,7 @@ def made(name: str) -> known.Texts:
     return case.change(TEXTS)
 
 
-def test_noise_has_the_same_words_in_another_order() -> None:
+def test_noise_has_the_same_words_in_another_order():
     found = made("noise")
     for split in (TRAIN, HELD_OUT):
         own, other = found["alpha", split], TEXTS["alpha", split]
@@ -28,19 +27,19 @@ def test_noise_has_the_same_words_in_another_order() -> None:
     assert all(found[key] == TEXTS[key] for key in TEXTS if key[0] != "alpha")
 
 
-def test_twins_are_the_same_text() -> None:
+def test_twins_are_the_same_text():
     found = made("twins")
     assert found["alpha-again", TRAIN] == found["alpha", TRAIN] == TEXTS["alpha", TRAIN]
 
 
-def test_a_tenth_of_a_domain_is_the_hidden_target() -> None:
+def test_a_tenth_of_a_domain_is_the_hidden_target():
     found = made("hidden")["alpha", TRAIN]
     target = set(TEXTS["delta", TRAIN])
     strange = sum(len(text) for text in found if text in target)
     assert strange / sum(map(len, found)) == pytest.approx(0.1, abs=0.03)
 
 
-def test_groups_have_not_a_letter_in_common() -> None:
+def test_groups_have_not_a_letter_in_common():
     found = made("groups")
     for name in ("gamma", "delta"):
         foreign = found[name, TRAIN]
@@ -50,7 +49,7 @@ def test_groups_have_not_a_letter_in_common() -> None:
     assert found["alpha", TRAIN] == TEXTS["alpha", TRAIN]
 
 
-def test_the_odds_of_the_ladder() -> None:
+def test_the_odds_of_the_ladder():
     uniform = {"noise": 1 / 4, "twins": 2 / 5, "hidden": 1 / 3, "groups": 2 / 3}
     for case in known.cases(NAMES, "delta"):
         share = uniform[case.name]
@@ -64,12 +63,12 @@ def test_the_odds_of_the_ladder() -> None:
 
 
 @pytest.mark.parametrize(("names", "target"), [(NAMES[:3], "alpha"), (NAMES, "nowhere")])
-def test_too_few_domains_or_no_target(names: tuple[str, ...], target: str) -> None:
+def test_too_few_domains_or_no_target(names, target):
     with pytest.raises(ValueError, match=target):
         known.cases(names, target)
 
 
-def test_a_corpus_in_files(tmp_path: Path) -> None:
+def test_a_corpus_in_files(tmp_path):
     data, out = tmp_path / "data", tmp_path / "out"
     data.mkdir()
     for name in NAMES:

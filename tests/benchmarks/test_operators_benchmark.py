@@ -2,7 +2,6 @@
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from benchmarks import cases, operators, problems
 from benchmarks.problems import BLOCKS, MATRIX, Arena
 from benchmarks.protocol import Call
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL_BYTES = 4_000_000
 
 
@@ -24,9 +22,7 @@ def arena() -> Arena:
 @pytest.mark.parametrize("num_rows", problems.NUM_ROWS)
 @pytest.mark.parametrize("shape", problems.SHAPES)
 @pytest.mark.parametrize("dtype", problems.DTYPES, ids=str)
-def test_problems_fill_the_memory_they_are_given(
-    dtype: torch.dtype, shape: str, num_rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_problems_fill_the_memory_they_are_given(dtype, shape, num_rows, monkeypatch):
     # What the memory holds is not looked at.
     monkeypatch.setattr(torch.Tensor, "normal_", lambda self, generator: self)
     arena = Arena(dtype, 8_000_000, "cpu")
@@ -40,14 +36,14 @@ def test_problems_fill_the_memory_they_are_given(
     assert sizes == list(problem.sizes)
 
 
-def test_too_little_memory_is_said() -> None:
+def test_too_little_memory_is_said():
     with pytest.raises(ValueError, match="hold no model of 128 rows; the smallest takes"):
         Arena(torch.float32, 100_000, "cpu").problem(128, BLOCKS)
 
 
 @pytest.mark.parametrize("make", [cases.gram_case, cases.weighted_sum_case])
 @pytest.mark.parametrize("shape", problems.SHAPES)
-def test_every_plain_formulation_computes_the_same(make: Any, shape: str, arena: Arena) -> None:
+def test_every_plain_formulation_computes_the_same(make, shape, arena):
     case = make(arena, arena.problem(7, shape), ["torch"])
     assert len(case.plain) >= 2
     for name, call in case.plain.items():
@@ -55,7 +51,7 @@ def test_every_plain_formulation_computes_the_same(make: Any, shape: str, arena:
         assert case.error(call) < 1e-3, name
 
 
-def test_every_plain_accumulation_computes_the_same(arena: Arena) -> None:
+def test_every_plain_accumulation_computes_the_same(arena):
     for add in (False, True):
         case = cases.accumulate_case(arena, ["torch"], add=add)
         for call in [*case.plain.values(), *case.ours.values()]:
@@ -63,7 +59,7 @@ def test_every_plain_accumulation_computes_the_same(arena: Arena) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_sums_of_segments_are_compared_and_their_traffic_counted(dtype: torch.dtype) -> None:
+def test_sums_of_segments_are_compared_and_their_traffic_counted(dtype):
     arena = Arena(dtype, SMALL_BYTES, "cpu")
     case = cases.segment_sum_case(arena, 7, ["cpp", "torch"])
     # A CPU calls none of ours elsewhere.
@@ -78,7 +74,7 @@ def test_sums_of_segments_are_compared_and_their_traffic_counted(dtype: torch.dt
     assert case.num_bytes == num_tokens * (2 * 768 * dtype.itemsize + 8) + out_bytes
 
 
-def test_traffic_and_arithmetic_are_counted(arena: Arena) -> None:
+def test_traffic_and_arithmetic_are_counted(arena):
     problem = arena.problem(7, MATRIX)
     columns = problem.num_columns
     gram = cases.gram_case(arena, problem, ["torch"])
@@ -101,9 +97,7 @@ def test_traffic_and_arithmetic_are_counted(arena: Arena) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_arithmetic_is_measured_by_the_fastest_product(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
-) -> None:
+def test_arithmetic_is_measured_by_the_fastest_product(monkeypatch, dtype):
     """One of the type that rows are multiplied in, and none that torch has is faster."""
     seen: list[tuple[float, Call]] = []
 
@@ -125,7 +119,7 @@ def test_arithmetic_is_measured_by_the_fastest_product(
     assert result.shape == (16, 16)
 
 
-def test_wrong_is_not_timed(arena: Arena) -> None:
+def test_wrong_is_not_timed(arena):
     case = cases.gram_case(arena, arena.problem(2, MATRIX), ["torch"])
     right = case.ours["torch"]
     case.ours = {"wrong": lambda: right() * (1 + 1e-5), "broken": lambda: 1 / 0}
@@ -137,7 +131,7 @@ def test_wrong_is_not_timed(arena: Arena) -> None:
     assert "WRONG" in operators.format_row(rows[0])
 
 
-def test_what_misses_a_bar_is_measured_on(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_misses_a_bar_is_measured_on(arena, monkeypatch):
     case = cases.gram_case(arena, arena.problem(2, MATRIX), ["torch"])
     monkeypatch.setattr(operators, "_verdict", lambda row: verdicts[len(seen) - 1])
     seen: list[int] = []
@@ -158,7 +152,7 @@ def test_what_misses_a_bar_is_measured_on(arena: Arena, monkeypatch: pytest.Monk
     assert row["bar"] == "missed: always"
 
 
-def test_not_a_number_is_no_small_error() -> None:
+def test_not_a_number_is_no_small_error():
     exact = [torch.ones(3, dtype=torch.float64)]
     assert cases.relative_error([torch.tensor([1.0, math.nan, 1.0])], exact) == math.inf
     assert cases.relative_error([torch.tensor([1.0, math.inf, 1.0])], exact) == math.inf
@@ -186,13 +180,11 @@ def limited(**changes: Any) -> dict[str, Any]:
         ({"over_plain": [1.02, 0.98, 1.1]}, "met"),
     ],
 )
-def test_bars(changes: dict[str, Any], expected: str) -> None:
+def test_bars(changes, expected):
     assert operators._verdict(limited(**changes)) == expected
 
 
-def test_the_roof_is_the_slower_of_memory_and_arithmetic(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_roof_is_the_slower_of_memory_and_arithmetic(arena, monkeypatch):
     case = cases.gram_case(arena, arena.problem(7, MATRIX), ["torch"])
     monkeypatch.setattr(operators.protocol, "last_cache_bytes", lambda device: 0)
     # The yardstick reads the same bytes in 1 ms; ours takes 4.
@@ -211,7 +203,7 @@ def test_the_roof_is_the_slower_of_memory_and_arithmetic(
 
 
 @pytest.mark.exhaustive
-def test_the_table_and_the_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_and_the_record(tmp_path, capsys):
     out = tmp_path / "operators.json"
     arguments = f"--device cpu --megabytes 1 --rows 7 --rounds 3 --seconds 0.02 --json {out}"
     assert operators.main([*arguments.split(), "--dtypes", "float32"]) == 0

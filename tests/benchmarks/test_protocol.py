@@ -3,7 +3,6 @@
 import gc
 import math
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from benchmarks import protocol
 from tests.processes import shell_script
 
 
-def test_small_data_are_made_cold_and_large_ones_are() -> None:
+def test_small_data_are_made_cold_and_large_ones_are():
     cache = protocol.last_cache_bytes("cpu")
     assert cache >= 1 << 18
     assert protocol.cold(protocol.CACHES_FOR_COLD * cache) is None
@@ -24,11 +23,11 @@ def test_small_data_are_made_cold_and_large_ones_are() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"), [("32K", 32 << 10), ("32768K\n", 32 << 20), ("2M", 2 << 20), ("12", 12)]
 )
-def test_cache_sizes_are_read_with_their_unit(text: str, expected: int) -> None:
+def test_cache_sizes_are_read_with_their_unit(text, expected):
     assert protocol._parsed_size(text) == expected
 
 
-def test_a_record_says_where_it_comes_from(tmp_path: Path) -> None:
+def test_a_record_says_where_it_comes_from(tmp_path):
     record = protocol.machine("cpu")
     assert record["torch"] == torch.__version__
     assert record["threads"] == torch.get_num_threads()
@@ -38,14 +37,14 @@ def test_a_record_says_where_it_comes_from(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "record.json").read_text().startswith("{")
 
 
-def test_numbers_keep_their_leading_digits() -> None:
+def test_numbers_keep_their_leading_digits():
     assert protocol.rounded(0.000123456) == 0.0001235
     assert protocol.rounded(12345.678) == 12350.0
     assert protocol.rounded(7) == 7
     assert math.isclose(protocol.rounded(1.23456, 2), 1.2)
 
 
-def test_a_step_is_freed_when_it_is_released() -> None:
+def test_a_step_is_freed_when_it_is_released():
     class Wrapper:
         """As an optimizer that its parameters' hooks hold, which it holds."""
 
@@ -62,9 +61,7 @@ def test_a_step_is_freed_when_it_is_released() -> None:
         gc.enable()
 
 
-def test_the_driver_is_what_nvidia_smi_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_driver_is_what_nvidia_smi_says(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert protocol.driver() is None
     for text, expected in (("echo 580.82\necho 580.82", "580.82"), ("echo no; exit 9", None)):

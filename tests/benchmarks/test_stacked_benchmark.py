@@ -1,7 +1,6 @@
 """The benchmark of one backward pass for all domains, on models of a few thousand parameters."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from benchmarks.steps import DogeStep, Problem
 TINY = Shape(1, 2, 32, 64, 16)
 
 
-def test_the_fused_step_is_the_stacked_step() -> None:
+def test_the_fused_step_is_the_stacked_step():
     problem = Problem(TINY, 3, 6, mode=steps.STACKED)
     alphas = []
     for side in (DogeStep, FusedStep):
@@ -24,7 +23,7 @@ def test_the_fused_step_is_the_stacked_step() -> None:
     torch.testing.assert_close(*alphas, rtol=1e-6, atol=0)
 
 
-def test_both_heads_give_the_same_gradients() -> None:
+def test_both_heads_give_the_same_gradients():
     for ours, theirs in zip(
         Head(True, 3, 5, 8, 40, "cpu")(), Head(False, 3, 5, 8, 40, "cpu")(), strict=True
     ):
@@ -32,9 +31,7 @@ def test_both_heads_give_the_same_gradients() -> None:
 
 
 @pytest.mark.exhaustive
-def test_the_command_prints_and_records(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_and_records(tmp_path, monkeypatch, capsys):
     problem = Problem(TINY, 3, 6, mode=steps.STACKED, bar=0.001)
     monkeypatch.setattr(stacked, "CPU_PROBLEMS", (problem,))
     monkeypatch.setattr(stacked, "CPU_HEADS", ((3, 5, 8, 40),))
@@ -52,7 +49,7 @@ def test_the_command_prints_and_records(
     assert head["fused_peak_bytes"] > 0
 
 
-def test_a_wrong_head_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_head_is_not_timed(monkeypatch):
     wrong = stacked.linear_domain_losses
     monkeypatch.setattr(stacked, "linear_domain_losses", lambda *args: 2 * wrong(*args))
     with pytest.raises(RuntimeError, match="gradients of the head are off"):

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,14 +16,14 @@ TINY = Shape(1, 2, 32, 64, 16)
 PROBLEM = Problem(TINY, 3, 6)
 
 
-def test_the_papers_sizes_are_the_familys() -> None:
+def test_the_papers_sizes_are_the_familys():
     for name, shape in PAPER.items():
         assert (shape.num_layers, shape.num_heads, shape.width) == tuple(SIZES[name])
         nominal = float(name.removesuffix("M")) * 1e6
         assert models.num_parameters(shape) == pytest.approx(nominal, rel=0.02)
 
 
-def test_fresh_weights_know_nothing() -> None:
+def test_fresh_weights_know_nothing():
     model = models.build(TINY, "cpu")
     assert sum(p.numel() for p in model.parameters()) == models.num_parameters(TINY)
     tokens = models.domain_batches(TINY, 1, 2, "cpu")["domain0"]
@@ -33,7 +32,7 @@ def test_fresh_weights_know_nothing() -> None:
     torch.testing.assert_close(models.token_losses(model, tokens).mean(), loss)
 
 
-def test_sequences_are_dealt_out_evenly() -> None:
+def test_sequences_are_dealt_out_evenly():
     found = models.domain_batches(TINY, 7, 128, "cpu")
     assert sorted(len(tokens) for tokens in found.values()) == [18] * 5 + [19] * 2
     assert len(models.domain_batches(TINY, 50, 128, "cpu")) == 50
@@ -41,7 +40,7 @@ def test_sequences_are_dealt_out_evenly() -> None:
         models.domain_batches(TINY, 3, 2, "cpu")
 
 
-def test_the_sum_of_losses_is_that_of_the_domains() -> None:
+def test_the_sum_of_losses_is_that_of_the_domains():
     model = models.build(TINY, "cpu")
     batches = models.domain_batches(TINY, 3, 7, "cpu")
     sizes = [len(tokens) for tokens in batches.values()]
@@ -50,7 +49,7 @@ def test_the_sum_of_losses_is_that_of_the_domains() -> None:
     torch.testing.assert_close(whole, apart.sum())
 
 
-def test_flops_are_six_per_weight_and_token() -> None:
+def test_flops_are_six_per_weight_and_token():
     shape = PAPER["124M"]
     weights = models.num_parameters(shape) - shape.sequence * shape.width
     attention = 6 * shape.num_layers * shape.width * shape.sequence
@@ -64,7 +63,7 @@ def test_flops_are_six_per_weight_and_token() -> None:
     [{}, {"autocast": "bfloat16"}, {"buffer_dtype": "bfloat16"}, {"mode": "stacked"}],
     ids=str,
 )
-def test_a_row_of_the_step_benchmark(options: dict[str, str]) -> None:
+def test_a_row_of_the_step_benchmark(options):
     problem = Problem(TINY, 3, 6, bar=100.0, **options)
     row = optimizer_step.measure(problem, "cpu", pairs=2, with_memory=False)
     assert row["verdict"] == "met"
@@ -73,7 +72,7 @@ def test_a_row_of_the_step_benchmark(options: dict[str, str]) -> None:
     assert optimizer_step.verdict(row | {"bar": 0.0}) == "missed"
 
 
-def test_memory_is_given_back_between_the_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_given_back_between_the_sides(monkeypatch):
     seen: list[str] = []
     originals = {"check": steps.check, "paired": optimizer_step.paired}
 
@@ -92,16 +91,14 @@ def test_memory_is_given_back_between_the_sides(monkeypatch: pytest.MonkeyPatch)
     assert seen == ["check", "release", "paired", "release"]
 
 
-def test_a_wrong_gradient_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_gradient_is_not_timed(monkeypatch):
     monkeypatch.setattr(steps, "gradient_error", lambda problem, device: 1e-3)
     with pytest.raises(RuntimeError, match=r"off by 1\.0e-03; nothing is timed"):
         optimizer_step.measure(PROBLEM, "cpu", pairs=2)
 
 
 @pytest.mark.exhaustive
-def test_the_command_measures_what_it_is_asked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_measures_what_it_is_asked(tmp_path, capsys, monkeypatch):
     out = tmp_path / "steps.json"
     problem = Problem(Shape(1, 1, 64, 64, 128), 2, 2)
     monkeypatch.setattr(optimizer_step, "CPU_PROBLEMS", (problem,))
@@ -114,19 +111,19 @@ def test_the_command_measures_what_it_is_asked(
     assert "peak memory over plain" in capsys.readouterr().out
 
 
-def test_a_problem_survives_json() -> None:
+def test_a_problem_survives_json():
     problem = Problem(TINY, 3, 6, autocast="bfloat16", bar=1.1)
     assert Problem.from_dict(json.loads(json.dumps(asdict(problem)))) == problem
 
 
 @pytest.mark.exhaustive
-def test_what_breaks_in_the_other_process_is_said() -> None:
+def test_what_breaks_in_the_other_process_is_said():
     arguments = steps.arguments_of("plain", PROBLEM)
     with pytest.raises(RuntimeError, match=r"memory of benchmarks\.peers:make failed: KeyError"):
         memory.peak_bytes("benchmarks.peers:make", arguments, "cpu")
 
 
-def test_given_gradients_make_a_step_that_repeats_itself() -> None:
+def test_given_gradients_make_a_step_that_repeats_itself():
     # What the comparison with a captured step rests on.
     first, second = steps._Directed(3, "cpu"), steps._Directed(3, "cpu")
     for each in (first, second):
@@ -137,7 +134,7 @@ def test_given_gradients_make_a_step_that_repeats_itself() -> None:
 
 
 @pytest.mark.exhaustive
-def test_every_peer_finds_the_truth() -> None:
+def test_every_peer_finds_the_truth():
     rows = peers.measure(PROBLEM, "cpu", pairs=2, seconds=0.0, with_memory=False)
     found = {row["peer"]: row for row in rows}
     assert found.keys() == peers.PEERS.keys()
@@ -152,7 +149,7 @@ def test_every_peer_finds_the_truth() -> None:
 
 
 @pytest.mark.exhaustive
-def test_peers_of_torchjd() -> None:
+def test_peers_of_torchjd():
     pytest.importorskip("torchjd", reason="torchjd is not installed")
     rows = peers.measure(
         PROBLEM,
@@ -169,7 +166,7 @@ def test_peers_of_torchjd() -> None:
     assert max(autojac["gradient_error"], autogram["gradient_error"]) < 1e-5
 
 
-def test_a_peer_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_cannot_run_says_why(monkeypatch):
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
     assert peers.obstacle("TorchJD autojac") == "the package torchjd is not installed"
     unequal = Problem(TINY, 3, 7)
@@ -179,7 +176,7 @@ def test_a_peer_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.exhaustive
-def test_peers_memory_and_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_memory_and_record(tmp_path, monkeypatch):
     out = tmp_path / "peers.json"
     monkeypatch.setattr(peers, "CPU_PROBLEM", Problem(Shape(1, 1, 64, 256, 16), 2, 2))
     sizes = "--domains 2 --sequences 2"
@@ -195,7 +192,7 @@ def outcome(**changes: Any) -> peers.Outcome:
     return peers.Outcome(**{"gram_KK": None, "alpha_K": weights} | changes)
 
 
-def test_errors_are_against_float64() -> None:
+def test_errors_are_against_float64():
     truth = peers.Truth(PROBLEM, "cpu")
     assert truth.rows_KN.dtype == torch.float64
     param = torch.zeros(truth.rows_KN.shape[1], requires_grad=True)
@@ -207,7 +204,7 @@ def test_errors_are_against_float64() -> None:
     assert truth.errors(outcome(), [param])["gradient_error"] == pytest.approx(0.1)
 
 
-def test_many_logits_are_taken_one_domain_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_logits_are_taken_one_domain_at_a_time(monkeypatch):
     plain = steps.PlainStep(Problem(TINY, 3, 7, mode=steps.STACKED), "cpu")
     at_once = plain.sum_of_losses()
     monkeypatch.setattr(models, "MOST_LOGITS_BYTES", 0)

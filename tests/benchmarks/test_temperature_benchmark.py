@@ -2,7 +2,6 @@
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 
@@ -10,7 +9,7 @@ from benchmarks import known, temperature
 from doge_fast.pipeline import records
 
 
-def test_the_regression_moves_towards_mixtures_with_less_loss() -> None:
+def test_the_regression_moves_towards_mixtures_with_less_loss():
     names = ["a", "b", "c", "d"]
     mixtures = temperature.random_mixtures(names, 6, seed=0)
     # "a" lowers the loss, "d" raises it.
@@ -20,14 +19,14 @@ def test_the_regression_moves_towards_mixtures_with_less_loss() -> None:
     assert found["a"] > 0.4 > 0.25 > found["d"]
 
 
-def test_random_mixtures_are_on_the_simplex_and_the_seeds() -> None:
+def test_random_mixtures_are_on_the_simplex_and_the_seeds():
     first, again = (temperature.random_mixtures("xyz", 5, seed=3) for _ in range(2))
     assert first == again != temperature.random_mixtures("xyz", 5, seed=4)
     for mixture in first:
         assert math.fsum(mixture.values()) == pytest.approx(1)
 
 
-def test_the_table_pairs_the_seeds() -> None:
+def test_the_table_pairs_the_seeds():
     def seed(uniform: float, measured: float) -> records.Json:
         methods = {
             name: {"weights": {}, "trainings": cost, "loss": loss}
@@ -43,9 +42,7 @@ def test_the_table_pairs_the_seeds() -> None:
 
 
 @pytest.mark.exhaustive
-def test_every_method_is_judged_by_a_seed_that_chose_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_method_is_judged_by_a_seed_that_chose_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("DOGE_FAST_CACHE", str(tmp_path / "cache"))
     assert known.main([str(tmp_path / "known")]) == 0
     words = ["--steps", "2", "--vocab-size", "320", "--seeds", "0"]
@@ -64,9 +61,7 @@ def test_every_method_is_judged_by_a_seed_that_chose_nothing(
 
 
 @pytest.mark.exhaustive
-def test_longer_models_are_measured_where_short_ones_found_the_best(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_longer_models_are_measured_where_short_ones_found_the_best(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("DOGE_FAST_CACHE", str(tmp_path / "cache"))
     assert known.main([str(tmp_path / "known")]) == 0
     words = ["--steps", "2", "--longer", "4", "--vocab-size", "320", "--seeds", "0"]

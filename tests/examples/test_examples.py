@@ -26,7 +26,7 @@ from tests.examples import titan
 from tests.packages import installed
 from tests.pages import ROOT, blocks_of
 from tests.processes import printed_by
-from tests.ranks import Ranks, as_launched
+from tests.ranks import as_launched
 
 EXAMPLES = ROOT / "examples"
 
@@ -100,9 +100,7 @@ LIGHTNING = pytest.mark.filterwarnings(
         pytest.param("lightning_module", ("--resume",), marks=LIGHTNING),
     ],
 )
-def test_a_loop_finds_the_known_answer_and_resumes_to_the_same_bits(
-    name: str, again: tuple[str, ...], run: Run, tmp_path: Path
-) -> None:
+def test_a_loop_finds_the_known_answer_and_resumes_to_the_same_bits(name, again, run, tmp_path):
     if name == "lightning_module":
         pytest.importorskip("lightning", reason="lightning is not installed")
     output = run(name, "--out", "whole")
@@ -115,7 +113,7 @@ def test_a_loop_finds_the_known_answer_and_resumes_to_the_same_bits(
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
 
 
-def test_one_pass_for_all_domains_finds_the_known_answer(run: Run) -> None:
+def test_one_pass_for_all_domains_finds_the_known_answer(run):
     output = run("stacked_loop", "--compare")
     assert_known_answer(printed_weights(output))
     (difference,) = re.findall(r"difference (\S+)", output)
@@ -123,9 +121,7 @@ def test_one_pass_for_all_domains_finds_the_known_answer(run: Run) -> None:
     assert float(difference) < 1e-4
 
 
-def test_trainer_finds_the_known_answer_and_resumes_to_the_same_bits(
-    run: Run, tmp_path: Path
-) -> None:
+def test_trainer_finds_the_known_answer_and_resumes_to_the_same_bits(run, tmp_path):
     found = last_object(run("hf_trainer", "--out", "whole"))
     assert_known_answer(found["weights"])
     assert found["weights"] == weights_in(tmp_path / "whole")
@@ -142,7 +138,7 @@ def test_trainer_finds_the_known_answer_and_resumes_to_the_same_bits(
     assert {path: (cut / path).read_bytes() for path in kept} == kept
 
 
-def test_trainer_measures_no_target_where_all_domains_count(run: Run) -> None:
+def test_trainer_measures_no_target_where_all_domains_count(run):
     output = run("hf_trainer", "--steps", "2", "--target", "universal")
     assert "'loss/kin'" in output
     assert "'loss/target'" not in output
@@ -154,13 +150,13 @@ def last_object(output: str) -> Any:
 
 
 @pytest.mark.exhaustive
-def test_an_example_runs_by_itself_anywhere(tmp_path: Path) -> None:
+def test_an_example_runs_by_itself_anywhere(tmp_path):
     words = ("-W", "error::UserWarning", EXAMPLES / "plain_loop.py", "--steps", "3")
     printed_by(sys.executable, *words, cwd=tmp_path)
     assert set(weights_in(tmp_path / "plain_loop")) == {"stranger", "half", "kin"}
 
 
-def test_every_example_is_run_and_says_what_to_copy() -> None:
+def test_every_example_is_run_and_says_what_to_copy():
     source = Path(__file__).read_text(encoding="utf-8")
     for example in sorted(EXAMPLES.glob("*.py")):
         text = example.read_text(encoding="utf-8")
@@ -277,9 +273,7 @@ def titan_weights(
     return trainer.doge.weights, trainer.logged, trainer.gradient_accumulation_steps
 
 
-def test_the_text_for_torchtitan_learns_what_a_plain_loop_learns(
-    ranks: Ranks, expected: dict[str, float], tmp_path: Path
-) -> None:
+def test_the_text_for_torchtitan_learns_what_a_plain_loop_learns(ranks, expected, tmp_path):
     write_corpus(tmp_path, rows=2)
     weights, logged, num_micro_batches = titan_weights(tmp_path, 2, rounds=1)
     assert num_micro_batches == 3
@@ -300,8 +294,8 @@ def test_the_text_for_torchtitan_learns_what_a_plain_loop_learns(
     ["stand-in", pytest.param("torchtitan", marks=pytest.mark.filterwarnings("ignore"))],
 )
 def test_the_loader_for_torchtitan_takes_turns_and_goes_on_after_a_checkpoint(
-    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    library, tmp_path, monkeypatch
+):
     if library == "torchtitan":
         installed("torchtitan.trainer")
         monkeypatch.setenv("WORLD_SIZE", "1")
@@ -400,9 +394,7 @@ class Tune:
         self.logged.append(epoch)
 
 
-def test_the_text_for_torchtune_learns_what_a_plain_loop_learns(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_text_for_torchtune_learns_what_a_plain_loop_learns(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     stand_in(monkeypatch, "torchtune", config=types.SimpleNamespace(parse=lambda main: main))
     stand_in(monkeypatch, "full_finetune_single_device", FullFinetuneRecipeSingleDevice=Tune)
@@ -440,9 +432,7 @@ class OLMo:
         self.optim.zero_grad(set_to_none=True)
 
 
-def test_the_text_for_olmo_core_learns_what_a_plain_loop_learns(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_text_for_olmo_core_learns_what_a_plain_loop_learns(monkeypatch):
     stand_in(monkeypatch, "olmo_core")
     stand_in(monkeypatch, "olmo_core.train")
     stand_in(monkeypatch, "olmo_core.train.train_module", TransformerTrainModule=OLMo)
@@ -478,7 +468,7 @@ def launched(folder: Path, num_ranks: int, name: str, *arguments: str) -> dict[s
     "name",
     ["distributed_loop", "fsdp2_loop"],
 )
-def test_ranks_learn_what_one_process_learns(tmp_path: Path, run: Run, name: str) -> None:
+def test_ranks_learn_what_one_process_learns(tmp_path, run, name):
     one = printed_weights(run("distributed_loop", "--steps", "40"))
     assert launched(tmp_path, 2, name) == one
     alone, together = weights_in(tmp_path / "distributed_loop"), weights_in(tmp_path / "ranks")
@@ -503,9 +493,7 @@ def on_a_rank(name: str, folder: str) -> None:
     "name",
     ["hf_trainer", "accelerate_loop", pytest.param("lightning_module", marks=LIGHTNING)],
 )
-def test_ranks_of_a_host_learn_what_one_process_learns(
-    ranks: Ranks, tmp_path: Path, run: Run, name: str
-) -> None:
+def test_ranks_of_a_host_learn_what_one_process_learns(ranks, tmp_path, run, name):
     if name == "lightning_module":
         pytest.importorskip("lightning", reason="lightning is not installed")
     run(name, "--steps", "40", "--out", "alone")
@@ -516,11 +504,11 @@ def test_ranks_of_a_host_learn_what_one_process_learns(
 
 
 @pytest.mark.exhaustive
-def test_shards_go_on_with_another_number_of_ranks(tmp_path: Path, run: Run) -> None:
+def test_shards_go_on_with_another_number_of_ranks(tmp_path, run):
     one = printed_weights(run("distributed_loop", "--steps", "40"))
     assert launched(tmp_path, 2, "fsdp2_loop", "--stop-at", "15") != one
     assert launched(tmp_path, 4, "fsdp2_loop") == one
 
 
-def test_several_processes_find_the_known_answer(run: Run) -> None:
+def test_several_processes_find_the_known_answer(run):
     assert_known_answer(printed_weights(run("distributed_loop")))

@@ -38,15 +38,13 @@ def execute(cell: str, names: dict[str, Any]) -> ast.stmt:
     return tree.body[-1]
 
 
-def test_the_notebook_is_the_page(maker: ModuleType) -> None:
+def test_the_notebook_is_the_page(maker):
     page = maker.PAGE.read_text(encoding="utf-8")
     # Else: make notebook
     assert NOTEBOOK.read_text(encoding="utf-8") == maker.notebook(page, maker.address())
 
 
-def test_the_first_cell_installs_on_colab_alone(
-    maker: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_cell_installs_on_colab_alone(maker, monkeypatch):
     ((_, cell),) = maker.cells("", "https://github.com/OWNER/NAME")
     typed: list[str] = []
     monkeypatch.setitem(sys.modules, "google.colab", ModuleType("google.colab"))
@@ -61,7 +59,7 @@ def test_the_first_cell_installs_on_colab_alone(
     assert command.endswith('"doge-fast[pipeline] @ git+https://github.com/OWNER/NAME"')
 
 
-def test_the_page_links_to_colab_once_there_is_an_address(maker: ModuleType) -> None:
+def test_the_page_links_to_colab_once_there_is_an_address(maker):
     opened = "https://colab.research.google.com/github/OWNER/NAME/blob/main/examples/weights.ipynb"
     assert f"]({opened})" in maker.on_colab("https://github.com/OWNER/NAME")
     for other in (None, "https://forge.example/OWNER/NAME"):
@@ -69,7 +67,7 @@ def test_the_page_links_to_colab_once_there_is_an_address(maker: ModuleType) -> 
         assert "](" not in maker.on_colab(other)
 
 
-def test_a_release_needs_an_address(tmp_path: Path) -> None:
+def test_a_release_needs_an_address(tmp_path):
     if shutil.which("make") is None:
         pytest.skip("make is not there")
     shutil.copy(ROOT / "Makefile", tmp_path)
@@ -82,7 +80,7 @@ def test_a_release_needs_an_address(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("one_thread")
-def test_the_cells_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cells_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     shown = []

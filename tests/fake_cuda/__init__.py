@@ -192,7 +192,7 @@ def pytest_configure() -> None:
     }
     for name, value in new.items():
         setattr(torch.cuda, name, value)
-    Tensor.pin_memory = _pinned  # type: ignore[method-assign]
+    Tensor.pin_memory = _pinned
 
 
 def interpret_triton() -> None:

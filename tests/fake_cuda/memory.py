@@ -88,9 +88,7 @@ def measure_once(problem: steps.Problem, *args: Any, **options: Any) -> Row:
         (80, {("684M", steps.STACKED)}),
     ],
 )
-def test_steps_and_sizes(
-    gigabytes: int, skipped: set[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_and_sizes(gigabytes, skipped, monkeypatch):
     session = Session(torch.device("cuda", 0), quick=False)
     monkeypatch.setattr(optimizer_step, "measure", measure_once)
     # Of more domains a walk takes long, and the batch is the same.
@@ -112,7 +110,7 @@ def test_steps_and_sizes(
     assert judged == [bars.MET, bars.MET]
 
 
-def test_fifty_domains_fit_40_gigabytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fifty_domains_fit_40_gigabytes(monkeypatch):
     """Of the two sizes that are asked first the larger one, with rows in bfloat16."""
     session = Session(torch.device("cuda", 0), quick=False)
     monkeypatch.setattr(times, "STEP_ROWS", (50,))
@@ -126,7 +124,7 @@ def test_fifty_domains_fit_40_gigabytes(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(("gigabytes", "sequences"), [(40, 9), (80, 18)])
-def test_the_job(gigabytes: int, sequences: int) -> None:
+def test_the_job(gigabytes, sequences):
     session = Session(torch.device("cuda", 0), quick=False)
     with fake_cuda.memory_of(FREE_BYTES[gigabytes]):
         assert job.sequences_of(session, 7) == sequences

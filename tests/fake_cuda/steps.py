@@ -112,7 +112,7 @@ def train(
     ],
     ids=lambda options: ", ".join(map(str, options.values())) or "plain",
 )
-def test_a_step_is_that_of_the_cpu_and_waits_for_nothing(options: dict[str, Any]) -> None:
+def test_a_step_is_that_of_the_cpu_and_waits_for_nothing(options):
     found, ends = train("cuda:1", **options)
     # Torch's GradScaler reads whether a step overflowed, once, whatever optimizer it steps.
     assert found == (["item"] * 2 if options.get("kind") == "scaler" else [])
@@ -154,21 +154,21 @@ def plant(monkeypatch: pytest.MonkeyPatch, fault: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", steps.MODES)
-def test_the_benchmarks_bars_hold(mode: str) -> None:
+def test_the_benchmarks_bars_hold(mode):
     problem = steps.Problem(**{**vars(PROBLEM), "mode": mode})
     assert steps.host_synchronisations(problem, "cuda:1") == "none"
     assert steps.captured_step_error("cuda:1") == 0.0
 
 
 @pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
-def test_the_tests_for_gpus_hold(device: str) -> None:
+def test_the_tests_for_gpus_hold(device):
     bar.test_a_step_waits_for_nothing(device)
     bar.test_a_captured_step_is_the_step(device)
     bar.test_a_step_that_the_host_would_skip_cannot_be_captured(device)
 
 
 @pytest.mark.parametrize("fault", [read_on_the_host, from_the_device_in_use])
-def test_a_wait_and_a_mixed_device_are_noticed(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_and_a_mixed_device_are_noticed(fault, monkeypatch):
     plant(monkeypatch, fault)
     if fault is read_on_the_host:
         assert "item" in steps.host_synchronisations(PROBLEM, "cuda:1")
@@ -184,14 +184,14 @@ def test_a_wait_and_a_mixed_device_are_noticed(fault: Any, monkeypatch: pytest.M
             watch("cuda:1")
 
 
-def test_what_a_graph_does_not_hold_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_graph_does_not_hold_is_noticed(monkeypatch):
     plant(monkeypatch, outside_of_the_capture)
     assert steps.captured_step_error("cuda:1") > 0
     with pytest.raises(AssertionError):
         bar.test_a_captured_step_is_the_step("cuda:1")
 
 
-def test_a_launch_on_another_device_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_on_another_device_is_noticed(monkeypatch):
     pytest.importorskip("triton")
     fake_cuda.interpret_triton()
     monkeypatch.setenv("DOGE_FAST_BACKEND", "triton")

@@ -1,7 +1,5 @@
 """Hugging Face's Trainer on the fake device; tests/method/test_fake_cuda.py starts it."""
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,13 +45,8 @@ def gpt2() -> nn.Module:
     ],
 )
 def test_a_step_of_trainer_waits_for_nothing_of_ours(
-    make: Callable[[], nn.Module],
-    mode: Any,
-    micro_batches: int,
-    waits: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    make, mode, micro_batches, waits, tmp_path, monkeypatch
+):
     tokens = torch.randint(40, (16, 8), generator=torch.Generator().manual_seed(0))
     arguments = TrainingArguments(
         output_dir=str(tmp_path),

@@ -40,7 +40,7 @@ def tiny(kind: str, attention: str | None = None, **changes: Any) -> PreTrainedM
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **COMMON, **OPTIONS[kind], **changes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    return model.double().train()  # type: ignore[no-any-return]
+    return model.double().train()
 
 
 def batch(*, padded: bool) -> tuple[dict[str, Tensor], Tensor]:
@@ -103,9 +103,7 @@ SOME = ("gpt2", "llama")
         some=lambda kind, way, padding: kind in SOME and (padding == "padded" or way == "stacked"),
     ),
 )
-def test_rows_are_those_of_one_domain_after_another(
-    kind: str, way: str, padding: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_those_of_one_domain_after_another(kind, way, padding, monkeypatch):
     if way == "fused head" and kind not in PLAIN_HEADS:
         pytest.skip("its head is more than a product")
     model = tiny(kind, "eager" if way == "eager attention" else None)
@@ -125,7 +123,7 @@ def test_rows_are_those_of_one_domain_after_another(
 
 
 @pytest.mark.parametrize("kind", SOME)
-def test_dropout_draws_the_masks_of_the_whole_batch(kind: str) -> None:
+def test_dropout_draws_the_masks_of_the_whole_batch(kind):
     """Other masks than domain after domain; with the same ones rows add up to plain training's."""
     changes = {"attention_dropout": 0.3} if kind == "llama" else {}
     model = tiny(kind, **changes)

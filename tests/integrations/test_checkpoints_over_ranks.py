@@ -1,7 +1,6 @@
 """A run that goes on with another number of ranks ends where it would have ended."""
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from tests.integrations.test_several_processes import (
     whole_pieces,
 )
 from tests.integrations.test_sharded import SIZES, sharded
-from tests.ranks import Ranks
 
 # The draw of domains goes on as well.
 OPTIONS: dict[str, Any] = {"domains_per_step": 3, "seed": 5}
@@ -42,8 +40,8 @@ MORE = pytest.mark.exhaustive
     ],
 )
 def test_a_run_goes_on_with_another_number_of_ranks(
-    ranks: Ranks, tmp_path: Path, before: int, after: int, wrap: Any, files: str, inner: Any
-) -> None:
+    ranks, tmp_path, before, after, wrap, files, inner
+):
     save, load = (partial(each, tmp_path) for each in FILES[files])
     deal = whole_pieces if wrap is ddp else shares
     given = (SIZES, False, OPTIONS | {"inner": inner}, "", deal)

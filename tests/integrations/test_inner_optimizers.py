@@ -74,14 +74,14 @@ def assert_wrappable(build: Build, model_of: Callable[[], nn.Module]) -> None:
     ("kind", "options"),
     [pytest.param(*each, id="-".join((each[0].__name__, *each[1]))) for each in kinds()],
 )
-def test_optimizers_of_torch(kind: type[Optimizer], options: dict[str, Any]) -> None:
+def test_optimizers_of_torch(kind, options):
     assert_wrappable(
         lambda model: kind(model.parameters(), **options),
         lambda: small_model(bias=kind not in MATRICES),
     )
 
 
-def test_what_takes_no_single_dense_gradient_says_so() -> None:
+def test_what_takes_no_single_dense_gradient_says_so():
     with pytest.raises(TypeError, match="evaluates the loss several times in a step"):
         wrapped(lambda model: torch.optim.LBFGS(model.parameters()))
     model, optimizer = wrapped(lambda model: torch.optim.SparseAdam(model.parameters()))
@@ -102,7 +102,7 @@ LARGE = 4096
         *(("bitsandbytes.optim", kind) for kind in ("AdamW8bit", "Lion8bit", "AdEMAMix8bit")),
     ],
 )
-def test_optimizers_of_others(package: str, kind: str) -> None:
+def test_optimizers_of_others(package, kind):
     found = getattr(installed(package), kind)
 
     def build(model: nn.Module) -> Optimizer:

@@ -3,7 +3,6 @@
 import os
 import time
 from multiprocessing.queues import Queue
-from pathlib import Path
 
 import pytest
 import torch
@@ -59,7 +58,7 @@ def run_rank(
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("how", ["ends", "hangs"])
 @pytest.mark.parametrize(("kind", "num_ranks"), [("columns", 4), ("shards", 2)])
-def test_a_lost_rank_is_named(tmp_path: Path, kind: str, num_ranks: int, how: str) -> None:
+def test_a_lost_rank_is_named(tmp_path, kind, num_ranks, how):
     context = multiprocessing.get_context("spawn")
     answers: Queue[tuple[int, float, str]] = context.Queue()
     shared = (num_ranks, kind, how, str(tmp_path / "store"), answers)

@@ -190,7 +190,7 @@ def train_with_absences(pair: Pair, steps: range) -> None:
 
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("route", ROUTES)
-def test_a_resumed_run_is_the_run(route: str, run: str, tmp_path: Path) -> None:
+def test_a_resumed_run_is_the_run(route, run, tmp_path):
     if (route, run) == ("full", "stateless"):
         pytest.skip("torch refuses a full state dict without tensors, of a bare SGD as well")
     build = RUNS[run]
@@ -211,7 +211,7 @@ def test_a_resumed_run_is_the_run(route: str, run: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("inner", [adamw, stateless])
 @pytest.mark.parametrize("is_begun", [False, True])
-def test_saving_takes_no_step(inner: Any, is_begun: bool) -> None:
+def test_saving_takes_no_step(inner, is_begun):
     """torch.distributed.checkpoint has an optimizer without state step on zeros at rate zero.
 
     What the domains have collected goes, and the next step says so.
@@ -236,7 +236,7 @@ def test_saving_takes_no_step(inner: Any, is_begun: bool) -> None:
 # Between the wrapper and the bare optimizer.
 
 
-def test_a_plain_checkpoint_leaves_the_weights_and_says_so() -> None:
+def test_a_plain_checkpoint_leaves_the_weights_and_says_so():
     plain_model = small_model()
     plain = adamw(plain_model)
     train_plainly(plain_model, plain, range(3))
@@ -253,9 +253,7 @@ def test_a_plain_checkpoint_leaves_the_weights_and_says_so() -> None:
 
 @pytest.mark.parametrize("options", [None, NESTED, FLAT], ids=["torch", "nested", "flattened"])
 @pytest.mark.parametrize("is_from_wrapper", [False, True], ids=["from plain", "from the wrapper"])
-def test_plain_training_and_the_wrapper_read_each_others_checkpoints(
-    is_from_wrapper: bool, options: StateDictOptions | None
-) -> None:
+def test_plain_training_and_the_wrapper_read_each_others_checkpoints(is_from_wrapper, options):
     """That of plain training before wrapping: a flattened one cannot be loaded later."""
 
     def carry(model: nn.Module, optimizer: Any, other_model: nn.Module, other: Any) -> None:
@@ -284,7 +282,7 @@ def test_plain_training_and_the_wrapper_read_each_others_checkpoints(
 # What is refused, part by part, stands in tests/method/test_checkpoint.py.
 
 
-def test_refused_numbers_in_the_groups_change_nothing() -> None:
+def test_refused_numbers_in_the_groups_change_nothing():
     model, optimizer = wrapped()
     train(model, optimizer, range(3))
     state = optimizer.state_dict()
@@ -299,7 +297,7 @@ def test_refused_numbers_in_the_groups_change_nothing() -> None:
         assert optimizer.param_groups[0]["lr"] == 0.05
 
 
-def test_a_state_dict_is_a_copy() -> None:
+def test_a_state_dict_is_a_copy():
     """One kept in memory does not go on with the run; without numbers in the groups, as once."""
     model, optimizer = wrapped()
     train(model, optimizer, range(2))

@@ -67,7 +67,7 @@ SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
 
 @pytest.mark.parametrize("inner", [adamw, sgd])
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_a_scheduler_reaches_the_wrapped_optimizer(name: str, inner: Any) -> None:
+def test_a_scheduler_reaches_the_wrapped_optimizer(name, inner):
     """Also after a state is loaded, in place and into a new run; it is plain training's."""
 
     def build() -> tuple[nn.Module, DoGEOptimizer, Any]:
@@ -222,14 +222,14 @@ def check_accelerate_scaler() -> None:
 @pytest.mark.parametrize(
     "check", [check_accelerate, check_loaders, check_division, check_accelerate_scaler]
 )
-def test_accelerate(check: Callable[[], None]) -> None:
+def test_accelerate(check):
     isolated(check)
 
 
 # Hooks.
 
 
-def test_every_hook_of_a_torch_optimizer_runs_and_a_profile_names_the_steps() -> None:
+def test_every_hook_of_a_torch_optimizer_runs_and_a_profile_names_the_steps():
     """Hooks of the wrapped optimizers: test_several_optimizers."""
     model, optimizer = wrapped()
     seen: list[str] = []
@@ -261,7 +261,7 @@ def test_every_hook_of_a_torch_optimizer_runs_and_a_profile_names_the_steps() ->
     assert seen == ["DoGEOptimizer", "step_pre", "AdamW", *kinds[1:]]
 
 
-def test_hooks_may_change_what_passes() -> None:
+def test_hooks_may_change_what_passes():
     model, optimizer = wrapped()
     train(model, optimizer, [0])
     collect(model, optimizer, 1)
@@ -287,7 +287,7 @@ def test_hooks_may_change_what_passes() -> None:
 
 
 @pytest.mark.parametrize("through", ["wrapper", "inner"])
-def test_a_group_added_later_is_trained_and_scheduled(through: str) -> None:
+def test_a_group_added_later_is_trained_and_scheduled(through):
     """And saved: a run of test_optimizer_checkpoints."""
     model = small_model()
     first, last = model[0], model[2]
@@ -307,7 +307,7 @@ def test_a_group_added_later_is_trained_and_scheduled(through: str) -> None:
     assert len({group["doge"] for group in groups}) == 1
 
 
-def test_a_parameter_put_in_the_place_of_another_is_heard() -> None:
+def test_a_parameter_put_in_the_place_of_another_is_heard():
     """A new tensor often gets the id of one that has just gone."""
     for _ in range(20):
         body, head = nn.Linear(3, 4), nn.Linear(4, 2)
@@ -358,7 +358,7 @@ def check_copies(pickled: bytes) -> None:
     train_plainly(plain_model, adamw(plain_model), [0])
 
 
-def test_copies_leave_the_class_whole() -> None:
+def test_copies_leave_the_class_whole():
     model, optimizer = wrapped()
     lr_scheduler.ConstantLR(optimizer, factor=1.0)
     optimizer.register_step_pre_hook(lambda *_: None)
@@ -418,9 +418,7 @@ def reads_factor(scaler: Any, way: str) -> dict[str, Any]:
     ],
     ids=[*INNER, "drawn", "clipped", "selected"],
 )
-def test_a_scaler_changes_nothing_and_skips_what_overflows(
-    name: str, options: dict[str, Any], way: str
-) -> None:
+def test_a_scaler_changes_nothing_and_skips_what_overflows(name, options, way):
     """Bit for bit, since the scale is a power of two; weights are frozen on the skipped step."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     model, optimizer = wrapped(INNER[name], **options, **reads_factor(scaler, way))
@@ -443,7 +441,7 @@ def test_a_scaler_changes_nothing_and_skips_what_overflows(
     assert all(param.grad is None for param in model.parameters())
 
 
-def test_what_a_scaler_cannot_do_is_no_silent_step() -> None:
+def test_what_a_scaler_cannot_do_is_no_silent_step():
     """Unscaling before combining, a missing domain: no inf check, so no step."""
     for micro_batches, absent in ((None, ""), (1, "bc")):
         model, optimizer = wrapped(micro_batches=micro_batches)
@@ -463,7 +461,7 @@ def test_what_a_scaler_cannot_do_is_no_silent_step() -> None:
 
 
 @pytest.mark.parametrize("way", ["positional", "keyword", "patched"])
-def test_a_closure_runs_once_with_gradients(way: str) -> None:
+def test_a_closure_runs_once_with_gradients(way):
     model, optimizer = wrapped()
     twin, plain = wrapped()
     if way == "patched":
@@ -516,5 +514,5 @@ def check_compiled(what: str) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("what", ["step", "training", "model"])
-def test_compilers(what: str) -> None:
+def test_compilers(what):
     isolated(check_compiled, what)

@@ -20,7 +20,6 @@ from doge_fast.distributed import process_group
 from doge_fast.step import parameters
 from doge_fast.step.step import DROPPED
 from tests.integrations.test_several_processes import examples, losses, small_model, values
-from tests.ranks import Ranks
 
 SIZES = {"a": 4, "b": 4}
 
@@ -77,7 +76,7 @@ def in_two_groups(is_alone_first: bool) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("is_alone_first", [True, False])
-def test_a_group_that_comes_or_goes_is_found(ranks: Ranks, is_alone_first: bool) -> None:
+def test_a_group_that_comes_or_goes_is_found(ranks, is_alone_first):
     one = in_two_groups(is_alone_first)
     for found in ranks.run(2, in_two_groups, is_alone_first):
         for value, expected in zip(found, one, strict=True):
@@ -131,9 +130,7 @@ LATER = {"micro_batches": None}
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_ranks_that_differ_say_in_what(
-    ranks: Ranks, first: dict[str, Any], second: dict[str, Any], what: str
-) -> None:
+def test_ranks_that_differ_say_in_what(ranks, first, second, what):
     said, other = ranks.run(2, with_others, first, second)
     assert said == other
     assert (f"differ in {what}: rank 1 from rank 0." if what else "missing ['b']") in said
@@ -153,7 +150,7 @@ def of_a_group() -> tuple[list[float], list[float], str]:
     return optimizer.alpha.tolist(), copies[1].alpha.tolist(), ""
 
 
-def test_a_group_is_that_of_its_ranks_and_of_copies(ranks: Ranks) -> None:
+def test_a_group_is_that_of_its_ranks_and_of_copies(ranks):
     first, second, other = ranks.run(3, of_a_group)
     assert first == second
     assert first[0] == first[1] != [0.5, 0.5]
@@ -216,7 +213,7 @@ def what_is_said(said: str) -> str:
 @pytest.mark.parametrize("is_taken_at_once", [True, False], ids=["at once", "at the end"])
 @pytest.mark.parametrize("said", [*THAT_REDUCE, FORWARD_FIRST])
 @pytest.mark.filterwarnings("ignore")
-def test_what_reduces_by_itself_is_refused(ranks: Ranks, said: str, is_taken_at_once: bool) -> None:
+def test_what_reduces_by_itself_is_refused(ranks, said, is_taken_at_once):
     for sentence in ranks.run(2, of_wrapper, said, is_taken_at_once):
         assert said in sentence
 
@@ -245,7 +242,7 @@ def reduce_before_the_first_step() -> Tensor:
     return model.weight.detach().clone()
 
 
-def test_ranks_make_no_group_before_all_are_there(ranks: Ranks) -> None:
+def test_ranks_make_no_group_before_all_are_there(ranks):
     first, second = ranks.run(2, reduce_before_the_first_step)
     assert torch.equal(first, second)
 
@@ -300,7 +297,7 @@ def refused(how: str) -> tuple[str, Tensor]:
 
 
 @pytest.mark.parametrize("how", ["an exception", "a bad scale", *REFUSED, *CAUGHT])
-def test_what_one_rank_raises_drops_the_step_on_all(ranks: Ranks, how: str) -> None:
+def test_what_one_rank_raises_drops_the_step_on_all(ranks, how):
     alone_N = step_again(*of_micro_batches(how), SIZES)
     (said, theta_N), (itself, other_N) = ranks.run(2, refused, how)
     assert "dropped on all ranks, since rank 1 raised" in said
@@ -322,7 +319,7 @@ def refused_after_combining() -> Tensor:
     return step_again(model, optimizer, [own(dist.get_rank())])
 
 
-def test_what_one_rank_raises_after_combining_drops_no_step(ranks: Ranks) -> None:
+def test_what_one_rank_raises_after_combining_drops_no_step(ranks):
     model, optimizer = built()
     step_again(model, optimizer, SIZES)
     alone_N = step_again(model, optimizer, SIZES)
@@ -357,7 +354,7 @@ def untouched() -> tuple[Tensor, float]:
     return theta_N, float((params[0] - before).abs().max())
 
 
-def test_what_no_domain_touches_stays_on_all_ranks(ranks: Ranks) -> None:
+def test_what_no_domain_touches_stays_on_all_ranks(ranks):
     (theta_N, moved), (other_N, _) = ranks.run(2, untouched)
     assert torch.equal(theta_N, other_N)
     assert moved == 0

@@ -42,7 +42,7 @@ def sgd_twice(model: nn.Module) -> list[Optimizer]:
     return [torch.optim.SGD(params, lr=0.1) for params in small.divided(model)]
 
 
-def test_groups_and_state_are_those_of_the_optimizers() -> None:
+def test_groups_and_state_are_those_of_the_optimizers():
     model, optimizer = small.wrapped(small.pair)
     sgd, adamw = optimizer.inner.optimizers
     assert [id(group) for group in optimizer.param_groups] == [
@@ -68,14 +68,14 @@ def test_groups_and_state_are_those_of_the_optimizers() -> None:
     assert {**sgd.state, **adamw.state} == state
 
 
-def test_eta_is_the_rate_of_the_first_group() -> None:
+def test_eta_is_the_rate_of_the_first_group():
     model, optimizer = small.wrapped(small.pair, mu=None, domains=["a", "b"])
     assert optimizer.mu == 20 * 0.05 * 3 / 2
     small.train(model, optimizer, [0])
     assert optimizer.last.lr == optimizer.state_dict()["doge"]["lr"] == 0.05
 
 
-def test_schedulers_take_the_wrapper_the_joined_one_or_each() -> None:
+def test_schedulers_take_the_wrapper_the_joined_one_or_each():
     found = []
     for given in ("wrapper", "joined", "each"):
         model, optimizer = small.wrapped(small.pair)
@@ -100,7 +100,7 @@ def test_schedulers_take_the_wrapper_the_joined_one_or_each() -> None:
     lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=5, cycle_momentum=False)
 
 
-def test_hooks_of_all_of_them_run() -> None:
+def test_hooks_of_all_of_them_run():
     model, optimizer = small.wrapped(small.pair)
     seen: list[str] = []
     for each in (optimizer, optimizer.inner, *optimizer.inner.optimizers):
@@ -127,7 +127,7 @@ class Averaging(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("is_one_of_two", [False, True])
-def test_modes_reach_those_that_have_them(is_one_of_two: bool) -> None:
+def test_modes_reach_those_that_have_them(is_one_of_two):
     assert not hasattr(small.wrapped(kind_of(torch.optim.SGD, is_one_of_two))[1], "train")
     optimizer = small.wrapped(kind_of(Averaging, is_one_of_two))[1]
     for _ in range(2):
@@ -138,7 +138,7 @@ def test_modes_reach_those_that_have_them(is_one_of_two: bool) -> None:
         optimizer.__setstate__({})
 
 
-def test_groups_are_added_to_one_of_them() -> None:
+def test_groups_are_added_to_one_of_them():
     model, optimizer = small.wrapped(small.pair)
     more = nn.Linear(2, 2, bias=False)
     with pytest.raises(ValueError, match="AdamW"):
@@ -168,7 +168,7 @@ def test_groups_are_added_to_one_of_them() -> None:
     ],
     ids=["other classes", "other order", "one", "of one", "more"],
 )
-def test_a_checkpoint_of_other_optimizers_is_refused(saved: Any, into: Any) -> None:
+def test_a_checkpoint_of_other_optimizers_is_refused(saved, into):
     state = small.wrapped(saved)[1].state_dict()
     model, optimizer = small.wrapped(into)
     before = small.everything(model, optimizer)
@@ -177,7 +177,7 @@ def test_a_checkpoint_of_other_optimizers_is_refused(saved: Any, into: Any) -> N
     small.assert_same(small.everything(model, optimizer), before)
 
 
-def test_what_belongs_to_no_parameter_is_saved_with_its_optimizer() -> None:
+def test_what_belongs_to_no_parameter_is_saved_with_its_optimizer():
     optimizer, again = (small.wrapped(sgd_twice)[1] for _ in range(2))
     for count, each in enumerate(optimizer.inner.optimizers):
         each.state["count"] = count
@@ -185,7 +185,7 @@ def test_what_belongs_to_no_parameter_is_saved_with_its_optimizer() -> None:
     assert [each.state["count"] for each in again.inner.optimizers] == [0, 1]
 
 
-def test_which_lists_are_wrapped() -> None:
+def test_which_lists_are_wrapped():
     model = small.small_model()
     sgd, one = small.sgd(model), {"domains": ["a"]}
     assert DoGEOptimizer([sgd], **one).inner is sgd
@@ -204,35 +204,35 @@ class AsksForTheLoss(torch.optim.SGD):
 
     seen: Any = None
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         self.seen = closure()
         super().step()
 
 
 class AsksByAnotherName(AsksForTheLoss):
-    def step(self, loss_closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, loss_closure: Any = None) -> None:
         super().step(loss_closure)
 
 
 class HandsOn(AsksForTheLoss):
-    def step(self, *arguments: Any) -> None:  # type: ignore[override]
+    def step(self, *arguments: Any) -> None:
         super().step(*arguments)
 
 
 class NeedsTheLoss(AsksForTheLoss):
-    def step(self, closure: Any) -> None:  # type: ignore[override]
+    def step(self, closure: Any) -> None:
         super().step(closure)
 
 
 class NeedsMore(AsksForTheLoss):
-    def step(self, closure: Any, batch: Any) -> None:  # type: ignore[override]
+    def step(self, closure: Any, batch: Any) -> None:
         super().step(closure)
 
 
 class Sharpness(torch.optim.SGD):
     """As SAM: the gradient is taken again, at other parameters."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for param in group["params"]:
                 param.data.add_(param.grad)
@@ -243,9 +243,7 @@ class Sharpness(torch.optim.SGD):
 
 @pytest.mark.parametrize("kind", [AsksForTheLoss, AsksByAnotherName, HandsOn, NeedsTheLoss])
 @pytest.mark.parametrize("is_one_of_two", [False, True])
-def test_the_loss_is_handed_to_who_asks_for_it(
-    kind: type[AsksForTheLoss], is_one_of_two: bool
-) -> None:
+def test_the_loss_is_handed_to_who_asks_for_it(kind, is_one_of_two):
     def closure() -> Tensor:
         small.collect(model, optimizer, 0)
         return torch.tensor(3.0)
@@ -281,7 +279,7 @@ class Lookahead(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("form", [None, {}, {"slow weights": 1}])
-def test_what_cannot_be_saved_is_not_wrapped(form: Any) -> None:
+def test_what_cannot_be_saved_is_not_wrapped(form):
     model = small.small_model()
     inner = Lookahead(model.parameters(), lr=0.1)
     inner.form = form
@@ -296,7 +294,7 @@ class ReadsTheLatestLoss(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("is_one_of_two", [False, True])
-def test_names_of_the_wrapped_optimizer_are_forwarded(is_one_of_two: bool) -> None:
+def test_names_of_the_wrapped_optimizer_are_forwarded(is_one_of_two):
     optimizer: Any = small.wrapped(kind_of(ReadsTheLatestLoss, is_one_of_two))[1]
     inner = last_of(optimizer)
     optimizer.latest_loss = 3.0

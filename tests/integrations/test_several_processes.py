@@ -17,7 +17,6 @@ from doge_fast.sampling import pieces
 from tests.integrations.small import divided
 from tests.ranks import Ranks
 
-DOMAINS = ("a", "b", "c", "d")
 STEPS = 6
 
 Wrap = Callable[[nn.Module], nn.Module]
@@ -167,7 +166,6 @@ def trained(
         optimizer.zero_grad()
     if save is not None:
         save(model, optimizer)
-    assert optimizer.last is not None
     assert optimizer.num_skipped == (how == "overflow")
     return values(model), optimizer.alpha_mean, optimizer.last.combined_norm
 
@@ -277,14 +275,8 @@ FORMS = [
 @pytest.mark.parametrize(("num_ranks", "wrap", "sizes", "options", "how"), FORMS)
 @pytest.mark.parametrize("is_stacked", [False, True], ids=["sequential", "stacked"])
 def test_ranks_train_what_one_process_trains(
-    ranks: Ranks,
-    num_ranks: int,
-    wrap: Wrap,
-    sizes: Sizes,
-    options: dict[str, Any],
-    how: str,
-    is_stacked: bool,
-) -> None:
+    ranks, num_ranks, wrap, sizes, options, how, is_stacked
+):
     check(ranks, num_ranks, wrap, sizes, is_stacked, options, how)
 
 
@@ -304,12 +296,10 @@ def accumulated_without_sync() -> tuple[Tensor, Tensor]:
         optimizer.zero_grad()
     optimizer.release()
     losses(wrapped(examples("a", rank, 2)), "a").mean().backward()
-    (grad, *_) = (param.grad for param in model.parameters())
-    assert grad is not None
-    return values(model), grad
+    return values(model), next(model.parameters()).grad
 
 
-def test_no_sync_of_the_loop_inside_a_domain(ranks: Ranks) -> None:
+def test_no_sync_of_the_loop_inside_a_domain(ranks):
     """All gradients are the domains'; after that DistributedDataParallel reduces again."""
     model = small_model()
     optimizer = DoGEOptimizer(*adamw(model), domains=["a", "b"], mu=5.0, micro_batches=None)

@@ -35,7 +35,6 @@ from tests.integrations.test_several_processes import (
     trained,
     whole_pieces,
 )
-from tests.ranks import Ranks
 
 # Shares of every domain are equal on two and on four ranks.
 SIZES = {"a": 4, "b": 8, "c": 4, "d": 4}
@@ -128,16 +127,14 @@ def case(
         case("several optimizers", 2, sharded, {"inner": sgd_and_adamw}),
     ],
 )
-def test_shards_train_what_one_process_trains(
-    ranks: Ranks, num_ranks: int, wrap: Wrap, options: dict[str, Any], sizes: Sizes, how: str
-) -> None:
+def test_shards_train_what_one_process_trains(ranks, num_ranks, wrap, options, sizes, how):
     # Rows are rounded after the reduction, so shards round as one process does. Plain torch
     # multiplies rows of bfloat16 in float32; rows that are rounded twice are 1e-4 off.
     atol = 1e-7 if options.get("buffer_dtype") == torch.bfloat16 else 1e-12
     check(ranks, num_ranks, wrap, sizes, False, options, how, shares, atol=atol)
 
 
-def test_mixed_precision_is_as_close_as_its_type(ranks: Ranks) -> None:
+def test_mixed_precision_is_as_close_as_its_type(ranks):
     """Forward and backward in float32, gradients added up in float64."""
     policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
     lower = partial(sharded, mp_policy=policy)
@@ -171,7 +168,7 @@ def refused(what: str) -> str:
 
 
 @pytest.mark.parametrize("what", ["count", "order", "all"])
-def test_what_shards_refuse(ranks: Ranks, what: str) -> None:
+def test_what_shards_refuse(ranks, what):
     one, other = ranks.run(2, refused, what)
     assert what in one
     assert one == other
@@ -197,5 +194,5 @@ def trained_off_the_cpu(*given: Any) -> tuple[torch.Tensor, ...]:
         ),
     ],
 )
-def test_ranks_off_the_cpu(ranks: Ranks, num_ranks: int, given: tuple[Any, ...]) -> None:
+def test_ranks_off_the_cpu(ranks, num_ranks, given):
     check(ranks, num_ranks, *given, work=trained_off_the_cpu)

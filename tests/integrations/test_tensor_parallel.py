@@ -20,7 +20,6 @@ from torch.distributed.tensor.parallel import (
 
 from tests.integrations.test_ranks_that_differ import raised
 from tests.integrations.test_several_processes import check, shares, trained
-from tests.ranks import Ranks
 
 SIZES = {"a": 8, "b": 8, "c": 8}
 OPTIONS = {"max_grad_norm": 0.5, "domain_max_grad_norm": 2.0}
@@ -73,7 +72,7 @@ on_ranks = pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest
 
 @pytest.mark.parametrize("how", ["copies", "sequence"])
 @on_ranks
-def test_placements_give_what_one_process_trains(ranks: Ranks, num_ranks: int, how: str) -> None:
+def test_placements_give_what_one_process_trains(ranks, num_ranks, how):
     wrap = partial(parallel, how=how)
     check(ranks, num_ranks, wrap, SIZES, False, OPTIONS, "", shares_of_pairs)
 
@@ -84,6 +83,6 @@ def refused() -> str:
 
 
 @on_ranks
-def test_what_has_no_place_on_the_mesh_is_refused(ranks: Ranks, num_ranks: int) -> None:
+def test_what_has_no_place_on_the_mesh_is_refused(ranks, num_ranks):
     for said in ranks.run(num_ranks, refused):
         assert said.startswith("the optimizer's parameters must all be sharded or replicated")

@@ -15,7 +15,6 @@ from doge_fast.distributed.process_group import Communicator
 from doge_fast.sampling import pieces
 from tests import scale
 from tests.integrations.test_several_processes import values
-from tests.ranks import Ranks
 
 # A multiple of 64 columns for 2, 3 and 4 ranks: nothing is padded.
 WIDTH = 96
@@ -73,8 +72,8 @@ def data_parallel_steps(num_domains: int, dtype: torch.dtype) -> tuple[list[Coun
     ],
 )
 def test_data_parallel_sends_and_holds_what_is_said(
-    ranks: Ranks, num_ranks: int, num_domains: int, over_plain: float, dtype: torch.dtype
-) -> None:
+    ranks, num_ranks, num_domains, over_plain, dtype
+):
     answers = ranks.run(num_ranks, data_parallel_steps, num_domains, dtype)
     said = scale.data_parallel_bytes(N, num_domains, num_ranks, dtype.itemsize)
     gram = scale.gathered_gram_bytes(num_domains, num_ranks)
@@ -177,9 +176,7 @@ def trained(how: str, num_domains: int) -> tuple[Tensor, Tensor, float, int]:
         (2, 2, "in parts", 10),
     ],
 )
-def test_shards_send_and_hold_what_is_said(
-    ranks: Ranks, num_ranks: int, num_domains: int, how: str, units: int
-) -> None:
+def test_shards_send_and_hold_what_is_said(ranks, num_ranks, num_domains, how, units):
     theta_N, alpha_K, _, _ = trained("", num_domains)
     assert alpha_K.max() - alpha_K.min() > 1e-5
     unit = (num_ranks - 1) / num_ranks * len(theta_N)

@@ -23,7 +23,7 @@ from transformers import TrainingArguments
 from doge_fast.integrations.transformers import DoGETrainer
 from tests.integrations.test_architectures import tiny
 from tests.integrations.test_transformers import arguments, tiny_model
-from tests.ranks import Ranks, as_launched
+from tests.ranks import as_launched
 
 DOMAINS = ("ab", "cd", "ef")
 ROWS = (*DOMAINS, "far")
@@ -227,15 +227,7 @@ EXHAUSTIVE = pytest.mark.exhaustive
         ),
     ],
 )
-def test_ranks_train_what_one_process_trains(
-    ranks: Ranks,
-    tmp_path: Path,
-    num_ranks: int,
-    data: str,
-    mode: str,
-    how: str,
-    config: dict[str, Any] | None,
-) -> None:
+def test_ranks_train_what_one_process_trains(ranks, tmp_path, num_ranks, data, mode, how, config):
     # The layers of Llama compute in float32.
     exactly = 1e-6 if how == "llama" else 1e-12
     (alone,) = ranks.run(1, trained, data, mode, how, str(tmp_path))
@@ -281,9 +273,7 @@ def refused(folder: str, what: str) -> str:
         ("few", "got {'ab': 1, 'cd': 1, 'ef': 1}"),
     ],
 )
-def test_what_ranks_do_not_allow_is_said_on_all(
-    ranks: Ranks, tmp_path: Path, what: str, said: str
-) -> None:
+def test_what_ranks_do_not_allow_is_said_on_all(ranks, tmp_path, what, said):
     for sentence in ranks.run(2, refused, str(tmp_path), what):
         assert said in sentence
 
@@ -299,14 +289,7 @@ def test_what_ranks_do_not_allow_is_said_on_all(
         (2, 2, "even", {"state_dict_type": "SHARDED_STATE_DICT"}),
     ],
 )
-def test_a_run_resumes_with_another_number_of_ranks(
-    ranks: Ranks,
-    tmp_path: Path,
-    before: int,
-    after: int,
-    data: str,
-    config: dict[str, Any] | None,
-) -> None:
+def test_a_run_resumes_with_another_number_of_ranks(ranks, tmp_path, before, after, data, config):
     work = (data, "sequential" if config is None else "auto")
     (alone,) = ranks.run(1, trained, *work, "", str(tmp_path / "alone"))
     ranks.run(before, trained, *work, "begun", str(tmp_path / "run"), config)

@@ -3,7 +3,7 @@
 import copy
 import importlib.util
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from inspect import signature
 from itertools import count
 from pathlib import Path
@@ -160,9 +160,7 @@ SELECTED = "transformer.h.0.mlp.c_fc.weight"
     ],
     ids=["universal", "held-out and selected"],
 )
-def test_is_the_loop_written_by_hand(
-    tmp_path: Path, target: Any, rows: list[str], selection: str | None
-) -> None:
+def test_is_the_loop_written_by_hand(tmp_path, target, rows, selection):
     names = None if selection is None else [selection]
     trainer = trainer_for(tmp_path, Batches(rows), target=target, selection=names)
     trainer.train()
@@ -178,7 +176,7 @@ def test_is_the_loop_written_by_hand(
     assert not torch.equal(trainer.doge.alpha, torch.full_like(optimizer.alpha, 1 / 3))
 
 
-def test_one_domain_is_plain_training(tmp_path: Path) -> None:
+def test_one_domain_is_plain_training(tmp_path):
     trainer = trainer_for(tmp_path, domains=["ab"])
     trainer.train()
     model = tiny_model()
@@ -201,9 +199,7 @@ def test_one_domain_is_plain_training(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("micro", [1, pytest.param(2, marks=EXHAUSTIVE)])
 @pytest.mark.parametrize("drawn", [None, 2])
-def test_one_pass_for_all_domains_learns_the_same(
-    tmp_path: Path, micro: int, drawn: int | None
-) -> None:
+def test_one_pass_for_all_domains_learns_the_same(tmp_path, micro, drawn):
     """To float32's rounding, and what six steps of AdamW make of it; logs say of whom."""
     both = {}
     for mode in ("sequential", "stacked", "auto"):
@@ -235,9 +231,7 @@ def test_one_pass_for_all_domains_learns_the_same(
 @pytest.mark.parametrize(
     "bf16", [False, pytest.param(True, marks=EXHAUSTIVE)], ids=["float32", "bfloat16"]
 )
-def test_many_logits_come_one_domain_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bf16: bool
-) -> None:
+def test_many_logits_come_one_domain_at_a_time(tmp_path, monkeypatch, bf16):
     """The same weights, to the rounding of the products."""
     naive = trainer_for(tmp_path / "a", mode="stacked", bf16=bf16)
     naive.train()
@@ -264,9 +258,7 @@ def stackable(trainer: DoGETrainer, inputs: Any) -> bool:
     return trainer._is_to_be_stacked(inputs)
 
 
-def test_auto_stacks_small_batches_of_known_architectures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_stacks_small_batches_of_known_architectures(tmp_path, monkeypatch):
     trainer = trainer_for(tmp_path, mode="auto")
     batch = batch_of(0, DOMAINS)
     assert stackable(trainer, batch)
@@ -309,16 +301,14 @@ class OwnLoss(DoGETrainer):
     ],
     ids=["lengths", "images", "labels", "loss"],
 )
-def test_what_cannot_be_stacked_is_refused_or_runs_in_turn(
-    change: Callable[[Any], Any], kind: type[DoGETrainer], message: str, tmp_path: Path
-) -> None:
+def test_what_cannot_be_stacked_is_refused_or_runs_in_turn(change, kind, message, tmp_path):
     inputs = change(batch_of(0, DOMAINS))
     assert not stackable(trainer_for(tmp_path, kind=kind, mode="auto"), inputs)
     with pytest.raises(ValueError, match=message):
         stackable(trainer_for(tmp_path, kind=kind, mode="stacked"), inputs)
 
 
-def test_a_forward_of_ones_own_is_called(tmp_path: Path) -> None:
+def test_a_forward_of_ones_own_is_called(tmp_path):
     """A stacked pass takes the logits, so it would leave out a loss that `forward` computes."""
     trainer = trainer_for(tmp_path, mode="auto")
     kind = type(trainer.model)
@@ -353,9 +343,7 @@ class IgnoringTargets(DoGETrainer):
 
 # Means over micro-batches are that of the whole where all have as many targets.
 @pytest.mark.parametrize(("kind", "is_masked"), [(DoGETrainer, True), (IgnoringTargets, False)])
-def test_micro_batches_change_nothing_but_rounding(
-    tmp_path: Path, kind: type[DoGETrainer], is_masked: bool
-) -> None:
+def test_micro_batches_change_nothing_but_rounding(tmp_path, kind, is_masked):
     """A domain's loss is its mean over the tokens of the whole step, however they are cut."""
     whole, parts = (
         trainer_for(
@@ -392,7 +380,7 @@ class Both(DoGETrainer, Around):
     pass
 
 
-def test_the_step_of_another_trainer_runs_around_that_of_the_domains(tmp_path: Path) -> None:
+def test_the_step_of_another_trainer_runs_around_that_of_the_domains(tmp_path):
     trainer, alone = trainer_for(tmp_path / "both", kind=Both), trainer_for(tmp_path / "alone")
     trainer.train()
     alone.train()
@@ -405,7 +393,7 @@ def test_the_step_of_another_trainer_runs_around_that_of_the_domains(tmp_path: P
     ("micro", "replays"),
     [(1, True), (1, False), pytest.param(2, False, marks=EXHAUSTIVE)],
 )
-def test_a_resumed_run_is_the_uninterrupted_run(tmp_path: Path, micro: int, replays: bool) -> None:
+def test_a_resumed_run_is_the_uninterrupted_run(tmp_path, micro, replays):
     """Trainer replays the data; a stream that begins where the run stopped needs no replay."""
     changes: dict[str, Any] = {
         "gradient_accumulation_steps": micro,
@@ -422,7 +410,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(tmp_path: Path, micro: int, repl
 
 
 @pytest.mark.parametrize("lost", ["optimizer.pt", "scheduler.pt"])
-def test_a_checkpoint_without_its_optimizer_is_not_resumed(tmp_path: Path, lost: str) -> None:
+def test_a_checkpoint_without_its_optimizer_is_not_resumed(tmp_path, lost):
     trainer_for(tmp_path / "cut", save_strategy="steps", save_steps=4).train()
     checkpoint = tmp_path / "cut" / "checkpoint-4"
     (checkpoint / lost).unlink()
@@ -432,7 +420,7 @@ def test_a_checkpoint_without_its_optimizer_is_not_resumed(tmp_path: Path, lost:
 
 
 @pytest.mark.parametrize("mode", ["sequential", "stacked"])
-def test_a_loss_scale_changes_no_weight(tmp_path: Path, mode: str) -> None:
+def test_a_loss_scale_changes_no_weight(tmp_path, mode):
     plain, scaled = (trainer_for(tmp_path / name, mode=mode) for name in ("a", "b"))
     plain.train()
     # float16 needs a GPU to train on; its scaler does not. A power of two rounds nothing, but for
@@ -445,7 +433,7 @@ def test_a_loss_scale_changes_no_weight(tmp_path: Path, mode: str) -> None:
         assert torch.equal(parameters(scaled.model), parameters(plain.model))
 
 
-def test_a_rank_reads_its_own_examples_alone() -> None:
+def test_a_rank_reads_its_own_examples_alone():
     read: list[tuple[str, int]] = []
 
     class Rows(Dataset[Any]):
@@ -477,7 +465,7 @@ def test_a_rank_reads_its_own_examples_alone() -> None:
         assert sent.sizes == dict.fromkeys(DOMAINS, 4)
 
 
-def test_a_finished_batch_is_cut_where_every_entry_holds_the_examples() -> None:
+def test_a_finished_batch_is_cut_where_every_entry_holds_the_examples():
     def batch(**more: Any) -> dict[str, Any]:
         return {name: {"x": torch.arange(4), **more} for name in DOMAINS}
 
@@ -511,14 +499,12 @@ class _Flat(IterableDataset[Any]):
         ({}, Batches([*DOMAINS, "zz"]), ValueError, "domain 'zz'"),
     ],
 )
-def test_data_that_is_refused(
-    tmp_path: Path, changes: Any, data: Any, error: type[Exception], message: str
-) -> None:
+def test_data_that_is_refused(tmp_path, changes, data, error, message):
     with pytest.raises(error, match=message):
         trainer_for(tmp_path, data, **changes).train()
 
 
-def test_misuse_is_answered_in_a_sentence(tmp_path: Path) -> None:
+def test_misuse_is_answered_in_a_sentence(tmp_path):
     with pytest.raises(ValueError, match="names of the training domains"):
         DoGETrainer(model=tiny_model(), args=arguments(tmp_path))
     with pytest.raises(ValueError, match=r"mode .*'sideways'"):
@@ -570,7 +556,7 @@ def by_domain(dataset: datasets.Dataset) -> dict[str, datasets.Dataset]:
     return {name: dataset.filter(lambda row, n=name: row["domain"] == n) for name in COUNTS}
 
 
-def test_a_mixed_dataset_is_split_by_its_column(tmp_path: Path) -> None:
+def test_a_mixed_dataset_is_split_by_its_column(tmp_path):
     """As where the domains are apart already; an epoch is that of the longest, others repeat."""
     dataset = mixed(COUNTS, note="not for the model")
     one_epoch = IN_TURN | {"max_steps": -1, "num_train_epochs": 1}
@@ -589,7 +575,7 @@ def test_a_mixed_dataset_is_split_by_its_column(tmp_path: Path) -> None:
     assert [DomainZip({"a": [0, 1, 2], "b": [3, 4]})[i]["b"] for i in range(3)] == [3, 4, 3]
 
 
-def test_the_column_may_have_another_name_and_a_target(tmp_path: Path) -> None:
+def test_the_column_may_have_another_name_and_a_target(tmp_path):
     dataset = mixed(COUNTS | {"far": 4}).rename_column("domain", "source")
     for columns in (True, False):
         trainer = trainer_for(
@@ -609,7 +595,7 @@ def test_the_column_may_have_another_name_and_a_target(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mixed", "labelled", "interleaved"])
-def test_a_stream_is_grouped_as_it_comes(tmp_path: Path, kind: str) -> None:
+def test_a_stream_is_grouped_as_it_comes(tmp_path, kind):
     dataset = mixed(COUNTS)
     apart = by_domain(dataset)
     streams = {name: rows.to_iterable_dataset() for name, rows in apart.items()}
@@ -636,7 +622,7 @@ def test_a_stream_is_grouped_as_it_comes(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=EXHAUSTIVE)])
-def test_a_stream_that_shuffles_does_it_anew_in_every_pass(tmp_path: Path, workers: int) -> None:
+def test_a_stream_that_shuffles_does_it_anew_in_every_pass(tmp_path, workers):
     seen: list[list[Any]] = []
 
     class Seeing(DoGETrainer):
@@ -657,9 +643,7 @@ def test_a_stream_that_shuffles_does_it_anew_in_every_pass(tmp_path: Path, worke
     assert sorted(passes[0]) == sorted(passes[1])
 
 
-def test_a_stream_skips_a_surplus_and_names_the_domains_it_lacks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_stream_skips_a_surplus_and_names_the_domains_it_lacks(monkeypatch):
     def grouped(names: list[str]) -> list[Any]:
         stream: Any = [{"domain": name, "number": i} for i, name in enumerate(names)]
         return list(DomainStream(stream, "domain", ["a", "b"], batch_size=1, collate=list))
@@ -680,7 +664,7 @@ def test_a_stream_skips_a_surplus_and_names_the_domains_it_lacks(
         grouped(["a", "b", "a", "a", "a", "b"])
 
 
-def test_a_collator_that_pads_and_makes_the_labels(tmp_path: Path) -> None:
+def test_a_collator_that_pads_and_makes_the_labels(tmp_path):
     """As in most scripts; padding is no target of any domain."""
 
     def collate(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -713,7 +697,7 @@ def test_a_collator_that_pads_and_makes_the_labels(tmp_path: Path) -> None:
 # What else Trainer's arguments ask for.
 
 
-def test_trains_again_after_an_evaluation_whose_loss_is_the_models(tmp_path: Path) -> None:
+def test_trains_again_after_an_evaluation_whose_loss_is_the_models(tmp_path):
     """A mean over predicted tokens; of an optimizer that evaluates other parameters, as well."""
     dataset = mixed({"ab": 4})
     ids = torch.tensor(dataset["input_ids"][:])
@@ -732,9 +716,7 @@ def test_trains_again_after_an_evaluation_whose_loss_is_the_models(tmp_path: Pat
         assert not trainer.doge.inner.param_groups[0].get("train_mode")
 
 
-def test_the_cache_is_emptied_as_often_as_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_is_emptied_as_often_as_asked(tmp_path, monkeypatch):
     steps: list[int] = []
     trainer = trainer_for(tmp_path, torch_empty_cache_steps=2)
     monkeypatch.setattr(host, "clear_device_cache", lambda: steps.append(trainer.state.global_step))
@@ -746,9 +728,7 @@ def test_the_cache_is_emptied_as_often_as_asked(
 @pytest.mark.parametrize(
     ("kind", "limit"), [("of the trainer", 0.5), ("ready", 0.25), ("left to the loop", 0.5)]
 )
-def test_the_combined_gradient_is_clipped_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, limit: float
-) -> None:
+def test_the_combined_gradient_is_clipped_once(tmp_path, monkeypatch, kind, limit):
     model = tiny_model()
     inner = own = torch.optim.SGD(model.named_parameters(), lr=0.1)
     if kind != "of the trainer":
@@ -777,7 +757,7 @@ def test_the_combined_gradient_is_clipped_once(
     assert norms == pytest.approx([limit, limit], rel=1e-5)
 
 
-def test_a_ready_optimizer_and_the_arguments_must_agree(tmp_path: Path) -> None:
+def test_a_ready_optimizer_and_the_arguments_must_agree(tmp_path):
     model = tiny_model()
 
     def ready() -> DoGEOptimizer:
@@ -791,7 +771,7 @@ def test_a_ready_optimizer_and_the_arguments_must_agree(tmp_path: Path) -> None:
         DoGETrainer(**options, optimizers=(ready(), None), mu=1.0, absent="keep")
 
 
-def test_an_optimizer_and_a_schedule_of_ones_own(tmp_path: Path) -> None:
+def test_an_optimizer_and_a_schedule_of_ones_own(tmp_path):
     """Given ready, or as a class, or as a factory that wraps by itself: the same training."""
     sgd: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
 
@@ -863,9 +843,7 @@ SOAK = pytest.mark.soak
         ({"bf16": True}, lambda it: it.args.bf16, "sequential", 2**-5),
     ],
 )
-def test_other_forms_of_the_model_learn_the_same(
-    tmp_path: Path, changes: Any, is_so: Callable[[DoGETrainer], bool], mode: str, rtol: float
-) -> None:
+def test_other_forms_of_the_model_learn_the_same(tmp_path, changes, is_so, mode, rtol):
     torch.compiler.reset()
     plain, other = (
         trainer_for(tmp_path, model=tiny_model(num_layers=1), mode=mode, max_steps=2, **each)

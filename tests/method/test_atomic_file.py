@@ -20,7 +20,7 @@ def names_in(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_text_and_bytes(tmp_path: Path) -> None:
+def test_text_and_bytes(tmp_path):
     path = tmp_path / "a.txt"
     for content, there in (("é\n", b"\xc3\xa9\n"), (b"\x00\r\n", b"\x00\r\n"), ("", b"")):
         atomic_file.write(path, content)
@@ -29,7 +29,7 @@ def test_text_and_bytes(tmp_path: Path) -> None:
 
 
 @unix_files
-def test_many_writers_and_a_reader(tmp_path: Path) -> None:
+def test_many_writers_and_a_reader(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("0" * 100_000)
     is_over = threading.Event()
@@ -54,7 +54,7 @@ def test_many_writers_and_a_reader(tmp_path: Path) -> None:
 
 
 @unix_files
-def test_the_mode_is_that_of_a_new_file(tmp_path: Path) -> None:
+def test_the_mode_is_that_of_a_new_file(tmp_path):
     for mask in (0o022, 0o002, 0o077):
         before = os.umask(mask)
         try:
@@ -64,7 +64,7 @@ def test_the_mode_is_that_of_a_new_file(tmp_path: Path) -> None:
         assert stat.S_IMODE((tmp_path / str(mask)).stat().st_mode) == 0o666 & ~mask
 
 
-def test_what_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "a"
     path.write_text("old")
 
@@ -78,7 +78,7 @@ def test_what_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Monk
     assert names_in(tmp_path) == {"a"}
 
 
-def test_left_by_the_killed_is_swept_and_by_the_living_is_not(tmp_path: Path) -> None:
+def test_left_by_the_killed_is_swept_and_by_the_living_is_not(tmp_path):
     old, young, other = (
         tmp_path / name for name in (".a.12.writing", ".a.34.writing", ".b.12.writing")
     )
@@ -90,7 +90,7 @@ def test_left_by_the_killed_is_swept_and_by_the_living_is_not(tmp_path: Path) ->
     assert names_in(tmp_path) == {"a", young.name, other.name}
 
 
-def test_a_link_is_followed(tmp_path: Path) -> None:
+def test_a_link_is_followed(tmp_path):
     (tmp_path / "store").mkdir()
     target = tmp_path / "store" / "real"
     target.write_text("old")
@@ -101,7 +101,7 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
 
 
 @unix_files
-def test_a_pipe_is_written_to(tmp_path: Path) -> None:
+def test_a_pipe_is_written_to(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with ThreadPoolExecutor(1) as pool:

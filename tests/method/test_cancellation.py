@@ -88,7 +88,7 @@ def go_on(
         optimizer.step()
 
 
-def test_every_reading_is_its_definition() -> None:
+def test_every_reading_is_its_definition():
     exact = by_definition(3)
     effect, _, _ = follow(3)
     for reading in READINGS:
@@ -100,7 +100,7 @@ def test_every_reading_is_its_definition() -> None:
         assert set(effect.terms(reading).values()) == {3}
 
 
-def test_a_step_that_moves_nothing_adds_no_term() -> None:
+def test_a_step_that_moves_nothing_adds_no_term():
     effect, model, optimizer = follow(1)
     before = effect.scores()
     for group in optimizer.param_groups:
@@ -118,7 +118,7 @@ def test_a_step_that_moves_nothing_adds_no_term() -> None:
     assert (effect.num_steps, effect.scores()) == (2, before)
 
 
-def test_a_saved_and_loaded_effect_goes_on_to_the_same_bits() -> None:
+def test_a_saved_and_loaded_effect_goes_on_to_the_same_bits():
     whole, _, _ = follow(4)
     first, model, optimizer = follow(2)
     second = CancellationEffect(model, optimizer)
@@ -134,7 +134,7 @@ def test_a_saved_and_loaded_effect_goes_on_to_the_same_bits() -> None:
         effect.load_state_dict(first.state_dict())
 
 
-def test_parameters_that_are_not_stepped_are_not_scored() -> None:
+def test_parameters_that_are_not_stepped_are_not_scored():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     model[1].bias.requires_grad_(False)
     optimizer = torch.optim.SGD([model[0].bias, *model[1].parameters()], lr=0.1)
@@ -146,7 +146,7 @@ def test_parameters_that_are_not_stepped_are_not_scored() -> None:
     assert all(score > 0 for score in effect.scores().values())
 
 
-def test_what_ranks_have_is_summed() -> None:
+def test_what_ranks_have_is_summed():
     """Of ranks with one example: gradients, norms and changes are so many times as long."""
     found = []
     for num_ranks in (1, 2):
@@ -165,7 +165,7 @@ def test_what_ranks_have_is_summed() -> None:
         assert two == pytest.approx(one, rel=1e-12)
 
 
-def test_misuse_speaks() -> None:
+def test_misuse_speaks():
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters())
     effect = CancellationEffect(model, optimizer)
@@ -179,7 +179,7 @@ def test_misuse_speaks() -> None:
         pass
     optimizer.step()
     with pytest.raises(ValueError, match=r"reading must be one of norms-over-change, .*'words'"):
-        effect.scores("words")  # type: ignore[arg-type]
+        effect.scores("words")
     with pytest.raises(ValueError, match="they share none"):
         CancellationEffect(nn.Linear(1, 1), optimizer)
 
@@ -194,7 +194,7 @@ COLUMNS = {"a": 10, "b": 20, "c": 30, "d": 40}
     ("strategy", "names", "num_columns"),
     [("low1", "b", 20), ("low3", "bad", 70), ("high2", "ca", 40), ("high4", "cadb", 100)],
 )
-def test_select(strategy: str, names: str, num_columns: int) -> None:
+def test_select(strategy, names, num_columns):
     for scores in (SCORES, dict(reversed(SCORES.items()))):
         found = select(scores, strategy, columns=COLUMNS)
         assert found.names == tuple(names)
@@ -210,12 +210,12 @@ def test_select(strategy: str, names: str, num_columns: int) -> None:
         ("low1", {"b": math.nan}, "that of b is nan"),
     ],
 )
-def test_select_refuses(strategy: str, changes: dict[str, float], text: str) -> None:
+def test_select_refuses(strategy, changes, text):
     with pytest.raises(ValueError, match=text):
         select(SCORES | changes, strategy, columns=COLUMNS)
 
 
-def test_the_paper_s_proxy_has_76_modules() -> None:
+def test_the_paper_s_proxy_has_76_modules():
     """6 layers, width 768: the 82M proxy of the paper's appendix."""
     with torch.device("meta"):
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=6, n_embd=768))

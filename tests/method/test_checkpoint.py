@@ -28,7 +28,7 @@ def state(**parts: Any) -> dict[str, Any]:
     return named | parts
 
 
-def test_numbers_go_there_and_back() -> None:
+def test_numbers_go_there_and_back():
     named = state()
     assert named.items() >= {"version": 2, "rows": ["a", "b", "far"], "draws": 9, "mu": 0.5}.items()
     checkpoint.check(named, OBJECTIVE)
@@ -47,7 +47,7 @@ def test_numbers_go_there_and_back() -> None:
     assert type(back["draws"]) is int
 
 
-def test_a_fingerprint_is_48_bits_of_the_names_in_their_order() -> None:
+def test_a_fingerprint_is_48_bits_of_the_names_in_their_order():
     """Fixed: checkpoints of every release carry it."""
     assert checkpoint.fingerprint(OBJECTIVE) == 50459378464989.0
     others = [
@@ -58,7 +58,7 @@ def test_a_fingerprint_is_48_bits_of_the_names_in_their_order() -> None:
     assert len({checkpoint.fingerprint(each) for each in (OBJECTIVE, *others)}) == 4
 
 
-def test_states_of_removed_methods_are_refused() -> None:
+def test_states_of_removed_methods_are_refused():
     """Weights of targets that moved, and running norms behind them, in both forms."""
     values, further = checkpoint.packed(state(), OBJECTIVE), (1.0, 0.0, 2.0)
     for name, numbers in (("tau", further), ("norms", (0.0, 0.0, 0.0, *further))):
@@ -71,7 +71,7 @@ def test_states_of_removed_methods_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["alpha", "alpha_mean"])
-def test_weights_are_not_negative_and_sum_to_one_within_a_billionth(name: str) -> None:
+def test_weights_are_not_negative_and_sum_to_one_within_a_billionth(name):
     """Rounding of a long run is far below, an edited file's far above."""
     for right in ([0.0, 1.0], [0.5, 0.5 + 9e-10], [0.5, 0.5 - 9e-10]):
         checkpoint.check(state(**{name: torch.tensor(right, dtype=torch.float64)}), OBJECTIVE)
@@ -99,12 +99,12 @@ def test_weights_are_not_negative_and_sum_to_one_within_a_billionth(name: str) -
         ({"mu": 0.0}, "positive and finite; got 0.0"),
     ],
 )
-def test_parts_of_another_kind_are_refused(parts: dict[str, Any], message: str) -> None:
+def test_parts_of_another_kind_are_refused(parts, message):
     with pytest.raises(ValueError, match=message):
         checkpoint.check(state(**parts), OBJECTIVE)
 
 
-def test_parts_that_are_missing_are_named() -> None:
+def test_parts_that_are_missing_are_named():
     for part in ("domains", "rows", "draws", "mu", "alpha"):
         ours = state()
         del ours[part]
@@ -114,7 +114,7 @@ def test_parts_that_are_missing_are_named() -> None:
     checkpoint.check(state(num_steps=torch.zeros(1), domains=("a", "b")), OBJECTIVE)
 
 
-def test_a_state_dict_holds_both_forms_and_gives_one_back() -> None:
+def test_a_state_dict_holds_both_forms_and_gives_one_back():
     theirs = {"state": {}, "param_groups": [{"lr": 0.1}, {"lr": 0.2}]}
     both = checkpoint.put_into(theirs, state(), OBJECTIVE)
     values = checkpoint.packed(state(), OBJECTIVE)
@@ -131,7 +131,7 @@ def test_a_state_dict_holds_both_forms_and_gives_one_back() -> None:
     with pytest.raises(ValueError, match="hold 2 different states of the domain weights"):
         checkpoint.taken_from(both, OBJECTIVE)
     both["param_groups"][1]["doge"] = values
-    assert checkpoint.taken_from(both, OBJECTIVE)[0]["mu"] == 0.5  # type: ignore[index]
+    assert checkpoint.taken_from(both, OBJECTIVE)[0]["mu"] == 0.5
     both["param_groups"] = [{"doge": (3.0, *values[1:])}]
     with pytest.raises(ValueError, match="has version 3"):
         checkpoint.taken_from(both, OBJECTIVE)
@@ -151,7 +151,7 @@ def optimizer_of(**options: Any) -> tuple[torch.Tensor, DoGEOptimizer]:
     )
 
 
-def test_a_mu_that_was_named_stays_and_another_is_the_checkpoints() -> None:
+def test_a_mu_that_was_named_stays_and_another_is_the_checkpoints():
     for options, mu in (({"mu": 3.0}, 3.0), ({}, 0.5)):
         _, optimizer = optimizer_of(**options)
         optimizer.doge.load_state_dict(state())
@@ -160,7 +160,7 @@ def test_a_mu_that_was_named_stays_and_another_is_the_checkpoints() -> None:
     assert optimizer.num_skipped == 2
 
 
-def test_loading_forgets_the_step_under_way() -> None:
+def test_loading_forgets_the_step_under_way():
     weight, optimizer = optimizer_of(mu=1.0)
     with optimizer.domain("a"):
         weight.sum().backward()
@@ -168,6 +168,6 @@ def test_loading_forgets_the_step_under_way() -> None:
     with pytest.raises(RuntimeError, match=r"missing \['a', 'b', 'far'\]"):
         optimizer.combine()
     with pytest.raises(TypeError, match=r"state_dict\(\) returned; got \[\]"):
-        optimizer.doge.load_state_dict([])  # type: ignore[arg-type]
+        optimizer.doge.load_state_dict([])
     with pytest.raises(ValueError, match="not written by state_dict"):
         optimizer.doge.load_state_dict({})

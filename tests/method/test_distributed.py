@@ -8,10 +8,9 @@ from doge_fast.distributed.columns import ColumnExchange, _checksum
 from doge_fast.distributed.exchange import Exchange
 from doge_fast.distributed.process_group import Communicator, Report
 from doge_fast.sampling import pieces
-from tests.ranks import Ranks
 
 
-def test_a_row_that_was_begun_and_not_finished_has_no_gradient() -> None:
+def test_a_row_that_was_begun_and_not_finished_has_no_gradient():
     agreement = Exchange().agree(
         ["a", "b"], Report({"b": 0.0, "a": 2.0}, ["b", "a"], [], [], {}, True)
     )
@@ -24,12 +23,12 @@ def begun_by_none() -> frozenset[str]:
     return exchange.agree(["a", "b"], Report(counts, list(counts), [], [], {}, True)).seen
 
 
-def test_nor_on_any_rank(ranks: Ranks) -> None:
+def test_nor_on_any_rank(ranks):
     assert ranks.run(2, begun_by_none) == [{"a"}, {"a"}]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_ranks_compare_every_bit_of_their_parameters_in_any_order(dtype: torch.dtype) -> None:
+def test_ranks_compare_every_bit_of_their_parameters_in_any_order(dtype):
     values = torch.randn(6, 5).to(dtype)
     checksum = _checksum(values)
     assert _checksum(values.T) == checksum
@@ -37,12 +36,12 @@ def test_ranks_compare_every_bit_of_their_parameters_in_any_order(dtype: torch.d
     assert _checksum(values) != checksum
 
 
-def test_pieces_of_few_examples_leave_ranks_without_any() -> None:
+def test_pieces_of_few_examples_leave_ranks_without_any():
     found = [pieces({"a": 1, "b": 0, "c": 2}, rank, 4) for rank in range(4)]
     assert found == [{}, {"a": (0, 1)}, {"c": (0, 1)}, {"c": (1, 2)}]
 
 
 @pytest.mark.parametrize(("sizes", "rank"), [({"a": -1}, 0), ({"a": 1}, 2), ({"a": 1}, -1)])
-def test_pieces_refuse_what_is_no_rank_or_size(sizes: dict[str, int], rank: int) -> None:
+def test_pieces_refuse_what_is_no_rank_or_size(sizes, rank):
     with pytest.raises(ValueError, match=r"(rank|sizes) must be"):
         pieces(sizes, rank, 2)

@@ -63,12 +63,12 @@ def move(
         ({"a": 0.5, "b": 0.5, "c": 1.1e-5}, r"sum to 1 \(within 1e-05\)"),
     ],
 )
-def test_a_start_is_on_the_simplex_of_these_domains(initial: Any, message: str) -> None:
+def test_a_start_is_on_the_simplex_of_these_domains(initial, message):
     with pytest.raises(ValueError, match=message):
         weights_of("abc", initial=initial)
 
 
-def test_a_printed_start_is_made_to_sum_to_one() -> None:
+def test_a_printed_start_is_made_to_sum_to_one():
     for error in (9e-6, -9e-6):
         weights = weights_of(initial={"a": 0.5, "b": 0.5 + error})
         assert weights.read("alpha").sum().item() == pytest.approx(1, abs=1e-15)
@@ -78,7 +78,7 @@ def test_a_printed_start_is_made_to_sum_to_one() -> None:
         assert weights.read(part).tolist() == [0.3, 0.0, 0.7]
 
 
-def test_rates_may_live_on_the_device() -> None:
+def test_rates_may_live_on_the_device():
     """A tensor is looked at when the step runs, a number when it is called."""
     gram_RR = rows() @ rows().T
 
@@ -99,7 +99,7 @@ def test_rates_may_live_on_the_device() -> None:
 
 
 @pytest.mark.parametrize("lr", [-1e-9, math.nan])
-def test_no_rate_below_zero_moves_the_weights(lr: float) -> None:
+def test_no_rate_below_zero_moves_the_weights(lr):
     weights = weights_of()
     with pytest.raises(ValueError, match=f"must be >= 0; got {lr}"):
         move(weights, torch.eye(2, dtype=torch.float64), lr)
@@ -107,7 +107,7 @@ def test_no_rate_below_zero_moves_the_weights(lr: float) -> None:
     assert weights.read("alpha").tolist() == [0.5, 0.5]
 
 
-def test_settings_that_stay_are_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_that_stay_are_not_written_again(monkeypatch):
     """Each would be a kernel of its own on a GPU."""
     weights, gram_RR = weights_of(), rows(2) @ rows(2).T
     move(weights, gram_RR, 0.1)
@@ -121,7 +121,7 @@ def test_settings_that_stay_are_not_written_again(monkeypatch: pytest.MonkeyPatc
     assert written == [0.2, 0.75]
 
 
-def test_settings_move_to_where_the_gradients_are() -> None:
+def test_settings_move_to_where_the_gradients_are():
     """As far as a device without values shows it."""
     kept = state.KeptVector(2, torch.float64)
     first = kept.write([1.0, 2.0], torch.device("cpu")).clone()
@@ -133,7 +133,7 @@ def test_settings_move_to_where_the_gradients_are() -> None:
     assert weights_of(device="meta").read("alpha").is_meta
 
 
-def test_the_record_has_the_mean_and_the_last_weights() -> None:
+def test_the_record_has_the_mean_and_the_last_weights():
     weights = weights_of(target={"a": 2.0})
     for step in range(3):
         move(weights, rows(2, seed=step) @ rows(2, seed=step).T)
@@ -153,7 +153,7 @@ def test_the_record_has_the_mean_and_the_last_weights() -> None:
     }
 
 
-def test_ranks_compare_weights_where_they_may_differ_alone() -> None:
+def test_ranks_compare_weights_where_they_may_differ_alone():
     """Reading them waits for the device."""
     weights = weights_of()
 
@@ -185,7 +185,7 @@ def assert_silent(weights: DomainWeights) -> None:
         weights.warn_of_failure()
 
 
-def test_collapsed_weights_warn_once_and_name_the_largest() -> None:
+def test_collapsed_weights_warn_once_and_name_the_largest():
     weights = learned([0.001, 0.998, 0.001])
     with pytest.warns(UserWarning, match=r"collapsed: 1\.02 of 3 .* after 4 steps, .* 'e'.* 0\.25"):
         weights.warn_of_failure()
@@ -205,13 +205,11 @@ def test_collapsed_weights_warn_once_and_name_the_largest() -> None:
         ([0.001, 0.999], {"target": ["d", "e", "far"]}),
     ],
 )
-def test_weights_that_are_meant_to_be_few_do_not_warn(
-    alpha: list[float], arguments: dict[str, Any]
-) -> None:
+def test_weights_that_are_meant_to_be_few_do_not_warn(alpha, arguments):
     assert_silent(learned(alpha, **arguments))
 
 
-def test_weights_without_a_score_warn_once_there_were_steps() -> None:
+def test_weights_without_a_score_warn_once_there_were_steps():
     weights = weights_of(target={"a": 1.0, "far": 2.0})
     assert_silent(weights)
     weights.load(weights.state() | {"num_steps": torch.tensor(2.0)})

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a true one")
 @pytest.mark.skipif(shutil.which(os.environ.get("CXX", "c++")) is None, reason="no C++ compiler")
-def test_steps_on_a_fake_device(tmp_path: Path) -> None:
+def test_steps_on_a_fake_device(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"}
     environment |= {"DOGE_FAST_BACKEND": "torch", **fake_cuda.build(tmp_path)}
     folder = Path(fake_cuda.__file__).parent

@@ -22,9 +22,7 @@ def grad(like: Tensor, seed: int) -> Tensor:
     ("columns", "stride", "dtype"),
     [(65, 128, torch.float32), (64, 64, torch.bfloat16), (1024, 1024 + 64, torch.float32)],
 )
-def test_rows_are_aligned_and_padded_with_zeros(
-    columns: int, stride: int, dtype: torch.dtype
-) -> None:
+def test_rows_are_aligned_and_padded_with_zeros(columns, stride, dtype):
     p = param(columns, dtype=dtype)
     buffer = FlatBuffer(2)
     buffer.receive(0, p, grad(p, 0))
@@ -49,7 +47,7 @@ def writes(monkeypatch: pytest.MonkeyPatch, operator: str) -> list[tuple[int, bo
     return calls
 
 
-def test_what_waits_is_written_once_a_megabyte_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_waits_is_written_once_a_megabyte_is_there(monkeypatch):
     calls = writes(monkeypatch, "accumulate")
     quarters = [param(flat_buffer.PENDING_BYTES["cpu"] // 16) for _ in range(4)]
     buffer = FlatBuffer(1)
@@ -80,7 +78,7 @@ def test_what_waits_is_written_once_a_megabyte_is_there(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_rows_of_16_bits_that_are_lent_twice_become_wide(dtype: torch.dtype | None) -> None:
+def test_rows_of_16_bits_that_are_lent_twice_become_wide(dtype):
     """Unless the loop has asked for them."""
     p = param(4, dtype=torch.bfloat16)
     buffer = FlatBuffer(2, dtype)
@@ -100,7 +98,7 @@ def test_rows_of_16_bits_that_are_lent_twice_become_wide(dtype: torch.dtype | No
     assert again.data_ptr() == first.data_ptr()
 
 
-def test_all_at_once_is_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_at_once_is_one_after_another(monkeypatch):
     calls = writes(monkeypatch, "fill")
     one, other = param(3), param(4)
     buffer = FlatBuffer(2)
@@ -121,7 +119,7 @@ def test_all_at_once_is_one_after_another(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(another.rows_BN, torch.stack([torch.zeros(4), both]))
 
 
-def test_rows_have_the_dtypes_of_all_ranks_and_are_zeros_where_another_alone_has_one() -> None:
+def test_rows_have_the_dtypes_of_all_ranks_and_are_zeros_where_another_alone_has_one():
     here, there, later = param(3), param(2), param(3)
     buffer = FlatBuffer(2)
     buffer.receive(0, later, grad(later, 0))
@@ -141,7 +139,7 @@ def test_rows_have_the_dtypes_of_all_ranks_and_are_zeros_where_another_alone_has
     assert wide.dtypes_of([here]) == [torch.float64]
 
 
-def test_a_parameter_that_has_moved_is_refused_by_everything() -> None:
+def test_a_parameter_that_has_moved_is_refused_by_everything():
     p = param(3)
     buffer = FlatBuffer(1)
     buffer.receive(0, p, grad(p, 0))
@@ -157,7 +155,7 @@ def test_a_parameter_that_has_moved_is_refused_by_everything() -> None:
             use()
 
 
-def test_gradients_in_the_memory_order_of_their_parameters() -> None:
+def test_gradients_in_the_memory_order_of_their_parameters():
     p = torch.zeros(4, 3).t().requires_grad_()
     buffer = FlatBuffer(2)
     for row in range(2):
@@ -179,7 +177,7 @@ def test_gradients_in_the_memory_order_of_their_parameters() -> None:
     assert buffer.blocks[1].combined is given
 
 
-def test_an_allocation_that_fails_says_what_would_need_less() -> None:
+def test_an_allocation_that_fails_says_what_would_need_less():
     num_rows = 2**60
     with pytest.raises(RuntimeError) as error:
         flat_buffer._new_rows(torch.nn.Parameter(torch.zeros(8)), num_rows, torch.float32)

@@ -29,7 +29,7 @@ def loss_by_domain(losses_BT: Tensor, ids_B: Tensor, alpha_K: Tensor, variant: V
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_many_steps_are_the_definitions(variant: Variant) -> None:
+def test_many_steps_are_the_definitions(variant):
     """Domains of unequal size, one of them missing from some batches and one from all."""
     excess_K = torch.full_like(SAMPLING_K, 2.0)
     weights = ExcessWeights(SAMPLING_K, SAMPLING_K, excess_K, torch.zeros((), dtype=torch.float64))

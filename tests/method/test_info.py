@@ -4,7 +4,6 @@ import json
 import os
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from doge_fast.kernels.dispatch import IMPLEMENTATIONS, OPERATORS
 from tests.processes import printed_by
 
 
-def test_every_device_says_what_runs_and_why_not() -> None:
+def test_every_device_says_what_runs_and_why_not():
     found = info()
     assert found["devices"][0]["device"] == "cpu"
     assert len(found["devices"]) == 1 + torch.cuda.device_count()
@@ -34,7 +33,7 @@ def test_every_device_says_what_runs_and_why_not() -> None:
     assert json.loads(json.dumps(found)) == found
 
 
-def test_the_verb(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_verb(capsys, monkeypatch):
     pytest.importorskip("transformers", reason="the command line needs the pipeline's packages")
     assert cli.main(["info"]) == 0
     assert "weighted_sum" in capsys.readouterr().out
@@ -48,7 +47,7 @@ def test_the_verb(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     assert found["environment"]["DOGE_FAST_BACKEND"] == "torch"
 
 
-def test_variables_are_shown_a_wrong_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_are_shown_a_wrong_one_too(monkeypatch):
     monkeypatch.setenv("DOGE_FAST_BACKEND", "fortran")
     monkeypatch.setenv("DOGE_FAST_CACHE", "/none")
     found = info()
@@ -58,7 +57,7 @@ def test_variables_are_shown_a_wrong_one_too(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.exhaustive
-def test_nothing_compiled_and_no_transformers_is_no_error(tmp_path: Path) -> None:
+def test_nothing_compiled_and_no_transformers_is_no_error(tmp_path):
     """In a process of its own: what was loaded once stays."""
     code = (
         "import sys; sys.modules['transformers'] = None\n"

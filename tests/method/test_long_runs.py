@@ -20,7 +20,7 @@ SLACK_BYTES = 4 << 20
 @pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("mode", ["sequential", "stacked"])
-def test_20_000_steps_take_no_more_memory_than_2_000(mode: str) -> None:
+def test_20_000_steps_take_no_more_memory_than_2_000(mode):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
     optimizer = DoGEOptimizer(

@@ -22,7 +22,7 @@ def batch() -> tuple[Tensor, Tensor]:
     return logits_BLV, torch.randint(11, (5, 6))
 
 
-def test_each_domain_has_its_own_mean() -> None:
+def test_each_domain_has_its_own_mean():
     logits_BLV, labels_BL = batch()
     labels_BL[0, 2:] = IGNORED
     losses = domain_losses(logits_BLV, labels_BL, SIZES)
@@ -37,7 +37,7 @@ def test_each_domain_has_its_own_mean() -> None:
     torch.testing.assert_close(losses, expected)
 
 
-def test_micro_batches_add_up_to_the_mean_of_the_step() -> None:
+def test_micro_batches_add_up_to_the_mean_of_the_step():
     logits_BLV, labels_BL = batch()
     labels_BL[1, 3:] = IGNORED
     whole = domain_losses(logits_BLV, labels_BL, {"a": 5})
@@ -49,7 +49,7 @@ def test_micro_batches_add_up_to_the_mean_of_the_step() -> None:
     torch.testing.assert_close(sum(parts), whole)
 
 
-def test_sixteen_bits_are_summed_in_float32() -> None:
+def test_sixteen_bits_are_summed_in_float32():
     logits_BLV, labels_BL = batch()
     losses_BT = token_losses(logits_BLV.bfloat16(), labels_BL)
     assert losses_BT.dtype == torch.float32
@@ -59,14 +59,14 @@ def test_sixteen_bits_are_summed_in_float32() -> None:
 
 
 @pytest.mark.parametrize("sizes", [{"a": 1, "b": 0, "c": 3}, {"a": 2, "b": 0, "c": 2}], ids=str)
-def test_a_loss_that_is_not_a_number_stays_in_its_domain(sizes: dict[str, int]) -> None:
+def test_a_loss_that_is_not_a_number_stays_in_its_domain(sizes):
     logits_BLV, labels_BL = torch.randn(4, 5, 7), torch.randint(7, (4, 5))
     logits_BLV[-1] = torch.nan
     losses_D = domain_losses(logits_BLV, labels_BL, sizes)
     assert losses_D.isnan().tolist() == [False, True]
 
 
-def test_counts_of_host_and_device_are_one_vector() -> None:
+def test_counts_of_host_and_device_are_one_vector():
     sizes = {"a": 1, "b": 2, "c": 3}
     logits_BLV, labels_BL = torch.randn(6, 5, 7), torch.randint(7, (6, 5))
     ints = dict.fromkeys(sizes, 4)
@@ -78,7 +78,7 @@ def test_counts_of_host_and_device_are_one_vector() -> None:
 
 @pytest.mark.parametrize("counts", ["none", "ints", "tensors"])
 @pytest.mark.parametrize("is_ragged", [False, True], ids=["equal", "ragged"])
-def test_operators_do_not_grow_with_the_number_of_domains(counts: str, is_ragged: bool) -> None:
+def test_operators_do_not_grow_with_the_number_of_domains(counts, is_ragged):
     numbers = []
     for num_domains in (4, 12):
         sizes = {str(row): 2 + (is_ragged and row % 2) for row in range(num_domains)}
@@ -124,7 +124,7 @@ def gradients(losses_D: Tensor, inputs: Case) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("options", [{}, {"num_targets": {"a": 40, "b": 50}}], ids=str)
-def test_losses_and_gradients_are_those_of_the_naive_head(options: dict[str, Any]) -> None:
+def test_losses_and_gradients_are_those_of_the_naive_head(options):
     inputs = case()
     ours = fused(inputs, **options)
     theirs = naive(inputs, **options)
@@ -134,7 +134,7 @@ def test_losses_and_gradients_are_those_of_the_naive_head(options: dict[str, Any
 
 
 @pytest.mark.parametrize("way", [naive, fused])
-def test_nothing_to_predict_is_no_loss(way: Any) -> None:
+def test_nothing_to_predict_is_no_loss(way):
     hidden, weight, labels = case()
     labels[:2] = IGNORED
     losses_D = way((hidden, weight, labels))
@@ -147,7 +147,7 @@ def test_nothing_to_predict_is_no_loss(way: Any) -> None:
     assert short.tolist() == [0, 0]
 
 
-def test_under_autocast_products_are_of_its_dtype() -> None:
+def test_under_autocast_products_are_of_its_dtype():
     inputs = case(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         ours, theirs = fused(inputs), naive(inputs)
@@ -170,7 +170,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def test_logits_exist_for_one_domain_at_a_time() -> None:
+def test_logits_exist_for_one_domain_at_a_time():
     inputs = case()
     with Largest() as largest:
         fused(inputs).sum().backward()
@@ -248,7 +248,7 @@ def products_of_equal_rows(model: Tiny, weigh: Any = summed, passes: int = 1) ->
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("frozen", ["", "head"], ids=["trained", "frozen"])
 @pytest.mark.parametrize("passes", [1, 2])
-def test_in_a_stacked_batch_each_domain_has_its_row(tied: bool, frozen: str, passes: int) -> None:
+def test_in_a_stacked_batch_each_domain_has_its_row(tied, frozen, passes):
     model = Tiny(tied=tied).double()
     if frozen:
         model.get_submodule(frozen).requires_grad_(False)
@@ -271,21 +271,19 @@ FUNCTIONS: dict[str, tuple[Any, bool]] = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_gradients_of_the_head_are_those_of_any_function_of_the_losses(
-    name: str, tied: bool
-) -> None:
+def test_gradients_of_the_head_are_those_of_any_function_of_the_losses(name, tied):
     weigh, is_early = FUNCTIONS[name]
     products = products_of_equal_rows(Tiny(tied=tied).double(), weigh)
     assert (products == 0) == is_early
 
 
-def test_a_step_without_the_losses_backward_has_no_row_of_the_head() -> None:
+def test_a_step_without_the_losses_backward_has_no_row_of_the_head():
     model = Tiny()
     rows, _ = rows_of_passes(model, lambda *_: model.hidden(IDS_BL).square().sum(), is_fused=True)
     assert len(rows) == len([*model.parameters()]) - 1
 
 
-def test_without_gradients_nothing_is_reserved() -> None:
+def test_without_gradients_nothing_is_reserved():
     model = Tiny()
     optimizer = DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), domains=["a", "b"])
     with optimizer.stacked(model, SIZES):
@@ -295,7 +293,7 @@ def test_without_gradients_nothing_is_reserved() -> None:
         model(IDS_BL).sum().backward()
 
 
-def test_a_narrow_row_is_the_product_rounded_once() -> None:
+def test_a_narrow_row_is_the_product_rounded_once():
     model = Tiny()
     (*_, narrow), _ = rows_of_passes(model, summed, is_fused=True, buffer_dtype=torch.bfloat16)
     (*_, wide), _ = rows_of_passes(model, summed, is_fused=True)
@@ -303,7 +301,7 @@ def test_a_narrow_row_is_the_product_rounded_once() -> None:
     assert torch.equal(narrow, wide.bfloat16())
 
 
-def test_other_sizes_than_the_batch_are_refused() -> None:
+def test_other_sizes_than_the_batch_are_refused():
     model = Tiny()
     optimizer = DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), domains=["a", "b"])
     said = r"\[2, 3\]; got \[3, 2\]"
@@ -324,7 +322,7 @@ def test_other_sizes_than_the_batch_are_refused() -> None:
     ],
     ids=str,
 )
-def test_misuse_speaks(changes: dict[str, Any], message: str) -> None:
+def test_misuse_speaks(changes, message):
     hidden = torch.zeros(changes.get("hidden", (5, LENGTH, WIDTH)))
     labels = torch.zeros(changes.get("labels", (5, LENGTH))).long()
     weight = torch.zeros(changes.get("weight", (VOCABULARY, WIDTH)))

@@ -30,7 +30,7 @@ class FusedSGD(torch.optim.SGD):
         for group in self.param_groups:
             group |= {"lr": lr, "fused": True}
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for param in group["params"]:
                 moved = param.detach() - group["lr"] * param.grad
@@ -75,14 +75,14 @@ def run(optimizer_of: Any, lr: float | Tensor = 0.1, grad_scale: Any = 1.0, **op
     ],
     ids=lambda options: ", ".join(options),
 )
-def test_a_step_needs_no_value(options: dict[str, Any]) -> None:
+def test_a_step_needs_no_value(options):
     optimizer = run(FusedSGD, **options)
     assert optimizer.last.alpha.is_meta
     assert optimizer.last.skipped.is_meta
 
 
 @pytest.mark.parametrize("other", ["cpu", "meta"])
-def test_parameters_of_a_selection_may_be_on_another_device(other: str) -> None:
+def test_parameters_of_a_selection_may_be_on_another_device(other):
     """The Gram matrix of the others is brought to theirs."""
     buffer = FlatBuffer(2, None)
     params = [torch.zeros(3, device=device) for device in (other, "meta")]
@@ -103,15 +103,13 @@ def halves(first: Any, second: Any) -> Any:
     return build
 
 
-def test_several_optimizers_that_are_fused_need_no_value() -> None:
+def test_several_optimizers_that_are_fused_need_no_value():
     optimizer = run(halves(FusedSGD, FusedSGD))
     assert not any(hasattr(each, "found_inf") for each in optimizer.inner.optimizers)
 
 
 @pytest.mark.parametrize("kinds", [(FusedSGD, torch.optim.SGD), (torch.optim.SGD, FusedSGD)])
-def test_where_one_optimizer_is_not_fused_one_flag_is_read(
-    kinds: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_one_optimizer_is_not_fused_one_flag_is_read(kinds, monkeypatch):
     """The check above sees a read: this one asks whether the step is skipped."""
     for build in (torch.optim.SGD, halves(*kinds)):
         with pytest.raises(RuntimeError, match="meta tensor"):
@@ -172,33 +170,29 @@ class TestSkipReader:
         return queue
 
     @pytest.mark.parametrize("value", [True, False])
-    def test_the_host_waits_for_the_flag_alone(self, queue: list[str], value: bool) -> None:
-        read = skip_reader(FlagOfAGpu(value, queue), NOT_FUSED)  # type: ignore[arg-type]
+    def test_the_host_waits_for_the_flag_alone(self, queue, value):
+        read = skip_reader(FlagOfAGpu(value, queue), NOT_FUSED)
         queue.append("weighted sum")
         assert read() is value
         assert queue == ["copy of the flag", "event", "weighted sum", "wait for the event"]
 
-    def test_nothing_is_copied_that_nobody_reads(
-        self, queue: list[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_nothing_is_copied_that_nobody_reads(self, queue, monkeypatch):
         """For an optimizer that skips on the device, and in a capture."""
         fused = FusedSGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-        read = skip_reader(FlagOfAGpu(True, queue), fused)  # type: ignore[arg-type]
+        read = skip_reader(FlagOfAGpu(True, queue), fused)
         assert queue == []
         assert read()
         assert queue == ["wait for everything"]
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        skip_reader(FlagOfAGpu(True, queue), NOT_FUSED)  # type: ignore[arg-type]
+        skip_reader(FlagOfAGpu(True, queue), NOT_FUSED)
         assert len(queue) == 1
 
     @pytest.mark.parametrize("value", [True, False])
-    def test_a_flag_on_a_cpu_is_read_where_it_is(self, value: bool) -> None:
+    def test_a_flag_on_a_cpu_is_read_where_it_is(self, value):
         assert skip_reader(torch.tensor(value), NOT_FUSED)() is value
 
     @pytest.mark.parametrize("selection", [None, ["0.weight"]])
-    def test_the_flag_leaves_when_it_is_decided(
-        self, monkeypatch: pytest.MonkeyPatch, selection: list[str] | None
-    ) -> None:
+    def test_the_flag_leaves_when_it_is_decided(self, monkeypatch, selection):
         """Right after the K x K step, before the weighted sum."""
         order: list[Any] = []
         weigh = exchange.weighted_gradients
@@ -257,7 +251,7 @@ def _tensors(result: Any) -> list[Tensor]:
     ],
     ids=["plain", "drawn", "settings"],
 )
-def test_a_captured_step_sees_what_was_set_since(options: dict[str, Any]) -> None:
+def test_a_captured_step_sees_what_was_set_since(options):
     """Domains come and go, and `mu`, the rate and the loaded state change, at one address each.
 
     Rows and the combined gradient stay at theirs.
@@ -319,7 +313,7 @@ def test_a_captured_step_sees_what_was_set_since(options: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
 @pytest.mark.filterwarnings("error")
-def test_the_rate_of_a_captured_step_is_that_of_its_replays(lr: Any) -> None:
+def test_the_rate_of_a_captured_step_is_that_of_its_replays(lr):
     """The host has seen the rate of one step of a hundred."""
     optimizer = DoGEOptimizer(
         FusedSGD([torch.ones(4, requires_grad=True)], lr=lr), domains=["a", "b"], micro_batches=None

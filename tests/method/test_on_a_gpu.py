@@ -48,7 +48,7 @@ def train(model: nn.Module, optimizer: DoGEOptimizer, data: Mapping[str, Tensor]
 
 
 @on_each_gpu
-def test_a_step_waits_for_nothing(device: str) -> None:
+def test_a_step_waits_for_nothing(device):
     model, optimizer = model_and_optimizer(device)
     for step in range(4):
         data = batches(step, device)
@@ -62,7 +62,7 @@ def test_a_step_waits_for_nothing(device: str) -> None:
 
 
 @on_each_gpu
-def test_a_captured_step_is_the_step(device: str) -> None:
+def test_a_captured_step_is_the_step(device):
     eager_model, eager = model_and_optimizer(device)
     model, optimizer = model_and_optimizer(device)
     data = batches(0, device)
@@ -89,7 +89,7 @@ def test_a_captured_step_is_the_step(device: str) -> None:
 
 
 @on_each_gpu
-def test_a_step_that_the_host_would_skip_cannot_be_captured(device: str) -> None:
+def test_a_step_that_the_host_would_skip_cannot_be_captured(device):
     model = nn.Linear(32, 8, device=device)
     optimizer = DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), domains=DOMAINS)
     data = batches(0, device)

@@ -66,18 +66,18 @@ def fill(model: nn.Module, optimizer: DoGEOptimizer, step: int = 0, skip: str = 
     ],
     ids=str,
 )
-def test_an_argument_is_refused(kwargs: dict[str, Any], word: str) -> None:
+def test_an_argument_is_refused(kwargs, word):
     inner = torch.optim.SGD(tied_transformer().parameters(), lr=0.1)
     with pytest.raises(ValueError, match=word):
         DoGEOptimizer(inner, **{"domains": DOMAINS, **kwargs})
 
 
-def test_it_wraps_an_optimizer_that_trains_something() -> None:
+def test_it_wraps_an_optimizer_that_trains_something():
     model = tied_transformer()
     wrongs = {"generator": model.parameters(), "Parameter": [*model.parameters()]}
     for kind, wrong in wrongs.items():
         with pytest.raises(TypeError, match=f"torch.optim.Optimizer.*got {kind}"):
-            DoGEOptimizer(wrong, domains=DOMAINS)  # type: ignore[arg-type]
+            DoGEOptimizer(wrong, domains=DOMAINS)
     with pytest.raises(TypeError, match="already"):
         DoGEOptimizer(build()[1], domains=DOMAINS)
     inner = torch.optim.SGD([{"params": []}], lr=0.1)
@@ -95,7 +95,7 @@ def test_it_wraps_an_optimizer_that_trains_something() -> None:
 @pytest.mark.usefixtures("taken")
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, "rate"])
 @pytest.mark.parametrize("selection", [None, ["norm.weight"]], ids=["all", "selected"])
-def test_a_step_that_is_not_finite_is_counted_and_moves_nothing(value: Any, selection: Any) -> None:
+def test_a_step_that_is_not_finite_is_counted_and_moves_nothing(value, selection):
     """Of one element of one domain, outside the selection; or because the rate is NaN."""
     model, optimizer = build(max_grad_norm=1.0, selection=selection)
     fill(model, optimizer, 0)
@@ -125,7 +125,7 @@ def test_a_step_that_is_not_finite_is_counted_and_moves_nothing(value: Any, sele
 
 
 @pytest.mark.usefixtures("taken")
-def test_a_parameter_some_domains_do_not_touch_counts_as_zero() -> None:
+def test_a_parameter_some_domains_do_not_touch_counts_as_zero():
     """Over two steps, so that a row left from the first would show in the second."""
     layers = {name: nn.Linear(2, 1) for name in ("all", "some", "unused", "frozen")}
     layers["frozen"].requires_grad_(False)
@@ -153,7 +153,7 @@ def test_a_parameter_some_domains_do_not_touch_counts_as_zero() -> None:
 
 @pytest.mark.usefixtures("taken")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_parameters(dtype: torch.dtype) -> None:
+def test_half_precision_parameters(dtype):
     """As is that of a model which is cast after its optimizer was built."""
     model, optimizer = build()
     model.to(dtype)
@@ -173,7 +173,7 @@ def test_half_precision_parameters(dtype: torch.dtype) -> None:
 # As a torch optimizer.
 
 
-def test_it_does_not_outlive_its_references() -> None:
+def test_it_does_not_outlive_its_references():
     model, optimizer = build()
     ref = weakref.ref(optimizer)
     del optimizer

@@ -234,7 +234,7 @@ def run_reference(mode: Mode, inner: str, steps: int) -> tuple[torch.nn.Module, 
     ],
     ids=str,
 )
-def test_steps_equal_the_reference(mode: Mode, inner: str, steps: int) -> None:
+def test_steps_equal_the_reference(mode, inner, steps):
     """Through a save and a load at half of the steps."""
     model, optimizer = run_ours(mode, inner, steps)
     twin, alpha_K, alpha_mean_K = run_reference(mode, inner, steps)

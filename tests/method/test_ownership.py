@@ -2,7 +2,6 @@
 
 import threading
 import warnings
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -37,7 +36,7 @@ def step(model: nn.Module, optimizer: DoGEOptimizer, *, is_stacked: bool = False
     optimizer.zero_grad()
 
 
-def test_two_domains_at_once_are_refused() -> None:
+def test_two_domains_at_once_are_refused():
     model = small_model()
     first, second = wrapped(*model[0].parameters()), wrapped(*model[2].parameters())
     refused = pytest.raises(RuntimeError, match="both optimizers to one")
@@ -62,7 +61,7 @@ class StepsOfItsParents(torch.optim.SGD):
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, StepsOfItsParents])
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_loop_that_steps_the_wrapped_optimizer_too_is_refused(kind: type, is_first: bool) -> None:
+def test_a_loop_that_steps_the_wrapped_optimizer_too_is_refused(kind, is_first):
     model = small_model()
     inner = [kind(model[0].parameters(), lr=0.1), kind(model[2].parameters(), lr=0.1)]
     optimizer = DoGEOptimizer(inner, domains=DOMAINS)
@@ -87,7 +86,7 @@ def test_a_loop_that_steps_the_wrapped_optimizer_too_is_refused(kind: type, is_f
         inner[0].step()
 
 
-def test_threads_have_domains_of_their_own() -> None:
+def test_threads_have_domains_of_their_own():
     model, other = small_model(), small_model()
     optimizer, others = wrapped(*model.parameters()), wrapped(*other.parameters())
     with optimizer.domain("a"):
@@ -99,7 +98,7 @@ def test_threads_have_domains_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("is_stacked", [False, True], ids=["sequential", "stacked"])
-def test_a_half_of_the_model_is_warned_of_once(is_stacked: bool) -> None:
+def test_a_half_of_the_model_is_warned_of_once(is_stacked):
     whole = nn.ModuleDict({"model": small_model(), "unused": nn.Linear(2, 2)})
     model = whole["model"]
     optimizer = wrapped(*model[2].parameters())
@@ -137,9 +136,7 @@ def frozen(both: Discriminated) -> None:
 
 @pytest.mark.parametrize("change", [lambda both: None, after_a_backward_pass_of_the_other, frozen])
 @pytest.mark.parametrize("is_stacked", [False, True], ids=["sequential", "stacked"])
-def test_what_is_done_on_purpose_is_left_alone(
-    change: Callable[[Discriminated], None], is_stacked: bool
-) -> None:
+def test_what_is_done_on_purpose_is_left_alone(change, is_stacked):
     both = Discriminated()
     change(both)
     optimizer = wrapped(*(p for p in both.model.parameters() if p.requires_grad))
@@ -148,7 +145,7 @@ def test_what_is_done_on_purpose_is_left_alone(
         step(both, optimizer, is_stacked=is_stacked)
 
 
-def test_a_parameter_of_a_group_is_owned_while_it_is_frozen() -> None:
+def test_a_parameter_of_a_group_is_owned_while_it_is_frozen():
     model = small_model()
     model[0].requires_grad_(False)
     optimizer = wrapped(*model.parameters())

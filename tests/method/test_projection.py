@@ -23,7 +23,7 @@ def on_simplex(seed: int = 0, num_domains: int = 7) -> Tensor:
     return torch.rand(num_domains, generator=generator, dtype=torch.float64).softmax(0)
 
 
-def test_kl_is_the_sum_and_infinite_off_the_support() -> None:
+def test_kl_is_the_sum_and_infinite_off_the_support():
     alpha_K, other_K = on_simplex(0), on_simplex(1)
     expected = float((alpha_K * (alpha_K / other_K).log()).sum())
     assert projection.kl(alpha_K.tolist(), other_K.tolist()) == pytest.approx(expected, rel=1e-13)
@@ -51,7 +51,7 @@ def bounded_problem(seed: int, num_domains: int) -> tuple[Tensor, Tensor, Tensor
 
 
 @pytest.mark.parametrize("num_domains", [1, 2, 3, 7, 40, 512])
-def test_projection_satisfies_the_optimality_conditions(num_domains: int) -> None:
+def test_projection_satisfies_the_optimality_conditions(num_domains):
     """Free domains share one ratio; those at a floor would have less, those at a cap more.
 
     The nearest point in either direction of KL, which no other point satisfies.
@@ -78,7 +78,7 @@ def test_projection_satisfies_the_optimality_conditions(num_domains: int) -> Non
             assert (ratio_K[at_cap] <= lowest * slack).all()
 
 
-def test_bounds_that_leave_no_room_are_the_answer() -> None:
+def test_bounds_that_leave_no_room_are_the_answer():
     alpha_K = on_simplex(num_domains=10)
     for dtype in (torch.float64, torch.float32):
         # Ten of them sum to a little less than one, or in float32 to a little more.
@@ -90,7 +90,7 @@ def test_bounds_that_leave_no_room_are_the_answer() -> None:
             )
 
 
-def test_a_zero_is_lifted_to_its_floor_and_no_higher() -> None:
+def test_a_zero_is_lifted_to_its_floor_and_no_higher():
     alpha_K = torch.tensor([0.0, 0.0, 0.25, 0.75])
     floor_K = torch.tensor([0.2, 0.0, 0.0, 0.0])
     moved_K = project(alpha_K, floor_K=floor_K, cap_K=torch.ones(4))

@@ -4,7 +4,6 @@ import json
 import math
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ pytest.importorskip("hypothesis")
 
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from doge_fast import reference
 from doge_fast.weights import scores, simplex, weights_file
@@ -35,9 +33,7 @@ SIZES = st.integers(1, 8)
 
 
 @given(SIZES.flatmap(lambda n: st.tuples(points(n), vectors(n))), reals(0, 10), reals(1e-6, 1e6))
-def test_a_mirror_step_is_a_softmax_of_what_the_paper_writes(
-    both: tuple[Tensor, Tensor], lr: float, mu: float
-) -> None:
+def test_a_mirror_step_is_a_softmax_of_what_the_paper_writes(both, lr, mu):
     alpha_K, gain_K = both
     moved_K = simplex.mirror_step(alpha_K, gain_K, lr=lr, mu=mu)
     assert_simplex(moved_K, ulps=4 * len(alpha_K))
@@ -58,7 +54,7 @@ def test_a_mirror_step_is_a_softmax_of_what_the_paper_writes(
 
 
 @given(points(SIZES), reals(0.0, 0.999))
-def test_smoothing_keeps_a_floor(alpha_K: Tensor, smoothing: float) -> None:
+def test_smoothing_keeps_a_floor(alpha_K, smoothing):
     smooth_K = simplex.smooth(alpha_K, smoothing)
     assert_simplex(smooth_K, ulps=4 * len(alpha_K))
     assert (smooth_K >= smoothing / len(alpha_K) * (1 - 4 * EPS)).all()
@@ -69,7 +65,7 @@ def test_smoothing_keeps_a_floor(alpha_K: Tensor, smoothing: float) -> None:
 
 
 @given(gradients(), st.data())
-def test_gains_are_the_reference_and_split_in_two(grads_RN: Tensor, data: st.DataObject) -> None:
+def test_gains_are_the_reference_and_split_in_two(grads_RN, data):
     num_rows = len(grads_RN)
     num_domains = data.draw(st.integers(1, num_rows))
     tau_R = data.draw(vectors(num_rows, 0.0, 5.0))
@@ -89,7 +85,7 @@ def test_gains_are_the_reference_and_split_in_two(grads_RN: Tensor, data: st.Dat
 
 
 @given(vectors(SIZES, 0.0, 1e6), st.just(math.inf) | reals(1e-6, 1e6))
-def test_no_row_is_longer_than_the_clip(norms_R: Tensor, most: float) -> None:
+def test_no_row_is_longer_than_the_clip(norms_R, most):
     factors_R = scores.clip_factors(norms_R, most)
     theirs_R = reference.clip_factors(norms_R, None if most == math.inf else most)
     assert torch.equal(factors_R, theirs_R)
@@ -101,7 +97,7 @@ def test_no_row_is_longer_than_the_clip(norms_R: Tensor, most: float) -> None:
 
 
 @given(json_values, json_values)
-def test_other_names_and_targets_are_refused_in_a_sentence(domains: Any, target: Any) -> None:
+def test_other_names_and_targets_are_refused_in_a_sentence(domains, target):
     for arguments in ((domains, UNIVERSAL), (["a", "b"], target)):
         objective, message = attempt(partial(Objective.of, *arguments))
         if objective is None:
@@ -115,9 +111,7 @@ def test_other_names_and_targets_are_refused_in_a_sentence(domains: Any, target:
 
 
 @given(st.dictionaries(st.text(max_size=4), json_values, max_size=4))
-def test_a_weights_file_is_what_was_recorded(
-    tmp_path_factory: pytest.TempPathFactory, record: dict[str, Any]
-) -> None:
+def test_a_weights_file_is_what_was_recorded(tmp_path_factory, record):
     path: Path = tmp_path_factory.mktemp("weights") / "weights.json"
     weights_file.write(path, record)
     written = json.loads(path.read_text("utf-8"))

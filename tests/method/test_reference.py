@@ -7,7 +7,7 @@ import torch
 from doge_fast import reference
 
 
-def test_two_domains_by_hand() -> None:
+def test_two_domains_by_hand():
     """g_1 = (1, 0), g_2 = (1, 1): G = [[1, 1], [1, 2]], W = (2, 3), alpha' ~ (1, e)."""
     grads_RN = torch.tensor([[1.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
     alpha_K, gradient_N, gain_K = reference.step(
@@ -23,7 +23,7 @@ def test_two_domains_by_hand() -> None:
     torch.testing.assert_close(gradient_N, torch.tensor([1.0, share], dtype=torch.float64))
 
 
-def test_out_of_domain_by_hand() -> None:
+def test_out_of_domain_by_hand():
     """Towards (0, 1) only the second domain helps: W = (0, 1)."""
     grads_RN = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 1.0]], dtype=torch.float64)
     alpha_K, gradient_N, gain_K = reference.step(
@@ -39,7 +39,7 @@ def test_out_of_domain_by_hand() -> None:
     torch.testing.assert_close(gradient_N.norm(), torch.tensor(0.5).double(), rtol=2e-6, atol=0)
 
 
-def test_mirror_step_minimises_the_regularised_objective() -> None:
+def test_mirror_step_minimises_the_regularised_objective():
     """alpha' = argmin -lr < a, W > + mu KL(a | alpha): no nearby point of the simplex is better."""
     generator = torch.Generator().manual_seed(0)
     alpha_K = torch.rand(5, generator=generator, dtype=torch.float64).softmax(0)
@@ -56,7 +56,7 @@ def test_mirror_step_minimises_the_regularised_objective() -> None:
         assert objective(nearby_K) > objective(best_K)
 
 
-def test_accumulate_replaces_or_adds_in_the_rows_dtype() -> None:
+def test_accumulate_replaces_or_adds_in_the_rows_dtype():
     grad, row = torch.tensor([1.0, 2.0]), torch.tensor([256.0, 1.0], dtype=torch.bfloat16)
     assert reference.accumulate([grad], [row], add=False)[0].tolist() == [1.0, 2.0]
     assert reference.accumulate([grad], [row], add=True)[0].tolist() == [256.0, 3.0]

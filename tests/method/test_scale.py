@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8, 12, 64])
 @pytest.mark.parametrize("num_rows", [1, 2, 7, 8, 50])
-def test_pieces_are_counted_as_they_are_dealt(num_rows: int, num_ranks: int) -> None:
+def test_pieces_are_counted_as_they_are_dealt(num_rows, num_ranks):
     # So large that n pieces are equal.
     sizes = {str(row): num_ranks for row in range(num_rows)}
     dealt = [len(pieces(sizes, rank, num_ranks)) for rank in range(num_ranks)]
@@ -26,7 +26,7 @@ def test_pieces_are_counted_as_they_are_dealt(num_rows: int, num_ranks: int) -> 
     assert sum(dealt) == scale.num_pieces(num_rows, num_ranks)
 
 
-def test_one_process_holds_what_is_said() -> None:
+def test_one_process_holds_what_is_said():
     model = nn.Linear(256, 255, bias=False)
     num_params = model.weight.numel()
     optimizer = DoGEOptimizer(
@@ -37,7 +37,7 @@ def test_one_process_holds_what_is_said() -> None:
     (state,) = optimizer.state.values()
     held = {
         "parameters": model.weight.nbytes,
-        "gradients": model.weight.grad.nbytes,  # type: ignore[union-attr]
+        "gradients": model.weight.grad.nbytes,
         "AdamW": sum(value.nbytes for value in state.values() if value.dim()),
     }
     assert held == scale.training_bytes(num_params)
@@ -46,7 +46,7 @@ def test_one_process_holds_what_is_said() -> None:
     assert scale.data_parallel_bytes(num_params, 5, 1, 4) == 0
 
 
-def test_the_page_shows_what_the_formulas_give() -> None:
+def test_the_page_shows_what_the_formulas_give():
     page = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
     rows = [line.strip("|").split("|") for line in page.splitlines() if re.match(r"\| \d", line)]
     assert len(rows) == 7

@@ -20,7 +20,7 @@ TAU = torch.tensor([1.0, 0.0, 2.0, 0.5, 3.0], dtype=torch.float64)
 EVERY = torch.ones(3, dtype=torch.bool)
 
 
-def test_gain_is_the_loss_decrease_of_a_step() -> None:
+def test_gain_is_the_loss_decrease_of_a_step():
     """The estimate's meaning: minus the derivative of the objective along domain j's step."""
     theta = torch.randn(40, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     centers_RN = rows()
@@ -38,7 +38,7 @@ def test_gain_is_the_loss_decrease_of_a_step() -> None:
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-5])
-def test_norms_and_cosines_are_known_before_the_sum(scale: float) -> None:
+def test_norms_and_cosines_are_known_before_the_sum(scale):
     grads_RN = scale * rows()
     gram_RR = grads_RN @ grads_RN.T
     coefficients_R = torch.tensor([0.5, 0.3, 0.2, 0.0, 0.0], dtype=torch.float64)
@@ -54,7 +54,7 @@ def test_norms_and_cosines_are_known_before_the_sum(scale: float) -> None:
     assert scores.cosine(gram_RR).tolist() == [[0.0, 0.0], [0.0, 1.0]]
 
 
-def test_scores_of_both_texts() -> None:
+def test_scores_of_both_texts():
     grads_RN = 10 * rows()
     gram_RR = grads_RN @ grads_RN.T
     gain_K = scores.gain(gram_RR, TAU, 3)
@@ -68,17 +68,17 @@ def test_scores_of_both_texts() -> None:
         torch.testing.assert_close(found_K, expected_K, rtol=1e-12, atol=0)
 
 
-def test_scores_have_names() -> None:
+def test_scores_have_names():
     assert (PAPER.name, PUBLISHED.name) == ("paper", "published")
     assert scores.score_of("published") is PUBLISHED
     assert scores.score_of(PAPER) is PAPER
     assert type(PAPER)() == PAPER
     for wrong in ("best", None, math.nan):
         with pytest.raises(ValueError, match=f"a Score; got {wrong!r}"):
-            scores.score_of(wrong)  # type: ignore[arg-type]
+            scores.score_of(wrong)
 
 
-def test_an_objective_orders_rows_and_names_the_target() -> None:
+def test_an_objective_orders_rows_and_names_the_target():
     objective = Objective.of(["a", "b"], {"x": 0.7, "b": 2.0, "y": 0.0})
     assert objective.rows == ("a", "b", "x", "y")
     assert objective.tau == (0.0, 2.0, 0.7, 0.0)

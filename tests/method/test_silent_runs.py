@@ -50,7 +50,7 @@ def messages(optimizer: DoGEOptimizer) -> list[str]:
     return [str(each.message) for each in caught]
 
 
-def test_steps_that_were_all_skipped_are_counted(tmp_path: Any) -> None:
+def test_steps_that_were_all_skipped_are_counted(tmp_path):
     (message,) = messages(run(sgd(0.1), 30, value=math.nan))
     assert "30 of 30 steps" in message
     optimizer = run(sgd(0.1), 3, value=math.nan)
@@ -77,9 +77,7 @@ def test_steps_that_were_all_skipped_are_counted(tmp_path: Any) -> None:
         (torch.tensor(0.01), lambda inner: LambdaLR(inner, lambda step: step / 10_000), None, None),
     ],
 )
-def test_a_default_mu_of_another_rate_is_told(
-    lr: Any, schedule: Schedule, mu: float | None, word: str | None
-) -> None:
+def test_a_default_mu_of_another_rate_is_told(lr, schedule, mu, word):
     inner = torch.optim.SGD([torch.ones(4, requires_grad=True)], lr=lr, momentum=0.9)
     said = messages(run(inner, 150, schedule, mu=mu))
     found = [message for message in said if "mu=" in message or "was 0" in message]
@@ -89,13 +87,13 @@ def test_a_default_mu_of_another_rate_is_told(
 
 @pytest.mark.parametrize("rate", [0.0, torch.tensor(0.0)])
 @pytest.mark.parametrize("steps", [12, 60])
-def test_a_first_group_without_a_rate_is_told(rate: Any, steps: int) -> None:
+def test_a_first_group_without_a_rate_is_told(rate, steps):
     optimizer = run(sgd(rate), steps, mu=1.0)
     assert any(f"was 0 in all {steps} steps" in message for message in messages(optimizer))
 
 
 @pytest.mark.parametrize(("norm", "is_told"), [(1.0, True), (3.0, False)])
-def test_two_domains_clipped_to_one_norm_are_told_why_they_stay(norm: float, is_told: bool) -> None:
+def test_two_domains_clipped_to_one_norm_are_told_why_they_stay(norm, is_told):
     # Of norms 4 and 2: a norm of 3 clips the first alone, and its scores are 9 + 6 and 4 + 6.
     optimizer = run(sgd(0.01), 20, domain_max_grad_norm=norm, mu=1e-2)
     found = [message for message in messages(optimizer) if "domain_max_grad_norm=None" in message]
@@ -104,7 +102,7 @@ def test_two_domains_clipped_to_one_norm_are_told_why_they_stay(norm: float, is_
     assert (abs(weight - 0.5) < 1e-4) == is_told
 
 
-def test_a_schedule_runs_dry_as_with_any_optimizer() -> None:
+def test_a_schedule_runs_dry_as_with_any_optimizer():
     inner = sgd(0.1)
     optimizer = DoGEOptimizer(inner, domains=["a", "b"])
     scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -124,7 +122,7 @@ def adamw() -> torch.optim.Optimizer:
     return torch.optim.AdamW([torch.ones(4, requires_grad=True)], lr=0.1)
 
 
-def test_a_state_that_was_loaded_in_its_place_is_told() -> None:
+def test_a_state_that_was_loaded_in_its_place_is_told():
     optimizer = DoGEOptimizer(adamw(), domains=["a", "b"])
     (weight,) = optimizer.param_groups[0]["params"]
     # As torch.distributed.checkpoint does: a step without a rate makes the state, then numbers are
@@ -140,7 +138,7 @@ def test_a_state_that_was_loaded_in_its_place_is_told() -> None:
 
 
 @pytest.mark.parametrize("way", ["before wrapping", "whole", "apart", "trained without domains"])
-def test_a_state_that_came_another_way_is_not(way: str) -> None:
+def test_a_state_that_came_another_way_is_not(way):
     saved = run(adamw(), 2)
     inner = adamw()
     if way == "before wrapping":

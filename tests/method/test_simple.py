@@ -54,7 +54,7 @@ def model_with_a_spare_layer() -> nn.Module:
         pytest.param(SEVERAL, "adamw", PAPER, id="several targets, as in the paper"),
     ],
 )
-def test_both_take_the_same_steps(target: Any, inner: str, options: dict[str, Any]) -> None:
+def test_both_take_the_same_steps(target, inner, options):
     plain, fast = model_with_a_spare_layer(), model_with_a_spare_layer()
     plain_inner, fast_inner = (INNER[inner](model.parameters()) for model in (plain, fast))
     readable = SimpleDoGE(plain_inner, DOMAINS, target=target, **options)
@@ -71,7 +71,7 @@ def test_both_take_the_same_steps(target: Any, inner: str, options: dict[str, An
         assert (param - twin).abs().max() <= TOLERANCE * twin.abs().max()
 
 
-def test_an_overflow_is_skipped_as_by_the_fast_one() -> None:
+def test_an_overflow_is_skipped_as_by_the_fast_one():
     model, twin = nn.Linear(2, 1), nn.Linear(2, 1)
     twin.load_state_dict(model.state_dict())
     readable = SimpleDoGE(torch.optim.SGD(model.parameters(), lr=0.1), ["a", "b"])
@@ -88,7 +88,7 @@ def test_an_overflow_is_skipped_as_by_the_fast_one() -> None:
     assert readable.weights == pytest.approx(fast.weights)
 
 
-def test_misuse_is_refused() -> None:
+def test_misuse_is_refused():
     model = nn.Linear(2, 1)
     readable = SimpleDoGE(torch.optim.SGD(model.parameters(), lr=0.1), ["a", "b"])
     assert readable.weights == {"a": 0.5, "b": 0.5}
@@ -101,7 +101,7 @@ def test_misuse_is_refused() -> None:
         readable.step()
 
 
-def test_it_is_short_and_plain_and_its_defaults_are_those_of_the_fast_one() -> None:
+def test_it_is_short_and_plain_and_its_defaults_are_those_of_the_fast_one():
     lines = Path(simple.__file__).read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 120
     assert not [line for line in lines if "doge_fast" in line]

@@ -36,20 +36,20 @@ def moved(gain_K: Tensor, **rates: Any) -> Tensor:
         ({"mu": True}, "positive and finite; got True"),
     ],
 )
-def test_a_mirror_step_refuses(rates: dict[str, float], message: str) -> None:
+def test_a_mirror_step_refuses(rates, message):
     with pytest.raises(ValueError, match=message):
         moved(gains(), **rates)
     simplex.check_mu(math.ulp(0.0))
 
 
 @pytest.mark.parametrize("shapes", [((1, 7), (1, 7)), ((7,), (3,))])
-def test_weights_and_gains_are_vectors_of_one_length(shapes: Any) -> None:
+def test_weights_and_gains_are_vectors_of_one_length(shapes):
     alpha_K, gain_K = map(torch.ones, shapes)
     with pytest.raises(ValueError, match="vectors of one length"):
         simplex.mirror_step(alpha_K, gain_K, lr=0.1, mu=1.0)
 
 
-def test_what_lives_on_a_device_is_not_looked_at() -> None:
+def test_what_lives_on_a_device_is_not_looked_at():
     """A refusal would wait for it."""
     minus_one = torch.tensor(-1.0, dtype=torch.float64)
     back_K = moved(-gains(), lr=1.0, mu=1.0)
@@ -60,7 +60,7 @@ def test_what_lives_on_a_device_is_not_looked_at() -> None:
 
 
 @pytest.mark.parametrize("smoothing", [1.0, -1e-9, math.nan, False, "0"])
-def test_smoothing_is_at_least_zero_and_less_than_one(smoothing: Any) -> None:
+def test_smoothing_is_at_least_zero_and_less_than_one(smoothing):
     with pytest.raises(ValueError, match=r"must be in \[0, 1\); got "):
         simplex.smooth(on_simplex(), smoothing)
     simplex.check_smoothing(0)
@@ -78,14 +78,12 @@ def test_smoothing_is_at_least_zero_and_less_than_one(smoothing: Any) -> None:
     ],
     ids=repr,
 )
-def test_numbers_are_told_from_bools_and_words(
-    value: object, is_number: bool, is_integer: bool
-) -> None:
+def test_numbers_are_told_from_bools_and_words(value, is_number, is_integer):
     assert simplex.is_number(value) == is_number
     assert simplex.is_integer(value) == is_integer
 
 
-def test_uniform_smoothing_and_means() -> None:
+def test_uniform_smoothing_and_means():
     assert simplex.uniform(4).tolist() == [0.25] * 4
     with pytest.raises(ValueError, match="at least one domain; got 0"):
         simplex.uniform(0)

@@ -109,13 +109,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
         ),
     ),
 )
-def test_rows_are_those_of_autograd(
-    kind: str,
-    mode: str,
-    sizes: dict[str, int],
-    own_rules: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rows_are_those_of_autograd(kind, mode, sizes, own_rules, monkeypatch):
     """After one batch, and after three of which each has other domains; to the bit again."""
     if "at once" in mode:
         as_on_a_gpu(monkeypatch, "triton" if "triton" in mode else "torch")
@@ -150,7 +144,7 @@ def test_rows_are_those_of_autograd(
         pytest.param("tied", "inductor", marks=pytest.mark.exhaustive),
     ],
 )
-def test_compiled_as_one_graph(kind: str, backend: str, own_rules: None) -> None:
+def test_compiled_as_one_graph(kind, backend, own_rules):
     """A batch of the same shape with other domains goes through the same graph."""
     model = made(kind)
     torch._dynamo.reset()
@@ -164,7 +158,7 @@ def test_compiled_as_one_graph(kind: str, backend: str, own_rules: None) -> None
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-def test_under_autocast_rows_are_what_was_computed() -> None:
+def test_under_autocast_rows_are_what_was_computed():
     """Products of bfloat16 are stored in bfloat16, without loss; norms and sums in float32."""
     model = Tiny().double()
     ids_BL = ids_of()
@@ -197,7 +191,7 @@ def llama_norm(width: int, eps: float) -> nn.Module:
     return LlamaRMSNorm(width, eps)
 
 
-def test_autocast_leaves_float64_as_it_is() -> None:
+def test_autocast_leaves_float64_as_it_is():
     model, ids_BL = made("untied"), ids_of()
     optimizer = optimizer_of(model)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -208,9 +202,7 @@ def test_autocast_leaves_float64_as_it_is() -> None:
 @pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "plain"])
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm, llama_norm])
 @pytest.mark.parametrize("own", [torch.float32, torch.bfloat16], ids=str)
-def test_norms_of_16_bits_give_what_the_module_gives(
-    norm: Any, own: torch.dtype, autocast: bool
-) -> None:
+def test_norms_of_16_bits_give_what_the_module_gives(norm, own, autocast):
     """To the bit, whatever the dtypes of input and weight; the gradients to their roundings."""
     torch.manual_seed(0)
     dtype = torch.float32 if autocast else torch.bfloat16
@@ -238,7 +230,7 @@ def test_norms_of_16_bits_give_what_the_module_gives(
         assert error < 4 * torch.finfo(torch.bfloat16).eps
 
 
-def test_the_output_is_as_before() -> None:
+def test_the_output_is_as_before():
     model = Tiny()
     optimizer = optimizer_of(model)
     ids_BL = ids_of()
@@ -264,7 +256,7 @@ class Around(nn.Module):
         return torch.cat([output.flatten() for output in outputs])
 
 
-def test_batch_statistics_are_refused() -> None:
+def test_batch_statistics_are_refused():
     model = Around(nn.BatchNorm1d(4))
     optimizer = optimizer_of(model)
     with pytest.raises(ValueError, match=r"layers\.0 is a BatchNorm1d"):
@@ -291,9 +283,7 @@ def test_batch_statistics_are_refused() -> None:
     ],
     ids=["batch", "no length", "another length", "a rest", "features", "time first", "indices"],
 )
-def test_an_input_without_the_batch_in_front_is_refused(
-    layers: list[nn.Module], shapes: list[tuple[int, ...]]
-) -> None:
+def test_an_input_without_the_batch_in_front_is_refused(layers, shapes):
     model = Around(*layers)
     optimizer = optimizer_of(model)
     dtype = torch.long if isinstance(layers[0], nn.Embedding) else torch.float32
@@ -302,7 +292,7 @@ def test_an_input_without_the_batch_in_front_is_refused(
         model(*(torch.ones(shape, dtype=dtype) for shape in shapes))
 
 
-def test_positions_are_not_taken_for_examples() -> None:
+def test_positions_are_not_taken_for_examples():
     """As many positions as examples: [L] could be either, unless another length is known."""
     sizes = {"a": 4, "b": 5}
     ids_BL = ids_of(sizes)
@@ -330,7 +320,7 @@ class Columns(nn.Linear):
 
 
 @pytest.mark.parametrize("sizes", [SIZES, {"a": 3, "b": 3}], ids=str)
-def test_what_cannot_be_sliced_or_joined_is_refused(sizes: dict[str, int]) -> None:
+def test_what_cannot_be_sliced_or_joined_is_refused(sizes):
     model = nn.Sequential(nn.Embedding(VOCABULARY, 16), Columns(16, 1))
     optimizer = optimizer_of(model)
     with pytest.raises(RuntimeError, match="Columns"), optimizer.stacked(model, sizes):
@@ -343,7 +333,7 @@ def test_what_cannot_be_sliced_or_joined_is_refused(sizes: dict[str, int]) -> No
         late(ids_of(sizes)[:, :6])
 
 
-def test_sizes_are_checked() -> None:
+def test_sizes_are_checked():
     model = Tiny()
     optimizer = optimizer_of(model)
     wrong: list[tuple[Any, str]] = [
@@ -360,7 +350,7 @@ def test_sizes_are_checked() -> None:
         pass
 
 
-def test_a_gradient_past_the_context_is_refused() -> None:
+def test_a_gradient_past_the_context_is_refused():
     model, ids_BL = Tiny(), ids_of()
     optimizer = optimizer_of(model)
     with optimizer.stacked(model, SIZES):
@@ -385,9 +375,7 @@ def change_the_class(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("change", [double_the_output, change_the_class])
-def test_a_module_that_changed_since_the_last_step_is_seen(
-    change: Callable[[nn.Module], object],
-) -> None:
+def test_a_module_that_changed_since_the_last_step_is_seen(change):
     model, ids_BL = made("untied"), ids_of()
     optimizer = optimizer_of(model)
     run(optimizer, model, ids_BL)
@@ -401,7 +389,7 @@ def test_a_module_that_changed_since_the_last_step_is_seen(
         run(optimizer, model, ids_BL)
 
 
-def test_a_model_is_prepared_once() -> None:
+def test_a_model_is_prepared_once():
     """A module with two parents is one."""
     model, ids_BL = made("untied"), ids_of()
     model.again = nn.ModuleList([model.norm])
@@ -414,7 +402,7 @@ def test_a_model_is_prepared_once() -> None:
     assert prepared[0] is prepared[1]
 
 
-def test_what_another_optimizer_trains_keeps_its_gradient() -> None:
+def test_what_another_optimizer_trains_keeps_its_gradient():
     grads = []
     for way in (run, sequential):
         model = made("untied")
@@ -430,7 +418,7 @@ def test_what_another_optimizer_trains_keeps_its_gradient() -> None:
 
 
 @pytest.mark.parametrize("is_ragged", [False, True], ids=["equal", "ragged"])
-def test_launches_do_not_grow_with_the_number_of_domains(is_ragged: bool) -> None:
+def test_launches_do_not_grow_with_the_number_of_domains(is_ragged):
     """On a device that has no CPU's kernels; products of unequal domains are one each."""
     counts = []
     for num_domains in (4, 12):
@@ -447,7 +435,7 @@ def test_launches_do_not_grow_with_the_number_of_domains(is_ragged: bool) -> Non
 
 
 @pytest.mark.parametrize("sizes", [{"a": 2, "b": 2}, {"a": 1, "b": 3}], ids=["equal", "ragged"])
-def test_a_gain_and_its_bias_are_one_sum(sizes: dict[str, int]) -> None:
+def test_a_gain_and_its_bias_are_one_sum(sizes):
     """On a device that has no CPU's kernels. A frozen gain leaves the bias a sum of its own."""
     sums = []
     for is_trained in (True, False):
@@ -464,9 +452,7 @@ def test_a_gain_and_its_bias_are_one_sum(sizes: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_embeddings_of_16_bits_add_in_float32(
-    backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_embeddings_of_16_bits_add_in_float32(backend, monkeypatch):
     """A word that comes 300 times: its sum is rounded once."""
     as_on_a_gpu(monkeypatch, backend)
     model = nn.Embedding(3, 8).bfloat16()
@@ -513,9 +499,7 @@ def wide_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Size]]
     library._destroy()
 
 
-def test_a_tied_head_goes_to_float32_rows_without_a_temporary(
-    wide_products: list[torch.Size],
-) -> None:
+def test_a_tied_head_goes_to_float32_rows_without_a_temporary(wide_products):
     sizes = {"a": 1, "b": 2, "absent": 0, "c": 3}
     errors = []
     for num_steps in (1, 2):
@@ -536,9 +520,7 @@ def test_a_tied_head_goes_to_float32_rows_without_a_temporary(
     assert errors[1] < errors[0] * 1.05
 
 
-def test_products_of_another_dtype_are_the_same_a_few_domains_at_a_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_products_of_another_dtype_are_the_same_a_few_domains_at_a_time(monkeypatch):
     left_GRT, right_GTC = (torch.randn(shape).bfloat16() for shape in ((5, 3, 4), (5, 4, 6)))
     expected = 2 + 2 * torch.bmm(left_GRT, right_GTC).float()
     for most in (1 << 26, 2 * 3 * 6 * 2, 1):
@@ -549,5 +531,5 @@ def test_products_of_another_dtype_are_the_same_a_few_domains_at_a_time(
         assert torch.equal(out, expected)
 
 
-def test_graphs_of_kernels_leave_the_rows_outside() -> None:
+def test_graphs_of_kernels_leave_the_rows_outside():
     assert torch.Tag.cudagraph_unsafe in torch.ops.doge_fast.fill_rows_.default.tags

@@ -2,7 +2,6 @@
 
 import math
 import pickle
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -47,9 +46,7 @@ def assert_steps(weight: Tensor, optimizer: DoGEOptimizer, number: int = 1) -> N
 
 @pytest.mark.parametrize(("entered", "missing"), [("ac", r"\['b'\]"), ("b", r"\['a', 'c'\]")])
 @pytest.mark.parametrize("ends", ["step", "combine"])
-def test_a_step_without_some_domain_is_refused_and_moves_nothing(
-    entered: str, missing: str, ends: str
-) -> None:
+def test_a_step_without_some_domain_is_refused_and_moves_nothing(entered, missing, ends):
     weight, optimizer = made()
     enter(weight, optimizer, entered)
     for _ in range(2):
@@ -62,7 +59,7 @@ def test_a_step_without_some_domain_is_refused_and_moves_nothing(
 
 
 @pytest.mark.parametrize("absent", ["error", "keep"])
-def test_a_step_without_any_domain_does_nothing_and_cannot_be_combined(absent: Any) -> None:
+def test_a_step_without_any_domain_does_nothing_and_cannot_be_combined(absent):
     weight, optimizer = made(absent=absent)
     optimizer.step()
     with refused(r"missing \['a', 'b', 'c'\] of"):
@@ -73,7 +70,7 @@ def test_a_step_without_any_domain_does_nothing_and_cannot_be_combined(absent: A
 
 
 @pytest.mark.parametrize("absent", ["error", "keep"])
-def test_an_exception_inside_a_domain_drops_the_step(absent: Any) -> None:
+def test_an_exception_inside_a_domain_drops_the_step(absent):
     """It is no absence: what the step has lost must be run again."""
     weight, optimizer = made(absent=absent)
     enter(weight, optimizer, "a")
@@ -92,7 +89,7 @@ def test_an_exception_inside_a_domain_drops_the_step(absent: Any) -> None:
     assert_steps(weight, optimizer)
 
 
-def test_an_error_in_combining_drops_the_step() -> None:
+def test_an_error_in_combining_drops_the_step():
     layers = nn.ModuleDict({"used": nn.Linear(2, 1), "not": nn.Linear(2, 1)})
     model, optimizer = made(layers, selection=[layers["not"].weight])
     for name in "abc" * 2:
@@ -102,15 +99,13 @@ def test_an_error_in_combining_drops_the_step() -> None:
 
 
 @pytest.mark.parametrize("count", [0, math.inf, math.nan, True, "1"])
-def test_what_counts_is_positive_and_finite(count: Any) -> None:
+def test_what_counts_is_positive_and_finite(count):
     _, optimizer = made()
     with refused(f"count .* domain 'a' has {count!r}", ValueError), optimizer.domain("a", count):
         pass
 
 
-def test_what_counts_over_ranks_is_the_sum_over_micro_batches(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_counts_over_ranks_is_the_sum_over_micro_batches(monkeypatch):
     weight, optimizer = made(micro_batches=2)
     exchange = optimizer._step.exchange
     agree, reports = exchange.agree, []
@@ -132,9 +127,7 @@ def test_what_counts_over_ranks_is_the_sum_over_micro_batches(
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, None])
-def test_the_last_domain_of_a_step_combines_where_their_number_is_agreed(
-    micro_batches: int | None,
-) -> None:
+def test_the_last_domain_of_a_step_combines_where_their_number_is_agreed(micro_batches):
     """In any order, and anew after the step."""
     weight, optimizer = made(micro_batches=micro_batches)
     assert optimizer.micro_batches == micro_batches
@@ -151,7 +144,7 @@ def test_the_last_domain_of_a_step_combines_where_their_number_is_agreed(
         assert optimizer.num_steps == step + 1
 
 
-def test_a_step_that_is_cut_short_is_refused_or_kept() -> None:
+def test_a_step_that_is_cut_short_is_refused_or_kept():
     weight, optimizer = made(micro_batches=2)
     enter(weight, optimizer, "aabc")
     with refused(r"micro_batches=2 times; \['b', 'c'\] were"):
@@ -167,7 +160,7 @@ def test_a_step_that_is_cut_short_is_refused_or_kept() -> None:
         assert optimizer.num_steps == 1
 
 
-def test_a_copy_has_entered_nothing() -> None:
+def test_a_copy_has_entered_nothing():
     weight, optimizer = made()
     enter(weight, optimizer, "ab")
     other: DoGEOptimizer = pickle.loads(pickle.dumps(optimizer))
@@ -181,7 +174,7 @@ def test_a_copy_has_entered_nothing() -> None:
 # Inside a domain.
 
 
-def test_a_domain_is_known_and_inside_no_other_and_has_a_backward_pass() -> None:
+def test_a_domain_is_known_and_inside_no_other_and_has_a_backward_pass():
     _, optimizer = made(target={"far": 1.0})
     said = r"domain 'z' .* \['a', 'b', 'c', 'far'\]"
     with refused(said, ValueError), optimizer.domain("z"):
@@ -197,7 +190,7 @@ def test_a_domain_is_known_and_inside_no_other_and_has_a_backward_pass() -> None
 
 
 @pytest.mark.parametrize("what", ["step", "combine", "zero_grad", "release", "load_state_dict"])
-def test_what_is_refused_inside_a_domain(what: str) -> None:
+def test_what_is_refused_inside_a_domain(what):
     weight, optimizer = made()
     arguments = [optimizer.state_dict()] if what == "load_state_dict" else []
     with optimizer.domain("a"):
@@ -206,7 +199,7 @@ def test_what_is_refused_inside_a_domain(what: str) -> None:
             getattr(optimizer, what)(*arguments)
 
 
-def test_parameters_replaced_after_construction() -> None:
+def test_parameters_replaced_after_construction():
     model, optimizer = made(nn.Linear(3, 1, bias=False))
     model.weight = nn.Parameter(torch.ones(1, 3))
     with refused("parameters were replaced"), optimizer.domain("a"):
@@ -214,7 +207,7 @@ def test_parameters_replaced_after_construction() -> None:
 
 
 @pytest.mark.parametrize("change", [Tensor.double, Tensor.t])
-def test_a_model_may_change_until_its_first_gradient(change: Callable[[Tensor], Tensor]) -> None:
+def test_a_model_may_change_until_its_first_gradient(change):
     weight, optimizer = made()
     weight.data = torch.ones(2, 3).half()
     assert_steps(weight, optimizer)
@@ -224,7 +217,7 @@ def test_a_model_may_change_until_its_first_gradient(change: Callable[[Tensor], 
         weight.sum().backward()
 
 
-def test_sparse_gradients_are_refused_before_a_row_is_made() -> None:
+def test_sparse_gradients_are_refused_before_a_row_is_made():
     model, optimizer = made(nn.Embedding(5, 2, sparse=True))
     with refused("must be dense"), optimizer.domain("a"):
         model(torch.tensor([1, 2])).sum().backward()
@@ -242,7 +235,7 @@ def test_sparse_gradients_are_refused_before_a_row_is_made() -> None:
 # Gradients of no domain.
 
 
-def test_a_backward_pass_outside_any_domain_is_refused() -> None:
+def test_a_backward_pass_outside_any_domain_is_refused():
     weight, optimizer = made()
     weight.sum().backward()
     for refuses in (optimizer.step, optimizer.domain("a").__enter__):
@@ -260,7 +253,7 @@ def test_a_backward_pass_outside_any_domain_is_refused() -> None:
     assert_steps(weight, optimizer, 2)
 
 
-def test_after_a_release_the_model_trains_as_without_domains() -> None:
+def test_after_a_release_the_model_trains_as_without_domains():
     weight, optimizer = made()
     enter(weight, optimizer, "ab")
     optimizer.release()
@@ -274,7 +267,7 @@ def test_after_a_release_the_model_trains_as_without_domains() -> None:
     assert_steps(weight, optimizer)
 
 
-def test_after_combining_a_domain_waits_until_the_gradient_is_cleared() -> None:
+def test_after_combining_a_domain_waits_until_the_gradient_is_cleared():
     weight, optimizer = made(micro_batches=None)
     enter(weight, optimizer, "abc")
     optimizer.combine()
@@ -294,7 +287,7 @@ def test_after_combining_a_domain_waits_until_the_gradient_is_cleared() -> None:
     assert optimizer.num_steps == 2
 
 
-def test_a_gradient_that_is_left_is_refused() -> None:
+def test_a_gradient_that_is_left_is_refused():
     weight, optimizer = made()
     weight.grad = torch.ones(2)
     with refused("still holds a gradient from before this domain"):
@@ -302,7 +295,7 @@ def test_a_gradient_that_is_left_is_refused() -> None:
     assert_steps(weight, optimizer)
 
 
-def test_a_parameter_unfrozen_within_a_step_counts_from_the_next_on() -> None:
+def test_a_parameter_unfrozen_within_a_step_counts_from_the_next_on():
     model, optimizer = made(nn.Linear(2, 1).double(), micro_batches=None)
     model.bias.requires_grad_(False)
     x = torch.ones(1, 2).double()
@@ -318,7 +311,7 @@ def test_a_parameter_unfrozen_within_a_step_counts_from_the_next_on() -> None:
     torch.testing.assert_close(model.bias.grad, optimizer.alpha.sum()[None])
 
 
-def test_of_two_wrappers_that_take_turns_the_one_in_use_listens() -> None:
+def test_of_two_wrappers_that_take_turns_the_one_in_use_listens():
     weight, old = made()
     new = DoGEOptimizer(torch.optim.SGD([weight], lr=0.1), domains=["a", "b", "c"])
     for optimizer in (new, old, new):
@@ -331,7 +324,7 @@ def test_of_two_wrappers_that_take_turns_the_one_in_use_listens() -> None:
 # Factors of losses.
 
 
-def test_the_factor_is_the_loops_or_the_scalers_or_one() -> None:
+def test_the_factor_is_the_loops_or_the_scalers_or_one():
     cpu = torch.device("cpu")
     assert loss_scale(None, None, cpu) == 1.0
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -347,4 +340,4 @@ def test_the_factor_is_the_loops_or_the_scalers_or_one() -> None:
     assert loss_scale(given, None, cpu) is given
     for wrong in (0.0, -1.0, math.inf, math.nan, True, "2"):
         with refused(f"positive and finite; got {wrong!r}", ValueError):
-            loss_scale(wrong, None, cpu)  # type: ignore[arg-type]
+            loss_scale(wrong, None, cpu)

@@ -49,7 +49,7 @@ def run_step(optimizer: DoGEOptimizer, model: nn.Module, *targets: str) -> None:
     take_step(optimizer, names, lambda name: loss_of(model, name))
 
 
-def test_draws_are_a_function_of_seed_and_number_and_even() -> None:
+def test_draws_are_a_function_of_seed_and_number_and_even():
     subset = Subset(Objective.of(NAMES), S, 7)
     drawn = []
     for number in range(3000):
@@ -69,7 +69,7 @@ def test_draws_are_a_function_of_seed_and_number_and_even() -> None:
 
 
 @pytest.mark.parametrize("target", ["universal", {"d1": 0.5, "d4": 2.0, "d9": 1.5}], ids=str)
-def test_the_rows_of_a_step_are_those_of_its_domains(target: Any) -> None:
+def test_the_rows_of_a_step_are_those_of_its_domains(target):
     """In `p.grad` too; tests/operators/test_reweight.py has what is estimated over all draws."""
     model = model_of()
     objective = Objective.of(NAMES, target)
@@ -81,13 +81,13 @@ def test_the_rows_of_a_step_are_those_of_its_domains(target: Any) -> None:
     there = [objective.rows.index(name) for name in names]
     rows_BN = grads_RN[there]
     torch.testing.assert_close(optimizer.last.gram[there][:, there], rows_BN @ rows_BN.T)
-    combined_N = torch.cat([p.grad.flatten() for p in model.parameters()])  # type: ignore[union-attr]
+    combined_N = torch.cat([p.grad.flatten() for p in model.parameters()])
     torch.testing.assert_close(optimizer.last.coefficients @ rows_BN, combined_N)
     # The norm that is clipped is that of the estimate for all domains.
     assert combined_N.norm().item() == pytest.approx(0.01, rel=1e-3)
 
 
-def test_domains_outside_the_step_keep_their_score() -> None:
+def test_domains_outside_the_step_keep_their_score():
     model = model_of()
     optimizer = optimizer_of(model)
     run_step(optimizer, model)
@@ -99,7 +99,7 @@ def test_domains_outside_the_step_keep_their_score() -> None:
     assert float(optimizer.alpha.sum()) == pytest.approx(1)
 
 
-def test_the_draw_stays_until_the_step_is_taken() -> None:
+def test_the_draw_stays_until_the_step_is_taken():
     model = model_of()
     optimizer = optimizer_of(model)
     drawn = optimizer.domains_of_step
@@ -118,7 +118,7 @@ def test_the_draw_stays_until_the_step_is_taken() -> None:
     assert optimizer.domains_of_step == drawn
 
 
-def test_memory_is_that_of_the_domains_in_the_step() -> None:
+def test_memory_is_that_of_the_domains_in_the_step():
     """512 domains, one of them in a step, and one measured target: two rows."""
     names = [f"d{j}" for j in range(512)]
     model = model_of()
@@ -133,7 +133,7 @@ def test_memory_is_that_of_the_domains_in_the_step() -> None:
     assert optimizer.num_steps == 3
 
 
-def test_a_domain_that_was_not_drawn_is_refused() -> None:
+def test_a_domain_that_was_not_drawn_is_refused():
     model = model_of()
     optimizer = optimizer_of(model)
     left_out = next(name for name in NAMES if name not in optimizer.domains_of_step)
@@ -158,6 +158,6 @@ def test_a_domain_that_was_not_drawn_is_refused() -> None:
     ],
     ids=str,
 )
-def test_numbers_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+def test_numbers_out_of_range_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         optimizer_of(model_of(), **options)

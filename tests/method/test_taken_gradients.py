@@ -23,7 +23,7 @@ FOLDERS = (str(ROOT / "doge_fast"), str(ROOT / "kernels"))
 
 def optimizer_of(model: nn.Module, **options: object) -> DoGEOptimizer:
     inner = torch.optim.SGD(model.named_parameters(), lr=0.1)
-    return DoGEOptimizer(inner, domains=["a", "b"], mu=0.1, micro_batches=None, **options)  # type: ignore[arg-type]
+    return DoGEOptimizer(inner, domains=["a", "b"], mu=0.1, micro_batches=None, **options)
 
 
 def biases(number: int, device: str) -> nn.ParameterList:
@@ -59,7 +59,7 @@ class Counts(TorchDispatchMode):
             self.ours += frame.f_code.co_filename.startswith(FOLDERS)
 
 
-def test_no_function_runs_for_each_parameter() -> None:
+def test_no_function_runs_for_each_parameter():
     """What a GPU would wait for; without values, since only the calls count."""
     counts = []
     for number in (5, 50):
@@ -72,7 +72,7 @@ def test_no_function_runs_for_each_parameter() -> None:
     assert counts[0] == counts[1] > 0
 
 
-def test_on_a_cpu_gradients_are_taken_one_by_one_and_elsewhere_together() -> None:
+def test_on_a_cpu_gradients_are_taken_one_by_one_and_elsewhere_together():
     near, far = biases(2, "cpu"), biases(2, "meta")
     optimizer = optimizer_of(nn.ModuleList([near, far]))
     for name in "ab":
@@ -86,7 +86,7 @@ def test_on_a_cpu_gradients_are_taken_one_by_one_and_elsewhere_together() -> Non
     assert all(block.written == 3 for block in optimizer.buffer.blocks)
 
 
-def test_both_ways_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_ways_give_the_same_bits(monkeypatch):
     after = []
     for at_once in (True, False):
         monkeypatch.setattr(parameters, "takes_at_once", lambda param, at=at_once: at)
@@ -104,7 +104,7 @@ def test_both_ways_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(one, other)
 
 
-def test_passes_inside_one_domain_add_up_in_the_parameters_dtype(taken_late: None) -> None:
+def test_passes_inside_one_domain_add_up_in_the_parameters_dtype(taken_late):
     """Those of several domain blocks in the buffer's."""
     param = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
     optimizer = optimizer_of(nn.ParameterList([param]), buffer_dtype=torch.float32)
@@ -118,7 +118,7 @@ def test_passes_inside_one_domain_add_up_in_the_parameters_dtype(taken_late: Non
     assert block.rows_BN.flatten().tolist() == [256.0, 257.0]
 
 
-def test_the_first_and_the_last_that_are_trained_are_watched(taken_late: None) -> None:
+def test_the_first_and_the_last_that_are_trained_are_watched(taken_late):
     """Also where others were before. What autograd adds is its own: parts share a version."""
     params = biases(4, "cpu")
     optimizer = optimizer_of(params)
@@ -138,7 +138,7 @@ def test_the_first_and_the_last_that_are_trained_are_watched(taken_late: None) -
 
 
 @pytest.mark.usefixtures("taken")
-def test_a_stacked_pass_leaves_no_gradient_and_refuses_that_of_the_whole_batch() -> None:
+def test_a_stacked_pass_leaves_no_gradient_and_refuses_that_of_the_whole_batch():
     model = nn.ModuleDict({"layer": nn.Linear(4, 4), "other": nn.Linear(4, 4, bias=False)})
     optimizer = optimizer_of(model)
 
@@ -159,7 +159,7 @@ def test_a_stacked_pass_leaves_no_gradient_and_refuses_that_of_the_whole_batch()
     optimizer.step()
 
 
-def test_what_has_no_memory_goes_through_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_no_memory_goes_through_the_operator(monkeypatch):
     def choose(*_: object, **__: object) -> None:
         raise AssertionError("an implementation was launched")
 

@@ -20,7 +20,7 @@ def step() -> None:
     take_step(optimizer, "ab", lambda _: model(torch.randn(4, 3)).square().mean())
 
 
-def test_a_profile_names_the_phases() -> None:
+def test_a_profile_names_the_phases():
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         step()
     counts = {event.key: event.count for event in seen.key_averages()}
@@ -28,11 +28,11 @@ def test_a_profile_names_the_phases() -> None:
         assert counts[f"doge_fast.{name}"] == (2 if name == "accumulate" else 1)
 
 
-def test_nobody_looking_is_the_same_nothing() -> None:
+def test_nobody_looking_is_the_same_nothing():
     assert phase("gram") is phase("reweight")
 
 
-def test_an_observer_is_told_of_every_phase_until_it_leaves() -> None:
+def test_an_observer_is_told_of_every_phase_until_it_leaves():
     told: list[str] = []
 
     @contextmanager

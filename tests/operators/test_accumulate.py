@@ -20,13 +20,7 @@ STORAGE_DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("row_dtype", STORAGE_DTYPES, ids=str)
 @pytest.mark.parametrize("grad_dtype", STORAGE_DTYPES, ids=str)
-def test_accumulate_is_the_reference(
-    grad_dtype: torch.dtype,
-    row_dtype: torch.dtype,
-    add: bool,
-    implementation: str,
-    device: torch.device,
-) -> None:
+def test_accumulate_is_the_reference(grad_dtype, row_dtype, add, implementation, device):
     grads = [torch.randn(n, device=device).to(grad_dtype) for n in (1, 64, 70_001)]
     rows = [torch.randn_like(grad, dtype=row_dtype) for grad in grads]
     expected = reference.accumulate(grads, rows, add=add)
@@ -47,7 +41,7 @@ def rounding(row: Tensor, add: bool) -> float:
     return torch.finfo(row.dtype).eps if is_rounded_twice else 0
 
 
-def test_half_precision_rounds_as_torch_does(implementation: str, device: torch.device) -> None:
+def test_half_precision_rounds_as_torch_does(implementation, device):
     """All its numbers, those between them and those beyond: not all CPUs can convert them."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.float16)
     beyond = torch.randn(4096) * torch.logspace(-12, 8, 4096)
@@ -58,7 +52,7 @@ def test_half_precision_rounds_as_torch_does(implementation: str, device: torch.
         torch.testing.assert_close(row, grad.half(), rtol=0, atol=0, equal_nan=True)
 
 
-def test_gradients_of_any_shape_and_strides(implementation: str, device: torch.device) -> None:
+def test_gradients_of_any_shape_and_strides(implementation, device):
     channels_last = torch.randn(2, 3, 4, 5, device=device).to(memory_format=torch.channels_last)
     expanded = torch.randn(1, device=device).expand(7)
     transposed = torch.randn(4, 6, device=device).T
@@ -71,9 +65,7 @@ def test_gradients_of_any_shape_and_strides(implementation: str, device: torch.d
     accumulate([], [], add=True, implementation=implementation)
 
 
-def test_rows_of_a_matrix_and_nothing_beside_them(
-    implementation: str, device: torch.device
-) -> None:
+def test_rows_of_a_matrix_and_nothing_beside_them(implementation, device):
     memory_KN = torch.full((3, 128), 7.0, device=device)
     row_N = memory_KN[1, 3:70]
     accumulate([torch.ones(67, device=device)], [row_N], add=True, implementation=implementation)
@@ -83,7 +75,7 @@ def test_rows_of_a_matrix_and_nothing_beside_them(
 
 
 @pytest.mark.parametrize("add", [False, True])
-def test_torch_knows_it(add: bool, implementation: str, device: torch.device) -> None:
+def test_torch_knows_it(add, implementation, device):
     grads = [torch.randn(4, 5, device=device), torch.randn(7, device=device).bfloat16()]
     rows = [torch.randn(20, device=device), torch.randn(7, device=device)]
     assert_torch_knows("accumulate", (grads, rows, add), implementation, changed=rows[1])
@@ -92,9 +84,7 @@ def test_torch_knows_it(add: bool, implementation: str, device: torch.device) ->
 @pytest.mark.parametrize("add", [False, True], ids=["write", "add"])
 @pytest.mark.parametrize("row_dtype", STORAGE_DTYPES, ids=str)
 @pytest.mark.parametrize("grad_dtype", STORAGE_DTYPES, ids=str)
-def test_few_launches_give_what_tiles_give(
-    grad_dtype: torch.dtype, row_dtype: torch.dtype, add: bool
-) -> None:
+def test_few_launches_give_what_tiles_give(grad_dtype, row_dtype, add):
     """Plain torch's two ways, the one for GPUs run on the CPU."""
     grads = [torch.randn(n).to(grad_dtype) for n in (1, 70_001)]
     rows = [torch.randn(n).to(row_dtype) for n in (1, 70_001)]

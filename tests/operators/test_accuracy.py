@@ -47,9 +47,7 @@ def is_slow(implementation: str) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_long_rows_lose_nothing_twice(
-    dtype: torch.dtype, long_rows: tuple[Tensor, Tensor], implementation: str
-) -> None:
+def test_long_rows_lose_nothing_twice(dtype, long_rows, implementation):
     rows_KN, exact_KK = long_rows
     if is_slow(implementation) or dtype != torch.float32:
         columns = NUM_COLUMNS_INTERPRETED if is_slow(implementation) else NUM_COLUMNS // 20
@@ -76,9 +74,7 @@ def test_long_rows_lose_nothing_twice(
     ],
     ids=lambda terms: str(terms.dtype),
 )
-def test_many_rows_of_equal_terms_lose_nothing(
-    terms: Tensor, num_rows: int, implementation: str
-) -> None:
+def test_many_rows_of_equal_terms_lose_nothing(terms, num_rows, implementation):
     """Equal terms, and two in turn, are rounded the same way each time."""
     if implementation != "cpp":
         pytest.skip("how long products stay in float32 on a CPU is tested")

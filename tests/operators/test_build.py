@@ -107,7 +107,6 @@ def answer_of(library: Path) -> int:
 
 
 def go(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None
     process.stdin.write("\n")
     process.stdin.flush()
 

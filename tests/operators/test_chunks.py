@@ -1,7 +1,6 @@
 """Chunk tables: every column once, aligned chunks apart, tables kept and let go."""
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ def no_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "_groups", OrderedDict())
 
 
-def test_chunks_cover_every_column_once() -> None:
+def test_chunks_cover_every_column_once():
     spans = [
         Span(0, 4, 128, 100, 10_000, 8),
         Span(4096, 4, 64, 0, 20_000, 8),
@@ -44,7 +43,7 @@ def test_chunks_cover_every_column_once() -> None:
     assert chunk_tables([spans[1]], FIELDS, 64, CPU) == ()
 
 
-def test_a_ragged_block_does_not_take_wide_loads_from_the_others() -> None:
+def test_a_ragged_block_does_not_take_wide_loads_from_the_others():
     spans = [Span(0, 4, 64, 96), Span(1024, 4, 64, 10), Span(4096 + 4, 4, 64, 64)]
     aligned, ragged = chunk_tables(spans, ("length",), 32, CPU)
     assert (aligned.is_aligned, aligned.table.tolist()) == (True, [[32], [32], [32]])
@@ -60,7 +59,7 @@ def test_a_ragged_block_does_not_take_wide_loads_from_the_others() -> None:
         pytest.param(Span(0, 4, 64, 64, 12, 4), id="target"),
     ],
 )
-def test_alignment_needs_all_four(span: Span) -> None:
+def test_alignment_needs_all_four(span):
     [table] = chunk_tables([span], FIELDS, 64, CPU)
     assert not table.is_aligned
 
@@ -71,7 +70,7 @@ def tables_at(
     return chunk_tables([Span(address, 4, 64, length)], fields, 64, CPU)
 
 
-def test_a_table_is_made_once_and_old_ones_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_is_made_once_and_old_ones_are_let_go(monkeypatch):
     monkeypatch.setattr(chunks, "MAX_COST", 10 * (chunks.COST_OF_A_TABLE + 1))
     first = tables_at(0)
     assert tables_at(0) is first
@@ -94,7 +93,7 @@ def test_a_table_is_made_once_and_old_ones_are_let_go(monkeypatch: pytest.Monkey
     assert long.table[:, 2].tolist() == [64, 64]
 
 
-def test_the_tables_of_a_step_are_kept_whatever_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tables_of_a_step_are_kept_whatever_they_cost(monkeypatch):
     monkeypatch.setattr(chunks, "MAX_COST", 100)
     large = [tables_at(4096 * n, length=64 * 200) for n in range(chunks.MIN_TABLES)]
     for n, tables in enumerate(large):
@@ -104,9 +103,7 @@ def test_the_tables_of_a_step_are_kept_whatever_they_cost(monkeypatch: pytest.Mo
     assert len(chunks._kept[FIELDS]) == chunks.MIN_TABLES
 
 
-def test_one_operator_does_not_push_out_the_tables_of_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_operator_does_not_push_out_the_tables_of_another(monkeypatch):
     monkeypatch.setattr(chunks, "MAX_COST", 3 * (chunks.COST_OF_A_TABLE + 1))
     first = tables_at(0)
     for address in range(10):
@@ -124,7 +121,7 @@ class TestSpansByDtype:
     def look(self, seen: list[int], *lists: list[torch.Tensor]) -> Any:
         return spans_by_dtype(lambda: seen.append(1), *lists)
 
-    def test_a_list_is_looked_at_once(self, seen: list[int]) -> None:
+    def test_a_list_is_looked_at_once(self, seen):
         blocks = [torch.zeros(3, 8), torch.zeros(3, 5, dtype=torch.bfloat16), torch.zeros(3, 2)]
         groups = self.look(seen, blocks)
         assert [dtypes for dtypes, _ in groups] == [(torch.float32,), (torch.bfloat16,)]
@@ -143,9 +140,7 @@ class TestSpansByDtype:
             pytest.param(lambda block: setattr(block, "data", block.int()), id="dtype"),
         ],
     )
-    def test_a_tensor_that_changes_is_looked_at_again(
-        self, seen: list[int], change: Callable[[torch.Tensor], Any]
-    ) -> None:
+    def test_a_tensor_that_changes_is_looked_at_again(self, seen, change):
         block = torch.zeros(3, 8)
         self.look(seen, [block])
         change(block)
@@ -153,13 +148,13 @@ class TestSpansByDtype:
         assert span == Span.of(block)
         assert len(seen) == 2
 
-    def test_other_outputs_are_another_list(self, seen: list[int]) -> None:
+    def test_other_outputs_are_another_list(self, seen):
         blocks, first, second = [torch.zeros(3, 8)], [torch.zeros(8)], [torch.zeros(8)]
         assert self.look(seen, blocks, first) != self.look(seen, blocks, second)
         assert self.look(seen, blocks, first)[0][1][0].target == first[0].data_ptr()
         assert len(seen) == 2
 
-    def test_what_was_refused_is_not_kept(self) -> None:
+    def test_what_was_refused_is_not_kept(self):
         def refuse() -> None:
             raise ValueError("no")
 
@@ -167,7 +162,7 @@ class TestSpansByDtype:
             with pytest.raises(ValueError, match="no"):
                 spans_by_dtype(refuse, [torch.zeros(3, 8)])
 
-    def test_the_oldest_are_let_go(self, seen: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_oldest_are_let_go(self, seen, monkeypatch):
         monkeypatch.setattr(chunks, "MAX_LISTS", 2)
         lists = [[torch.zeros(1, 4)] for _ in range(3)]
         for index in (0, 1, 0, 2, 0):
@@ -186,14 +181,12 @@ class TestCapture:
     def capture(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
 
-    def test_addresses_that_are_not_on_the_device_are_refused(self) -> None:
+    def test_addresses_that_are_not_on_the_device_are_refused(self):
         with pytest.raises(RuntimeError, match="once before the capture"):
             chunk_tables([Span(0, 4, 64, 64)], FIELDS, 64, self.CUDA)
         assert not chunks._kept[FIELDS]
 
-    def test_tables_that_a_graph_reads_are_kept_for_good(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_tables_that_a_graph_reads_are_kept_for_good(self, monkeypatch):
         span = Span(0, 4, 64, 64)
         uploaded = chunks._upload([span], FIELDS, 64, CPU)
         chunks._keep((self.CUDA, 64, FIELDS, Spans([span])), uploaded)

@@ -36,7 +36,7 @@ TESTS.append("tests/operators/test_accuracy.py::test_many_rows_of_equal_terms_lo
 # It compiles the operators first.
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("march", MARCHES)
-def test_operators_pass_their_tests_on_every_cpu(march: str) -> None:
+def test_operators_pass_their_tests_on_every_cpu(march):
     flags = re.search(r"^flags\s*:(.*)$", CPUINFO.read_text() if CPUINFO.exists() else "", re.M)
     has = set(flags[1].split()) if flags else set()
     if missing := set(MARCHES[march]) - has:

@@ -104,7 +104,7 @@ def named(kernels: dict[tuple[str, str], Kernel], name: str) -> dict[tuple[str, 
     return found
 
 
-def test_nothing_spills(kernels: dict[tuple[str, str], Kernel]) -> None:
+def test_nothing_spills(kernels):
     faults = {
         key: kernel
         for key, kernel in kernels.items()
@@ -113,7 +113,7 @@ def test_nothing_spills(kernels: dict[tuple[str, str], Kernel]) -> None:
     assert not faults
 
 
-def test_rows_are_loaded_16_bytes_at_a_time(kernels: dict[tuple[str, str], Kernel]) -> None:
+def test_rows_are_loaded_16_bytes_at_a_time(kernels):
     for num_rows in PAIRS:
         every = named(kernels, "gram_pairs")
         mine = {key: value for key, value in every.items() if f"ILi{num_rows}E" in key[1]}
@@ -127,14 +127,14 @@ def test_rows_are_loaded_16_bytes_at_a_time(kernels: dict[tuple[str, str], Kerne
         assert kernel.instructions["copies"] > 0, key
 
 
-def test_many_rows_are_multiplied_by_matrix_units(kernels: dict[tuple[str, str], Kernel]) -> None:
+def test_many_rows_are_multiplied_by_matrix_units(kernels):
     for key, kernel in named(kernels, "gram_tiles").items():
         assert kernel.instructions["matrix products"] > 0, key
     for key, kernel in named(kernels, "gram_pairs").items():
         assert kernel.instructions["matrix products"] == 0, key
 
 
-def test_later_gpus_find_ptx(library: Path) -> None:
+def test_later_gpus_find_ptx(library):
     cuobjdump = shutil.which("cuobjdump", path=os.pathsep.join(tool_folders()))
     if cuobjdump is None:
         pytest.skip("cuobjdump is neither in the toolkit nor with Triton")
@@ -144,7 +144,7 @@ def test_later_gpus_find_ptx(library: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm (binutils)")
-def test_the_library_asks_torch_for_its_stable_abi_alone(library: Path) -> None:
+def test_the_library_asks_torch_for_its_stable_abi_alone(library):
     """One file runs with whatever torch there is, from the oldest that is accepted."""
     listed = printed_by("nm", "-D", "--undefined-only", library)
     names = {line.split()[-1].split("@")[0] for line in listed.splitlines()}

@@ -75,7 +75,7 @@ def in_fresh_process(tmp_path: Path, **environment: str) -> dict[str, Any]:
 
 
 @needs_to_build
-def test_a_missing_compiler_is_said_once(tmp_path: Path) -> None:
+def test_a_missing_compiler_is_said_once(tmp_path):
     result = in_fresh_process(tmp_path)
     assert result["chosen"] == "torch"
     [(category, message)] = result["warnings"]
@@ -87,22 +87,20 @@ def test_a_missing_compiler_is_said_once(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("variable", ["DOGE_FAST_NO_JIT=1", "DOGE_FAST_BACKEND=torch"])
-def test_plain_torch_that_was_asked_for_is_not_warned_of(tmp_path: Path, variable: str) -> None:
+def test_plain_torch_that_was_asked_for_is_not_warned_of(tmp_path, variable):
     name, value = variable.split("=")
     result = in_fresh_process(tmp_path, **{name: value})
     assert result["chosen"] == "torch"
     assert result["warnings"] == []
 
 
-def test_the_compiled_code_is_chosen_on_a_cpu_where_it_can_run() -> None:
+def test_the_compiled_code_is_chosen_on_a_cpu_where_it_can_run():
     can_run = implementations("cpu")["cpp"] is None
     assert chosen("cpu") == ("cpp" if can_run else "torch")
 
 
 @pytest.mark.parametrize(("is_built", "best"), [(True, "cuda"), (False, "torch")])
-def test_gradients_take_the_cuda_kernel_where_it_is_there(
-    is_built: bool, best: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_take_the_cuda_kernel_where_it_is_there(is_built, best, monkeypatch):
     """Nobody waits for nvcc because of it."""
     monkeypatch.setattr(build, "is_built", lambda name: is_built and name == build.CUDA)
     order = dispatch.preference("accumulate", torch.device("cuda"))
@@ -113,7 +111,7 @@ def test_gradients_take_the_cuda_kernel_where_it_is_there(
         assert order == ("triton", "cuda", "torch")
 
 
-def test_the_environment_forces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_forces(monkeypatch):
     monkeypatch.setenv("DOGE_FAST_BACKEND", "torch")
     assert chosen("cpu") == "torch"
     assert torch.equal(gram(GRADS_KN), GRAM_KK)
@@ -122,7 +120,7 @@ def test_the_environment_forces(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "(chosen)" in explain("cpu")
 
 
-def test_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_name_is_refused(monkeypatch):
     message = "one of auto, cpp, cuda, triton, torch; got 'fortran'"
     with pytest.raises(ValueError, match=message):
         gram(GRADS_KN, implementation="fortran")
@@ -134,7 +132,7 @@ def test_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(gram(GRADS_KN, implementation="torch"), GRAM_KK)
 
 
-def test_a_forced_implementation_does_not_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forced_implementation_does_not_give_way(monkeypatch):
     monkeypatch.setattr(
         "doge_fast.kernels.dispatch._reasons", {("cpp", torch.device("cpu")): "It rains."}
     )
@@ -172,9 +170,7 @@ def out_of_shared_memory(*args: object, **options: object) -> None:
         ("columns_of", lambda *_: {"BLOCK": 100, "DOUBLINGS": 2}, "power of 2"),
     ],
 )
-def test_a_later_launch_that_fails_falls_back(
-    name: str, broken: object, said: str, triton_is_chosen: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_later_launch_that_fails_falls_back(name, broken, said, triton_is_chosen, monkeypatch):
     monkeypatch.setattr(triton_is_chosen, name, broken)
     with pytest.warns(RuntimeWarning, match=f"gram with torch (.|\n)*{said}"):
         assert torch.equal(gram(GRADS_KN), GRAM_KK)
@@ -186,9 +182,7 @@ def test_a_later_launch_that_fails_falls_back(
         gram(GRADS_KN, implementation="triton")
 
 
-def test_an_error_of_ours_is_no_failure_of_triton(
-    triton_is_chosen: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_ours_is_no_failure_of_triton(triton_is_chosen, monkeypatch):
     def out_of_memory(*args: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -198,7 +192,7 @@ def test_an_error_of_ours_is_no_failure_of_triton(
     assert not dispatch._failed
 
 
-def test_an_implementation_that_an_operator_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_implementation_that_an_operator_lacks(monkeypatch):
     """Named in a call it is refused; named for all operators, plain torch takes its place."""
     with pytest.raises(ValueError, match="segment_sum is not written in cpp, but in triton"):
         dispatch.choose("segment_sum", torch.device("cpu"), "cpp")
@@ -207,7 +201,7 @@ def test_an_implementation_that_an_operator_lacks(monkeypatch: pytest.MonkeyPatc
     assert dispatch.preference("segment_sum", torch.device("cpu")) == ("torch",)
 
 
-def test_every_operator_is_written_in_plain_torch_and_exported() -> None:
+def test_every_operator_is_written_in_plain_torch_and_exported():
     """And the file of an operator does not hide the function of the same name."""
     for name, operator in dispatch.OPERATORS.items():
         assert "torch" in operator.implementations

@@ -12,7 +12,7 @@ from torch import Tensor
 from doge_fast import reference
 from doge_fast.kernels import gram, implementations
 from tests.laws import assert_torch_knows, normalised_error
-from tests.problems import GRADIENT_PROBLEMS, GradientProblem
+from tests.problems import GRADIENT_PROBLEMS
 
 pytestmark = pytest.mark.usefixtures("nan_memory")
 
@@ -35,9 +35,7 @@ def rounding_of_both(grads_KN: Tensor) -> float:
 
 
 @pytest.mark.parametrize("problem", GRADIENT_PROBLEMS, ids=str)
-def test_gram_is_the_reference(
-    problem: GradientProblem, implementation: str, device: torch.device
-) -> None:
+def test_gram_is_the_reference(problem, implementation, device):
     grads_KN = problem.sample(device)
     gram_KK = gram(grads_KN, implementation=implementation)
     assert gram_KK.dtype == torch.float64
@@ -55,9 +53,7 @@ def test_gram_is_the_reference(
     ],
 )
 @pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
-def test_every_kind_of_launch(
-    num_rows: int, dtype: torch.dtype, implementation: str, device: torch.device
-) -> None:
+def test_every_kind_of_launch(num_rows, dtype, implementation, device):
     grads_KN = torch.randn(num_rows, 150, device=device).to(dtype)
     exact_KK = reference.gram(grads_KN.double())
     gram_KK = gram(grads_KN, implementation=implementation)
@@ -75,14 +71,8 @@ def test_every_kind_of_launch(
     ids=str,
 )
 def test_programs_of_several_chunks_leave_none_out(
-    num_rows: int,
-    dtype: torch.dtype,
-    num_blocks: int,
-    columns: int,
-    implementation: str,
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    num_rows, dtype, num_blocks, columns, implementation, device, monkeypatch
+):
     """More short blocks than there are programs: programs get fewer and fewer of them."""
     if implementation == "triton":
         file = importlib.import_module("doge_fast.kernels.gram")
@@ -109,9 +99,7 @@ def compiled() -> str:
 # (beyond 32 or 48), and of where they are copied together (beyond 80 or 128).
 @pytest.mark.parametrize("num_rows", [4, 5, 7, 8, 22, 32, 33, 48, 49, 80, 81, 110, 128, 129])
 @pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
-def test_compiled_gram_over_several_tiles_and_a_rest(
-    num_rows: int, dtype: torch.dtype, compiled: str
-) -> None:
+def test_compiled_gram_over_several_tiles_and_a_rest(num_rows, dtype, compiled):
     memory = torch.full((num_rows, 6144), math.nan, dtype=dtype)
     grads_KN = memory[:, 5:5555]
     grads_KN.copy_(torch.randn(num_rows, 5550))
@@ -124,9 +112,7 @@ def test_compiled_gram_over_several_tiles_and_a_rest(
 
 
 @pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
-def test_compiled_gram_has_a_place_for_every_pair_of_rows(
-    dtype: torch.dtype, compiled: str
-) -> None:
+def test_compiled_gram_has_a_place_for_every_pair_of_rows(dtype, compiled):
     """Sums stand in the order in which they are added to, which is not that of the pairs."""
     for num_rows in range(1, 142):
         grads_KN = torch.randn(num_rows, 70).to(dtype)
@@ -135,7 +121,7 @@ def test_compiled_gram_has_a_place_for_every_pair_of_rows(
         assert normalised_error(gram_KK, exact_KK) <= rounding_of_both(grads_KN), num_rows
 
 
-def test_more_than_a_thousand_rows(device: torch.device) -> None:
+def test_more_than_a_thousand_rows(device):
     """What runs unasked takes 512 domains and their targets, and more."""
     for num_rows in (513, 1030):
         grads_KN = torch.randn(num_rows, 70, device=device)
@@ -143,7 +129,7 @@ def test_more_than_a_thousand_rows(device: torch.device) -> None:
         assert normalised_error(gram(grads_KN), exact_KK) <= rounding(grads_KN)
 
 
-def test_blocks_of_all_dtypes_at_once(implementation: str, device: torch.device) -> None:
+def test_blocks_of_all_dtypes_at_once(implementation, device):
     blocks = [torch.randn(5, 33 + i, device=device).to(d) for i, d in enumerate(STORAGE_DTYPES * 3)]
     # An empty one adds nothing.
     blocks.insert(4, torch.empty(5, 0, device=device))
@@ -152,19 +138,19 @@ def test_blocks_of_all_dtypes_at_once(implementation: str, device: torch.device)
     assert normalised_error(gram_KK, exact_KK) <= rounding(blocks[0])
 
 
-def test_only_empty_blocks_give_zeros(implementation: str, device: torch.device) -> None:
+def test_only_empty_blocks_give_zeros(implementation, device):
     gram_KK = gram([torch.empty(3, 0, device=device)] * 2, implementation=implementation)
     assert torch.equal(gram_KK, torch.zeros(3, 3, dtype=torch.float64, device=device))
 
 
-def test_a_non_finite_row_shows_on_the_diagonal(implementation: str, device: torch.device) -> None:
+def test_a_non_finite_row_shows_on_the_diagonal(implementation, device):
     grads_KN = torch.randn(3, 100, device=device)
     grads_KN[1, 50] = math.inf
     diagonal_K = gram(grads_KN, implementation=implementation).diagonal()
     assert diagonal_K.isfinite().tolist() == [True, False, True]
 
 
-def test_columns_beyond_the_block_are_not_read(implementation: str, device: torch.device) -> None:
+def test_columns_beyond_the_block_are_not_read(implementation, device):
     """Rows stand in wider memory; what lies between them is not ours."""
     memory = torch.full((4, 200), math.nan, device=device)
     memory[:, 7:150] = 1
@@ -173,7 +159,7 @@ def test_columns_beyond_the_block_are_not_read(implementation: str, device: torc
 
 
 @pytest.mark.parametrize("num_rows", [6, 22, 97])
-def test_compiled_gram_does_not_depend_on_threads(num_rows: int, compiled: str) -> None:
+def test_compiled_gram_does_not_depend_on_threads(num_rows, compiled):
     blocks = [
         torch.randn(num_rows, columns).to(dtype)
         for columns, dtype in ((70_001, torch.float32), (5, torch.bfloat16), (9_700, torch.float64))
@@ -188,7 +174,7 @@ def test_compiled_gram_does_not_depend_on_threads(num_rows: int, compiled: str) 
     assert torch.equal(grams[0], grams[2])
 
 
-def test_plain_torch_ignores_the_users_precision_switch() -> None:
+def test_plain_torch_ignores_the_users_precision_switch():
     """tf32 and bfloat16 products would cost the diagonal its fourth digit."""
     grads_KN = torch.randn(5, 5000)
     before = torch.backends.mkldnn.matmul.fp32_precision
@@ -201,6 +187,6 @@ def test_plain_torch_ignores_the_users_precision_switch() -> None:
     assert normalised_error(gram_KK, exact_KK) <= torch.finfo(torch.float64).eps * 5000
 
 
-def test_torch_knows_it(implementation: str, device: torch.device) -> None:
+def test_torch_knows_it(implementation, device):
     blocks = [torch.randn(3, 20, device=device), torch.randn(3, 7, device=device).bfloat16()]
     assert_torch_knows("gram", (blocks,), implementation)

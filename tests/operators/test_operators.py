@@ -1,8 +1,5 @@
 """What holds for all operators: arguments that are refused, one graph, memory on two devices."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -55,12 +52,8 @@ BIAS = {"factor_TD": VALUES_TD}
     ],
 )
 def test_arguments_are_refused_before_anything_is_written(
-    operator: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    options: dict[str, Any],
-    message: str,
-    implementation: str,
-) -> None:
+    operator, arguments, options, message, implementation
+):
     if implementations("cpu")[implementation] is not None:
         pytest.skip("the arguments are on the CPU")
     if implementation not in OPERATORS[operator.__name__].implementations:
@@ -70,7 +63,7 @@ def test_arguments_are_refused_before_anything_is_written(
     assert all((tensor == 1).all() for tensor in (GRAD, ROWS, VALUES_TD, OUT_GRD))
 
 
-def test_operators_trace_into_one_graph(implementation: str, device: torch.device) -> None:
+def test_operators_trace_into_one_graph(implementation, device):
     of_rows = implementation if implementation in OPERATORS["accumulate"].implementations else None
 
     def step(grad_N: Tensor, rows_KN: Tensor, other_CK: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,7 +84,7 @@ def test_operators_trace_into_one_graph(implementation: str, device: torch.devic
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs memory on two devices")
-def test_blocks_may_stand_on_two_devices() -> None:
+def test_blocks_may_stand_on_two_devices():
     blocks = [torch.randn(3, 20), torch.randn(3, 9, device="cuda"), torch.randn(3, 5)]
     gram_KK = gram(blocks)
     assert gram_KK.device == torch.device("cpu")

@@ -96,9 +96,7 @@ class Problem:
 
 @pytest.mark.parametrize("rule", VARIANTS.values(), ids=VARIANTS.keys())
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_step_is_the_reference(
-    shape: tuple[int, int], rule: dict[str, Any], implementation: str, device: torch.device
-) -> None:
+def test_the_step_is_the_reference(shape, rule, implementation, device):
     problem = Problem(*shape, device)
     step = problem.step(implementation, scale=8.0, **rule)
     theirs = dict(rule)
@@ -131,9 +129,7 @@ def test_the_step_is_the_reference(
 
 
 @pytest.mark.parametrize("num_drawn", [1, 2, 4])
-def test_a_few_of_many_domains_stand_for_all(
-    num_drawn: int, implementation: str, device: torch.device
-) -> None:
+def test_a_few_of_many_domains_stand_for_all(num_drawn, implementation, device):
     """In the mean over all draws W and the combined gradient are those of all domains."""
     whole = Problem(5, 2, device)
     if num_drawn == 1:
@@ -169,9 +165,7 @@ def test_a_few_of_many_domains_stand_for_all(
 # Triton's interpreter computes with numpy, which warns where a GPU does not.
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("fault", ["inf row", "nan row", "nan rate"])
-def test_what_is_not_finite_moves_nothing(
-    fault: str, implementation: str, device: torch.device
-) -> None:
+def test_what_is_not_finite_moves_nothing(fault, implementation, device):
     problem = Problem(5, 2, device)
     problem.step(implementation)
     before_S = problem.state_S.clone()
@@ -188,7 +182,7 @@ def test_what_is_not_finite_moves_nothing(
     assert torch.equal(step.alpha, before_S[:5])
 
 
-def test_absent_domains_keep_their_score(implementation: str, device: torch.device) -> None:
+def test_absent_domains_keep_their_score(implementation, device):
     problem = Problem(4, 1, device)
     first = problem.step(implementation)
     # What stands in the buffer there does not count.
@@ -207,7 +201,7 @@ def test_absent_domains_keep_their_score(implementation: str, device: torch.devi
     assert fourth.gain[0] != third.gain[0]
 
 
-def test_the_mean_is_that_of_the_steps(implementation: str, device: torch.device) -> None:
+def test_the_mean_is_that_of_the_steps(implementation, device):
     problem = Problem(5, 1, device)
     # A weight of zero stays zero.
     problem.alpha_K[1] = 0
@@ -221,7 +215,7 @@ def test_the_mean_is_that_of_the_steps(implementation: str, device: torch.device
     assert (state.alpha[1], state.num_steps, state.num_skipped) == (0, 4, 0)
 
 
-def test_two_runs_give_the_same_bits(implementation: str, device: torch.device) -> None:
+def test_two_runs_give_the_same_bits(implementation, device):
     problem = Problem(50, 3, device, drawn=tuple(range(3, 40)))
     before_S = problem.state_S.clone()
     first = problem.step(implementation, max_grad_norm=0.1)
@@ -254,9 +248,7 @@ class Power(Score):
     ids=["state", "settings", "tau", "slots", "full", "few", "many"],
 )
 @pytest.mark.parametrize("score", [PAPER, Power()], ids=["named", "of yours"])
-def test_misuse_speaks(
-    spoil: dict[str, Tensor], message: str, score: Score, device: torch.device
-) -> None:
+def test_misuse_speaks(spoil, message, score, device):
     problem = Problem(3, 1, device)
     arguments: dict[str, Any] = {
         "gram_BB": problem.gram(),
@@ -270,5 +262,5 @@ def test_misuse_speaks(
         reweight(**arguments, score=score)
 
 
-def test_a_score_of_yours_is_named_by_its_settings() -> None:
+def test_a_score_of_yours_is_named_by_its_settings():
     assert Power(2.0).name == "Power(exponent=2.0)"

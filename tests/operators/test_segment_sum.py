@@ -115,9 +115,7 @@ PROBLEMS = {
 
 @pytest.mark.parametrize("add", [False, True], ids=["write", "add"])
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_sums_are_the_reference(
-    name: str, add: bool, implementation: str, device: torch.device
-) -> None:
+def test_sums_are_the_reference(name, add, implementation, device):
     """With the same bits in the next call, and nothing beside them."""
     problem = PROBLEMS[name]
     values, terms, out = problem.values(device), problem.terms(device), problem.out(device)
@@ -145,9 +143,7 @@ def test_sums_are_the_reference(
 
 @pytest.mark.parametrize("add", [False, True], ids=["write", "add"])
 @pytest.mark.parametrize("name", [name for name in PROBLEMS if "gain" in name])
-def test_a_bias_beside_a_gain_is_that_of_two_calls(
-    name: str, add: bool, implementation: str, device: torch.device
-) -> None:
+def test_a_bias_beside_a_gain_is_that_of_two_calls(name, add, implementation, device):
     """To the bit, in outputs whose groups lie at other distances."""
     problem = PROBLEMS[name]
     values, terms = problem.values(device), problem.terms(device)
@@ -162,9 +158,7 @@ def test_a_bias_beside_a_gain_is_that_of_two_calls(
     assert torch.equal(bias, apart[1])
 
 
-def test_a_row_without_tokens_is_left_alone_when_adding(
-    implementation: str, device: torch.device
-) -> None:
+def test_a_row_without_tokens_is_left_alone_when_adding(implementation, device):
     out = torch.full((1, 3, 4), math.nan, device=device)
     out[0, 1] = 1
     segment_sum(
@@ -179,7 +173,7 @@ def test_a_row_without_tokens_is_left_alone_when_adding(
 
 
 @pytest.mark.parametrize("name", ["a bias", "an embedding", "a gain of long unequal domains"])
-def test_torch_knows_it(name: str, implementation: str, device: torch.device) -> None:
+def test_torch_knows_it(name, implementation, device):
     problem = PROBLEMS[name]
     terms, out = problem.terms(device), problem.out(device)
     names = ("borders", "order", "factor_TD", "mean_T", "rstd_T")
@@ -189,6 +183,6 @@ def test_torch_knows_it(name: str, implementation: str, device: torch.device) ->
         assert_torch_knows("segment_sum", arguments, implementation, changed=changed)
 
 
-def test_the_reference_by_hand() -> None:
+def test_the_reference_by_hand():
     sums = reference.segment_sum(torch.arange(6.0)[:, None], [0, 2, 2, 6])
     assert sums.flatten().tolist() == [1, 0, 14]

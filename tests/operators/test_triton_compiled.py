@@ -50,7 +50,7 @@ SPILLS: dict[str, dict[str, list[int | None]]] = {
 
 
 @pytest.mark.exhaustive
-def test_kernels_load_wide_and_do_not_spill(tmp_path: Path) -> None:
+def test_kernels_load_wide_and_do_not_spill(tmp_path):
     kernels = compiled(tmp_path)
     assert len(kernels) >= 80
     faults = {name: measured for name, measured in kernels.items() if not is_right(measured)}
@@ -62,7 +62,7 @@ def test_kernels_load_wide_and_do_not_spill(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_registers_spill_where_the_table_says(tmp_path: Path) -> None:
+def test_registers_spill_where_the_table_says(tmp_path):
     """The most that a kernel holds, for GPUs of all kinds, by the Triton that is installed."""
     import triton
 
