@@ -114,13 +114,7 @@ def gram_cases(num_rows: int, dtype: torch.dtype, is_aligned: bool) -> Iterator[
         constants |= {"PROGRAM_DOUBLINGS": sizes.program_doublings}
         # Every row in loads of 16 bytes of every thread.
         wide = num_rows * sizes.block * dtype.itemsize // (16 * 32 * sizes.num_warps)
-        yield Case(
-            name,
-            gram.gram_pairs,
-            constants,
-            options,
-            wide * is_aligned,
-        )
+        yield Case(name, gram.gram_pairs, constants, options, wide * is_aligned)
         return
     tiles = -(-num_rows // sizes.tile)
     product, is_split = gram.product_of(dtype)
@@ -137,14 +131,7 @@ def gram_cases(num_rows: int, dtype: torch.dtype, is_aligned: bool) -> Iterator[
     options |= {"num_stages": sizes.num_stages}
     loaded = (tiles if is_whole else 2) * sizes.tile
     wide = loaded * sizes.block * dtype.itemsize // (16 * 32 * sizes.num_warps)
-    yield Case(
-        name,
-        gram.gram_tiles,
-        constants,
-        options,
-        wide * is_aligned,
-        uses_matrix_units=True,
-    )
+    yield Case(name, gram.gram_tiles, constants, options, wide * is_aligned, uses_matrix_units=True)
 
 
 def reduce_cases(num_rows: int) -> Iterator[Case]:

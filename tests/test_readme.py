@@ -102,8 +102,7 @@ def test_make_keeps_no_half_of_an_environment(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [m.name for m in pkgutil.walk_packages(doge_fast.__path__, "doge_fast.")],
+    "name", [m.name for m in pkgutil.walk_packages(doge_fast.__path__, "doge_fast.")]
 )
 def test_docstring_examples_run(name):
     if name.endswith("__main__") or "triton" in name:

@@ -464,10 +464,7 @@ def launched(folder: Path, num_ranks: int, name: str, *arguments: str) -> dict[s
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "name",
-    ["distributed_loop", "fsdp2_loop"],
-)
+@pytest.mark.parametrize("name", ["distributed_loop", "fsdp2_loop"])
 def test_ranks_learn_what_one_process_learns(tmp_path, run, name):
     one = printed_weights(run("distributed_loop", "--steps", "40"))
     assert launched(tmp_path, 2, name) == one
@@ -490,8 +487,7 @@ def on_a_rank(name: str, folder: str) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "name",
-    ["hf_trainer", "accelerate_loop", pytest.param("lightning_module", marks=LIGHTNING)],
+    "name", ["hf_trainer", "accelerate_loop", pytest.param("lightning_module", marks=LIGHTNING)]
 )
 def test_ranks_of_a_host_learn_what_one_process_learns(ranks, tmp_path, run, name):
     if name == "lightning_module":

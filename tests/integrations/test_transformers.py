@@ -14,13 +14,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, IterableDataset
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    Trainer,
-    TrainingArguments,
-    get_scheduler,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, get_scheduler
 
 from doge_fast.integrations import causal_lm, domain_data
 from doge_fast.integrations import transformers as host
@@ -154,10 +148,7 @@ SELECTED = "transformer.h.0.mlp.c_fc.weight"
 
 @pytest.mark.parametrize(
     ("target", "rows", "selection"),
-    [
-        ("universal", DOMAINS, None),
-        ({"ef": 0.5, "far": 2.0}, [*DOMAINS, "far"], SELECTED),
-    ],
+    [("universal", DOMAINS, None), ({"ef": 0.5, "far": 2.0}, [*DOMAINS, "far"], SELECTED)],
     ids=["universal", "held-out and selected"],
 )
 def test_is_the_loop_written_by_hand(tmp_path, target, rows, selection):
@@ -390,8 +381,7 @@ def test_the_step_of_another_trainer_runs_around_that_of_the_domains(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("micro", "replays"),
-    [(1, True), (1, False), pytest.param(2, False, marks=EXHAUSTIVE)],
+    ("micro", "replays"), [(1, True), (1, False), pytest.param(2, False, marks=EXHAUSTIVE)]
 )
 def test_a_resumed_run_is_the_uninterrupted_run(tmp_path, micro, replays):
     """Trainer replays the data; a stream that begins where the run stopped needs no replay."""
@@ -579,11 +569,7 @@ def test_the_column_may_have_another_name_and_a_target(tmp_path):
     dataset = mixed(COUNTS | {"far": 4}).rename_column("domain", "source")
     for columns in (True, False):
         trainer = trainer_for(
-            tmp_path,
-            dataset,
-            target="far",
-            domain_column="source",
-            remove_unused_columns=columns,
+            tmp_path, dataset, target="far", domain_column="source", remove_unused_columns=columns
         )
         batch = next(iter(trainer.get_train_dataloader()))
         assert list(batch) == [*DOMAINS, "far"]

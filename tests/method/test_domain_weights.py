@@ -24,10 +24,7 @@ def rows(num_rows: int = 5, columns: int = 40, seed: int = 0) -> Tensor:
 
 
 def weights_of(
-    domains: str = "ab",
-    target: Target = UNIVERSAL,
-    rule: UpdateRule = UNCLIPPED,
-    **where: Any,
+    domains: str = "ab", target: Target = UNIVERSAL, rule: UpdateRule = UNCLIPPED, **where: Any
 ) -> DomainWeights:
     return DomainWeights(Objective.of(tuple(domains), target), rule, **where)
 
@@ -43,11 +40,7 @@ def move(
 ) -> LastStep:
     names = rows_B or weights.objective.rows
     return weights.move(
-        *(gram_RR, gram_RR),
-        rows_B=names,
-        present=present or names,
-        lr=lr,
-        grad_scale=grad_scale,
+        *(gram_RR, gram_RR), rows_B=names, present=present or names, lr=lr, grad_scale=grad_scale
     )
 
 

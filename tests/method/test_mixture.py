@@ -300,10 +300,7 @@ def resumed_at(step: int) -> DomainMixture:
         (lambda: sized().batches(0, 5), "multiple of world_size; got 12 and 5"),
         (lambda: sized().counts(-1), "step >= 0; got -1"),
         (lambda: sized().seek(-3), "step >= 0; got -3"),
-        (
-            lambda: resumed_at(4).set_weights(THEN, from_step=3),
-            "from step 4 on; got from_step=3",
-        ),
+        (lambda: resumed_at(4).set_weights(THEN, from_step=3), "from step 4 on; got from_step=3"),
         (lambda: sized().load_state_dict({}), "lacks 'version'"),
         (lambda: sized().load_state_dict(state(version=9)), "version 9"),
         (lambda: sized(batch_size=6).load_state_dict(state()), "batch_size 12, .* has 6"),

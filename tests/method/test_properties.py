@@ -17,14 +17,7 @@ from doge_fast import reference
 from doge_fast.weights import scores, simplex, weights_file
 from doge_fast.weights.objective import UNIVERSAL, Objective
 from tests.laws import assert_simplex
-from tests.properties import (
-    attempt,
-    gradients,
-    json_values,
-    points,
-    reals,
-    vectors,
-)
+from tests.properties import attempt, gradients, json_values, points, reals, vectors
 
 EPS = torch.finfo(torch.float64).eps
 SIZES = st.integers(1, 8)

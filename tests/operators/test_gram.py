@@ -63,11 +63,7 @@ def test_every_kind_of_launch(num_rows, dtype, implementation, device):
 @pytest.mark.parametrize("columns", [16, 5], ids=["aligned", "ragged"])
 @pytest.mark.parametrize(
     ("num_rows", "dtype", "num_blocks"),
-    [
-        (3, torch.float32, 700),
-        (22, torch.bfloat16, 500),
-        (66, torch.float32, 40),
-    ],
+    [(3, torch.float32, 700), (22, torch.bfloat16, 500), (66, torch.float32, 40)],
     ids=str,
 )
 def test_programs_of_several_chunks_leave_none_out(

@@ -10,13 +10,7 @@ import torch
 from torch import Tensor
 
 from doge_fast import reference
-from doge_fast.weights.reweight import (
-    LastStep,
-    StepSettings,
-    new_state,
-    reweight,
-    state_views,
-)
+from doge_fast.weights.reweight import LastStep, StepSettings, new_state, reweight, state_views
 from doge_fast.weights.scores import PAPER, PUBLISHED, PUBLISHED_BOUNDS, Score
 from tests.laws import assert_simplex
 

@@ -15,12 +15,7 @@ from tests.laws import assert_torch_knows
 OPERATOR = "segment_sum"
 pytestmark = pytest.mark.usefixtures("nan_memory")
 
-FLOAT32, BFLOAT16, FLOAT16, FLOAT64 = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float64,
-)
+FLOAT32, BFLOAT16, FLOAT16, FLOAT64 = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass

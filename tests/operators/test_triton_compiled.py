@@ -43,9 +43,7 @@ SPILLS: dict[str, dict[str, list[int | None]]] = {
         "gram of 64 rows, float32": [0, 0, 0, 0, 32],
         "gram of 128 rows, float32": [0, 0, 0, 0, 208],
     },
-    "3.9": {
-        "gram of 128 rows, float32": [0, 0, 0, 0, 208],
-    },
+    "3.9": {"gram of 128 rows, float32": [0, 0, 0, 0, 208]},
 }
 
 
