@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks import evidence, temperature
+from benchmarks import evidence, figure, temperature
 from doge_fast import cli
 from doge_fast.pipeline.report import terminal_table
 from doge_fast.pipeline.reporting.runs import open_runs
@@ -116,3 +116,16 @@ def test_nothing_is_overwritten(tmp_path):
     record = json.loads(json.dumps(evidence.packed(experiment)))
     with pytest.raises(ValueError, match="exists; name a directory that does not"):
         evidence.unpack(record, experiment)
+
+
+def test_the_kept_figure_shows_the_kept_records(tmp_path):
+    kept = (ROOT / "docs" / "_static" / "benchmarks" / "steps.svg").read_text(encoding="utf-8")
+    assert figure.main([str(tmp_path / "steps.svg")]) == 0
+    drawn = (tmp_path / "steps.svg").read_text(encoding="utf-8")
+    words = re.compile(r">([^<>\n]+)</text>")
+    assert words.findall(drawn) == words.findall(kept)
+    records = [json.loads(file.read_text("utf-8")) for file in figure.RESULTS.glob("peers-*.json")]
+    for record in records:
+        for row in record["rows"]:
+            if row["peer"] in figure.LABELS:
+                assert f"{row['ratio']:.2f}" in words.findall(kept)

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import memory, models, optimizer_step, peers, protocol, steps
+from benchmarks import memory, models, optimizer_step, peers, protocol, stacked, steps
 from benchmarks.models import PAPER, Shape
-from benchmarks.steps import Problem
+from benchmarks.stacked import FusedStep, Head
+from benchmarks.steps import DogeStep, Problem
 from doge_fast.pipeline.sizes import SIZES
 
 TINY = Shape(1, 2, 32, 64, 16)
@@ -209,3 +210,49 @@ def test_many_logits_are_taken_one_domain_at_a_time(monkeypatch):
     at_once = plain.sum_of_losses()
     monkeypatch.setattr(models, "MOST_LOGITS_BYTES", 0)
     torch.testing.assert_close(plain.sum_of_losses(), at_once)
+
+
+# One backward pass for all domains.
+
+
+def test_the_fused_step_is_the_stacked_step():
+    problem = Problem(TINY, 3, 6, mode=steps.STACKED)
+    alphas = []
+    for side in (DogeStep, FusedStep):
+        step = side(problem, "cpu")
+        step()
+        alphas.append(step.optimizer.alpha)
+    torch.testing.assert_close(*alphas, rtol=1e-6, atol=0)
+
+
+def test_both_heads_give_the_same_gradients():
+    for ours, theirs in zip(
+        Head(True, 3, 5, 8, 40, "cpu")(), Head(False, 3, 5, 8, 40, "cpu")(), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.exhaustive
+def test_the_command_of_stacked_steps_prints_and_records(tmp_path, monkeypatch, capsys):
+    problem = Problem(TINY, 3, 6, mode=steps.STACKED, bar=0.001)
+    monkeypatch.setattr(stacked, "CPU_PROBLEMS", (problem,))
+    monkeypatch.setattr(stacked, "CPU_HEADS", ((3, 5, 8, 40),))
+    out = tmp_path / "stacked.json"
+    stacked.main(["--device", "cpu", "--pairs", "3", "--json", str(out)])
+    printed = capsys.readouterr().out
+    assert "(bar 0.001: missed), over one domain after another" in printed
+    assert "fused / naive = " in printed
+    record = json.loads(out.read_text())
+    (row,), (head,) = record["rows"], record["heads"]
+    assert row["over_plain"]["pairs"] == 3
+    assert row["plain_peak_bytes"] >= row["plain_resting_bytes"] > 0
+    assert row["rows_bytes"] == 3 * 4 * stacked.models.num_parameters(TINY)
+    assert row["memory_verdict"] in ("met", "missed")
+    assert head["fused_peak_bytes"] > 0
+
+
+def test_a_wrong_head_is_not_timed(monkeypatch):
+    wrong = stacked.linear_domain_losses
+    monkeypatch.setattr(stacked, "linear_domain_losses", lambda *args: 2 * wrong(*args))
+    with pytest.raises(RuntimeError, match="gradients of the head are off"):
+        stacked.measure_head((3, 5, 8, 40), "cpu", pairs=1, with_memory=False)
