@@ -57,8 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0; 2 if the arguments or the user's files are wrong; 1 for any other failure (a full disk,
         a damaged file, another process, a bug); each with a sentence on stderr; 130 after Ctrl-C,
-        143 after SIGTERM. With DOGE_FAST_TRACEBACK=1 in the environment errors are raised, with
-        their traceback.
+        143 after SIGTERM, 129 after SIGHUP. With DOGE_FAST_TRACEBACK=1 in the environment errors
+        are raised, with their traceback.
     """
     _log_visibly()
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -79,8 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as end:
         return _refuse(EXIT_INTERRUPTED, f"Interrupted. {str(end) or _left_by(config)}".rstrip())
     except failures.Terminated as end:
-        told = f"Ended by SIGTERM. {str(end) or _left_by(config)}".rstrip()
-        return _refuse(failures.TERMINATED, told)
+        return _refuse(end.code, f"Ended by {end.name}. {str(end) or _left_by(config)}".rstrip())
     except SystemExit:
         raise
     except BaseException as error:
@@ -105,16 +104,17 @@ def _ending(error: BaseException, directory: Path | None) -> failures.Ending:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Raise on SIGTERM, as on Ctrl-C, unless another handler is installed."""
+    """Raise on SIGTERM and SIGHUP, as on Ctrl-C, unless another handler is installed."""
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, failures.raise_terminated)
+    # Under nohup SIGHUP is ignored, and stays so.
+    free = [each for each in failures.ENDING_SIGNALS if signal.getsignal(each) is signal.SIG_DFL]
+    for each in free if is_main else ():
+        signal.signal(each, failures.raise_terminated)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for each in free if is_main else ():
+            signal.signal(each, signal.SIG_DFL)
 
 
 def _log_visibly() -> None:

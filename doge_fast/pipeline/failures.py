@@ -9,15 +9,19 @@ import dis
 import errno
 import os
 import re
+import signal
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-WORLD, USAGE, INTERRUPTED, TERMINATED = 1, 2, 130, 143
+WORLD, USAGE, INTERRUPTED = 1, 2, 130
 """Exit codes: what is wrong lies in the world (a full disk, a damaged file, another process); in
-what was typed or given; Ctrl-C; SIGTERM."""
+what was typed or given; Ctrl-C."""
+
+ENDING_SIGNALS = {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}
+"""What a cluster sends, and a terminal that is closed, which Windows does not."""
 
 NO_CHECKPOINT = "No checkpoint has been written; the same command begins anew."
 _SPACE = "Make room there, or name another place"
@@ -61,7 +65,11 @@ class FileFailure(ValueError):
 
 
 class Terminated(BaseException):
-    """SIGTERM has come. Not an Exception: nothing on the way may swallow it."""
+    """SIGTERM or SIGHUP has come. Not an Exception: nothing on the way may swallow it."""
+
+    def __init__(self, number: int, told: str = "") -> None:
+        super().__init__(told)
+        self.name, self.code = signal.Signals(number).name, 128 + number
 
 
 class Ending(NamedTuple):
@@ -199,6 +207,6 @@ def one_line(error: BaseException) -> str:
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1]).rstrip(".")
 
 
-def raise_terminated(signal: int, frame: object) -> None:
-    """A handler of SIGTERM: what is under way is left in order, as at Ctrl-C."""
-    raise Terminated
+def raise_terminated(number: int, frame: object) -> None:
+    """A handler of `ENDING_SIGNALS`: what is under way is left in order, as at Ctrl-C."""
+    raise Terminated(number)

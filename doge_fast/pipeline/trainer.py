@@ -269,11 +269,12 @@ class MixtureTrainer(RecordedTrainer):
 
 
 class StopOnSignal(TrainerCallback):
-    """Ends a training at the next step after SIGTERM or Ctrl-C, with a checkpoint of it.
+    """Ends a training at the next step after SIGTERM, SIGHUP or Ctrl-C, with a checkpoint of it.
 
-    A cluster sends SIGTERM before it takes a machine away, and waits for some seconds. The command
-    line has a handler of it, which this one takes the place of while `watching`. Where there is
-    none, or another, nothing is done: signals belong to whoever handles them.
+    A cluster sends SIGTERM before it takes a machine away, and waits for some seconds; a terminal
+    that is closed sends SIGHUP. The command line has a handler of these, which this one takes the
+    place of while `watching`. Where there is none, or another, nothing is done: signals belong to
+    whoever handles them.
     """
 
     def __init__(self, run: Path) -> None:
@@ -289,15 +290,15 @@ class StopOnSignal(TrainerCallback):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Train within; raises `Terminated` or KeyboardInterrupt where the training was ended."""
-        if signal.getsignal(signal.SIGTERM) is not failures.raise_terminated:
+        ours = failures.raise_terminated
+        ending = [each for each in failures.ENDING_SIGNALS if signal.getsignal(each) is ours]
+        if not ending:
             yield
             return
         if ranks.number() > 1:
             # Of the host alone, so that no step waits for the device.
             self._group = dist.new_group(backend="gloo")
-        before = {
-            each: signal.signal(each, self._receive) for each in (signal.SIGTERM, signal.SIGINT)
-        }
+        before = {each: signal.signal(each, self._receive) for each in (*ending, signal.SIGINT)}
         try:
             yield
         finally:
@@ -318,8 +319,10 @@ class StopOnSignal(TrainerCallback):
             _log.warning("%s has come after the last step; the run is completed.", name)
 
     def _ending(self, told: str = "") -> BaseException:
-        is_typed = self._signal == signal.SIGINT
-        return KeyboardInterrupt(told) if is_typed else failures.Terminated(told)
+        # Another rank may have received it.
+        number = self._signal or signal.SIGTERM
+        is_typed = number == signal.SIGINT
+        return KeyboardInterrupt(told) if is_typed else failures.Terminated(number, told)
 
     def _receive(self, number: int, frame: object) -> None:
         now = time.monotonic()

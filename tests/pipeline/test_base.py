@@ -161,7 +161,11 @@ def test_what_a_launch_leaves_that_is_killed_before_it_begins_is_an_empty_direct
 
 @pytest.mark.parametrize(
     ("number", "kind"),
-    [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, failures.Terminated)],
+    [
+        (signal.SIGINT, KeyboardInterrupt),
+        (signal.SIGTERM, failures.Terminated),
+        (signal.SIGHUP, failures.Terminated),
+    ],
 )
 def test_a_signal_leaves_a_checkpoint_and_loses_nothing(
     base, trained_base, monkeypatch, number, kind
@@ -173,8 +177,10 @@ def test_a_signal_leaves_a_checkpoint_and_loses_nothing(
             signal.raise_signal(number)
         return step(self, *args, **kwargs)
 
-    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
-    signal.signal(signal.SIGTERM, failures.raise_terminated)
+    ending = (signal.SIGTERM, signal.SIGHUP)
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, *ending)}
+    for each in ending:
+        signal.signal(each, failures.raise_terminated)
     try:
         with monkeypatch.context() as patch:
             patch.setattr(RecordedTrainer, "training_step", signalled)

@@ -170,16 +170,23 @@ def test_a_second_sigterm_ends_at_once_where_it_is_not_the_first_one_again(monke
         signal.signal(signal.SIGTERM, before)
 
 
-def test_sigterm_before_a_training_ends_as_ctrl_c_does(verb, capsys):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_before_a_training_ends_as_ctrl_c_does(verb, capsys, number, code):
     def told(config: Any) -> list[str]:
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         return ["never"]
 
     verb(told)
     said = answer(["info"], capsys)
-    assert said.code == failures.TERMINATED
-    assert said.err.startswith("doge-fast: Ended by SIGTERM.")
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert said.code == code
+    assert said.err.startswith(f"doge-fast: Ended by {number.name}.")
+    assert signal.getsignal(number) is signal.SIG_DFL
+    # As nohup asks.
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        assert answer(["info"], capsys).out == "never\n"
+    finally:
+        signal.signal(number, before)
 
 
 def test_files_of_a_model_are_open_as_records_are(base):
