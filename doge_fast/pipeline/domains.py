@@ -25,7 +25,14 @@ from doge_fast.pipeline.config import CorpusConfig
 from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.corpus_files import tell_once
 from doge_fast.pipeline.packing import Packed, by_part, pack
-from doge_fast.pipeline.sources import ROWS, WITHOUT_DOMAIN, WITHOUT_TEXT, Part, find_parts
+from doge_fast.pipeline.sources import (
+    ROWS,
+    TEXTLESS,
+    WITHOUT_DOMAIN,
+    WITHOUT_TEXT,
+    Part,
+    find_parts,
+)
 from doge_fast.pipeline.tokenizer import open_tokenizer, tokenizer_sha256, vocabulary_size
 from doge_fast.sampling import pieces
 from doge_fast.weights.objective import UNIVERSAL
@@ -254,9 +261,14 @@ def _row_warnings(
         ):
             if count := rows.get(kind, 0):
                 yield (
-                    f"{where}: {count} of {rows[ROWS]} rows are {kind}, that is with "
-                    f'nothing in the column "{column}", and are left out.'
+                    f"{where}: {count} of {rows[ROWS]} rows are {kind}, that is with nothing in "
+                    f'the column "{column}", and are left out.'
                 )
+        # Only where all were looked at is one without blocks one without text.
+        textless = [key.removeprefix(TEXTLESS) for key in rows if key.startswith(TEXTLESS)]
+        lost = [name for name in textless if name not in packed]
+        if lost and not config.domains:
+            yield f"{where}: no row of {', '.join(lost)} has text, so there is no such domain."
 
 
 def _unknown_warnings(packed: Mapping[str, Packed], tokenizer: str) -> Iterator[str]:

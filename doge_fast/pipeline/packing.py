@@ -66,7 +66,8 @@ def by_part(parts: Mapping[str, Part]) -> Groups:
         for split, documents in (("train", part.train), ("validation", part.validation)):
             if documents is not None and next(documents(), None) is None:
                 raise ValueError(
-                    f"A domain needs text; the {split} split of {', '.join(names)} is empty."
+                    f"A domain needs text; no row of the {split} split of {', '.join(names)} has "
+                    "any."
                 )
     return grouped
 
@@ -146,7 +147,7 @@ def _pack_part(
         # Else it cannot be trained on or measured.
         if writer.tokens < writer.block_size:
             is_named = writer.documents or config.domain_column is None
-            told = f"{writer.tokens} tokens" if is_named else f"no row in {config.data}"
+            told = f"{writer.tokens} tokens" if is_named else f"no text in {config.data}"
             raise ValueError(
                 f"A domain needs a block of {writer.block_size} tokens in every split; the "
                 f"{split} split of {name} has {told}. Give it more text, or "

@@ -28,8 +28,10 @@ from doge_fast.pipeline.file_rows import MEND, Absent, DocumentRow, kind_told, n
 _log = logging.getLogger("doge_fast")
 
 ROWS, WITHOUT_TEXT, WITHOUT_DOMAIN = "rows", "without text", "without a domain"
+TEXTLESS = "without text: "
 Counts = Counter[str]
-"""How many rows were read, and how many of them are no documents."""
+"""How many rows were read, and how many of them are no documents; with a domain column also
+{TEXTLESS + domain: its rows without text}."""
 
 _SPLIT = re.compile(r"(train(?:ing)?|validation|valid|val|dev|test)(?![a-z])")
 
@@ -172,6 +174,8 @@ def _documents(
         counts[ROWS] += 1
         if text is None:
             counts[WITHOUT_TEXT] += 1
+            if domain is None and name is not None:
+                counts[TEXTLESS + name] += 1
         elif name is None:
             counts[WITHOUT_DOMAIN] += 1
         else:

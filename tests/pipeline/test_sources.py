@@ -366,13 +366,15 @@ def test_rows_without_text_or_domain_are_counted(tmp_path, config):
     # As pandas writes what is missing.
     rows += [{"text": math.nan, "source": math.nan}]
     rows[-13]["source"] = math.nan
+    rows += [{"text": None, "source": "books"}] * 4
     path = write_rows(tmp_path / "all.jsonl", rows)
     for _ in ("packed", "found in the cache"):
         loaded = load_corpus(rename(config, data=str(path), domain_column="source"))
         assert loaded.documents == {"web": 36}
-        no_text, no_domain = loaded.warnings
-        assert "11 of 101 rows are without text" in no_text
-        assert "50 of 101 rows are without a domain" in no_domain
+        no_text, no_domain, lost = loaded.warnings
+        assert "15 of 105 rows are without text" in no_text
+        assert "50 of 105 rows are without a domain" in no_domain
+        assert "no row of books has text" in lost
 
 
 @pytest.mark.parametrize("column", ["source", "meta.source"])
