@@ -70,11 +70,11 @@ def prepare(config: BaseConfig, existing: ExistingRun) -> MixtureTrainer:
     if config.weights not in BASELINES:
         # Before a corpus is packed, which may take hours.
         records.read_weights(Path(config.weights))
-    corpus = stage.read_corpus(config, existing)
+    corpus, model = stage.corpus_and_model(config, existing)
     phases = resolve_phases(config, corpus)
     if config.weights not in BASELINES:
         _warn_of_other_tokens(Path(config.weights), corpus)
-    return MixtureTrainer(config, corpus, stage.make_model(config, corpus), phases)
+    return MixtureTrainer(config, corpus, model, phases)
 
 
 def held_out_perplexity(run: Path) -> list[str]:

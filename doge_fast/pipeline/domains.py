@@ -136,7 +136,11 @@ class Corpus:
 
 
 def load_corpus(
-    config: CorpusConfig, *, targets: Sequence[str] = (), is_measured: bool = False
+    config: CorpusConfig,
+    *,
+    targets: Sequence[str] = (),
+    is_measured: bool = False,
+    before_packing: Callable[[tuple[str, ...], PreTrainedTokenizerFast], None] | None = None,
 ) -> Corpus:
     """Read, tokenise and pack the corpus, or find it packed in the cache.
 
@@ -154,6 +158,7 @@ def load_corpus(
         targets: domains to measure. Those not in `config.domains` are held out of training.
             "mix" holds out a slice of every training domain; "universal" asks for nothing.
         is_measured: nothing is trained on, so any share may be held out.
+        before_packing: called with the training domains and the tokenizer; may refuse.
 
     Raises:
         ValueError: the text, a domain, a target, the tokenizer or a number in `config` cannot be
@@ -167,6 +172,8 @@ def load_corpus(
     chosen = {name: parts[name] for name in (*names, *held_out)}
     groups = by_part(chosen)
     tokenizer = open_tokenizer(config, groups)
+    if before_packing is not None:
+        before_packing(names, tokenizer)
     packed = pack(config, groups, tokenizer)
     train = {name: domain.train for name, domain in packed.items()}
     mix = {}

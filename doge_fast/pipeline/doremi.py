@@ -65,9 +65,9 @@ def learn_by_excess_loss(config: DoReMiConfig) -> Run:
 
 def _prepare(config: DoReMiConfig, existing: ExistingRun) -> "DoReMiTrainer":
     """The trainer of a run: its corpus and reference read, its model made."""
-    corpus = stage.read_corpus(config, existing)
+    corpus, model = stage.corpus_and_model(config, existing)
     reference = _open_reference(config.reference, corpus)
-    return DoReMiTrainer(config, corpus, stage.make_model(config, corpus), reference)
+    return DoReMiTrainer(config, corpus, model, reference)
 
 
 class Reference(NamedTuple):

@@ -7,10 +7,11 @@ are kept beside them.
 import json
 import logging
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from doge_fast.integrations.transformers import DoGETrainer
@@ -22,6 +23,7 @@ from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.run import Run
 from doge_fast.pipeline.stage import ExistingRun
 from doge_fast.pipeline.trainer import ByName, RecordedTrainer, from_first
+from doge_fast.step.parameters import resolve
 from doge_fast.weights.objective import Objective
 from doge_fast.weights.scores import cosine
 
@@ -61,12 +63,22 @@ def learn_weights(config: ProxyConfig) -> Run:
 
 def prepare(config: ProxyConfig, existing: ExistingRun) -> "ProxyTrainer":
     """The trainer of a run: its corpus read, its model made, its optimizer wrapped."""
-    corpus = stage.read_corpus(config, existing)
+    selection = None if config.selection is None else _read_selection(config.selection)
+
+    def check(model: nn.Module) -> None:
+        if selection is not None:
+            resolve(selection, model.parameters(), dict(model.named_parameters()))
+
+    def objective_of(names: Sequence[str]) -> Objective:
+        return Objective.of(names, parse_target(config.target))
+
+    corpus, model = stage.corpus_and_model(
+        config, existing, rows_of=lambda names: len(objective_of(names).rows), check=check
+    )
     # A resumed run keeps the mu that it began with, whatever becomes of the default.
     mu = existing.record.get("resolved", {}).get("mu", config.mu)
-    objective = Objective.of(corpus.names, parse_target(config.target))
-    model = stage.make_model(config, corpus, num_rows=len(objective.rows))
-    return ProxyTrainer(config, corpus, model, objective=objective, mu=mu)
+    objective = objective_of(corpus.names)
+    return ProxyTrainer(config, corpus, model, objective=objective, mu=mu, selection=selection)
 
 
 class ProxyTrainer(RecordedTrainer, DoGETrainer):
@@ -82,6 +94,7 @@ class ProxyTrainer(RecordedTrainer, DoGETrainer):
         *,
         objective: Objective,
         mu: float | None,
+        selection: Sequence[str] | None,
     ) -> None:
         self.num_rows = len(objective.rows)
         size, seed = config.sequences_per_domain, config.training.seed
@@ -97,7 +110,7 @@ class ProxyTrainer(RecordedTrainer, DoGETrainer):
             # On the command line 0 is easier to say than None.
             domain_max_grad_norm=config.domain_max_grad_norm or None,
             smoothing=config.smoothing,
-            selection=None if config.selection is None else _read_selection(config.selection),
+            selection=selection,
             mode=config.mode,
         )
         # What the optimizer refuses is refused before anything is written.

@@ -84,9 +84,11 @@ def _is_scored(run: Path) -> bool:
 
 def prepare(config: SelectConfig, existing: ExistingRun) -> "SelectionTrainer":
     """The trainer of a run."""
-    corpus = stage.read_corpus(config, existing)
-    model = stage.make_model(config, corpus)
-    _check_strategies(config, sum(param.requires_grad for param in model.parameters()))
+
+    def check(model: nn.Module) -> None:
+        _check_strategies(config, sum(param.requires_grad for param in model.parameters()))
+
+    corpus, model = stage.corpus_and_model(config, existing, check=check)
     phase = Phase(0, baselines.uniform(corpus.tokens))
     return SelectionTrainer(config, corpus, model, (phase,))
 

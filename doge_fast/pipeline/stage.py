@@ -1,6 +1,6 @@
 """What the stages that train have in common, in the order in which a stage calls it.
 
-Settings are checked before anything is read, the corpus and the model before anything is written,
+Settings are checked before anything is read, the model and the corpus before anything is written,
 and what says that a run is complete is written last. So a refused run leaves nothing, a killed one
 is resumed by the same call, and a complete one is left as it is.
 """
@@ -8,13 +8,13 @@ is resumed by the same call, and a complete one is left as it is.
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor
-from transformers import PreTrainedModel, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, set_seed
 
 from doge_fast import atomic_file
 from doge_fast.pipeline import baselines, domains, memory, ranks, records, training
@@ -75,42 +75,52 @@ def existing_run(
     return ExistingRun(record or {}, is_complete)
 
 
-def read_corpus(config: StageConfig, existing: ExistingRun) -> Corpus:
-    """The corpus.
+def corpus_and_model(
+    config: StageConfig,
+    existing: ExistingRun,
+    *,
+    rows_of: Callable[[Sequence[str]], int] = lambda names: 0,
+    check: Callable[[PreTrainedModel], object] = lambda model: None,
+) -> tuple[Corpus, PreTrainedModel]:
+    """The corpus, and the fresh or pretrained model, which is made first: packing may take hours.
+
+    Args:
+        config: of the stage.
+        existing: what its directory holds.
+        rows_of: of how many domains and targets a step keeps a gradient of the model's size, if
+            these are trained on.
+        check: called with the model before the corpus is packed; may refuse.
 
     Raises:
-        ValueError: a run that is resumed began with another, or a step cannot fit.
+        ValueError: as `load_corpus` and `build_model`; a run that is resumed began with another
+            corpus; or a step cannot fit.
     """
-    # Before a corpus is packed, which may take hours.
+    made: list[PreTrainedModel] = []
+
+    def make(names: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> None:
+        num_rows = rows_of(names)
+
+        def check_memory(num_parameters: int) -> None:
+            needed = memory.needed(num_parameters, num_rows)
+            tokens = memory.batch(_tokens_of_step(config, num_rows))
+            _refuse_what_cannot_fit(config, needed | tokens, num_rows=num_rows)
+
+        _log.info("%s: building the model %s", config.out, config.model.model)
+        # A run of this seed always begins with the same numbers.
+        set_seed(config.training.seed)
+        size = config.corpus.block_size
+        made.append(build_model(config.model, tokenizer, block_size=size, on_size=check_memory))
+        check(made[0])
+
     check_model(config.model, block_size=config.corpus.block_size)
     # How many domains there are may be in the data alone.
-    num_rows = max(1, len({*config.corpus.domains, *config.targets}))
-    _refuse_what_cannot_fit(config, memory.batch(_tokens_of_step(config, num_rows)))
+    num_known = max(1, len({*config.corpus.domains, *config.targets}))
+    _refuse_what_cannot_fit(config, memory.batch(_tokens_of_step(config, num_known)))
     _log.info("%s: reading %s", config.out, config.corpus.data)
-    corpus = domains.load_corpus(config.corpus, targets=config.targets)
+    corpus = domains.load_corpus(config.corpus, targets=config.targets, before_packing=make)
     if existing.record:
         records.check_corpus(config.out, existing.record["corpus"], corpus.describe())
-    return corpus
-
-
-def make_model(config: StageConfig, corpus: Corpus, *, num_rows: int = 0) -> PreTrainedModel:
-    """The fresh or pretrained model; `num_rows` gradients of its size are kept in a step.
-
-    Raises:
-        ValueError: as `build_model`, or it cannot fit.
-    """
-
-    def check_memory(num_parameters: int) -> None:
-        needed = memory.needed(num_parameters, num_rows)
-        tokens = memory.batch(_tokens_of_step(config, num_rows))
-        _refuse_what_cannot_fit(config, needed | tokens, num_rows=num_rows)
-
-    _log.info("%s: building the model %s", config.out, config.model.model)
-    # A run of this seed always begins with the same numbers.
-    set_seed(config.training.seed)
-    return build_model(
-        config.model, corpus.tokenizer, block_size=corpus.block_size, on_size=check_memory
-    )
+    return corpus, made[0]
 
 
 def _tokens_of_step(config: StageConfig, num_rows: int) -> int:

@@ -131,6 +131,30 @@ def test_what_cannot_be_built_is_refused_before_a_corpus_is_packed(tmp_path, tol
         check_model(ModelConfig(model=folder_of(tmp_path, **told)), block_size=16)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "word"),
+    [
+        # A micro model has 16.
+        ("select", {"strategies": ("low17",)}, "low17 selects more parameters than the 16"),
+        ("proxy", {"selection": ["head"]}, "selection names 'head'"),
+        ("base", {"model": "bert"}, "needs a causal"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused_likewise(stage, tmp_path, name, changes, word):
+    if "selection" in changes:
+        (tmp_path / "names.json").write_text(json.dumps(changes["selection"]))
+        changes = {"selection": tmp_path / "names.json"}
+    if "model" in changes:
+        BERT.save_pretrained(tmp_path / "bert")
+        changes = {"model": str(tmp_path / "bert")}
+    call, make = stage(name)
+    config = make(cache_dir=tmp_path / "cache", **changes)
+    with pytest.raises(ValueError, match=word):
+        call(config)
+    assert not (tmp_path / "cache" / "blocks").exists()
+    assert not config.out.exists()
+
+
 def test_a_pretrained_model_without_weights_is_refused_likewise(tmp_path):
     with pytest.raises(ValueError, match="a folder with weights"):
         check_model(ModelConfig(model=folder_of(tmp_path), pretrained=True), block_size=16)
