@@ -37,6 +37,7 @@ PREFIXED = (
 _POSITIONAL_FIELDS = {(configs.ExportConfig, "file")}
 _HELP = ("-h", "--help", "--help-all")
 _UNSAID: Any = object()
+_DASHED = "What begins with - and is no option follows =, as --domains=-x, or stands in --config."
 
 
 class Option(NamedTuple):
@@ -133,10 +134,13 @@ class _Parser(argparse.ArgumentParser):
         # "argument --steps: must be ...", or "... : expected one argument".
         said = message.removeprefix("argument ").replace(": must be", " must be", 1).rstrip(".")
         end = "" if said.endswith("?") else "."
+        if "expected" in said and any(re.match("-[^-]", word) for word in self._words):
+            end += f" {_DASHED}"
         raise ValueError(f"{self.prog.removeprefix('doge-fast ')}: {said}{end}")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse, with the nearest option for one that there is not."""
+        self._words: Sequence[str] = args
         found, left = self.parse_known_args(args, namespace)
         if left:
             verb, word = self.prog.removeprefix("doge-fast "), left[0]
@@ -151,7 +155,9 @@ class _Parser(argparse.ArgumentParser):
         word = flag.lstrip("-").replace("_", "-")
         near = [each for each in known if word in ELSEWHERE.get(each.lstrip("-"), ())]
         near = near or difflib.get_close_matches(f"--{word}", known, n=1, cutoff=0.7)
-        return f"Did you mean {near[0]}?" if near else f"doge-fast {verb} --help-all lists all."
+        if near:
+            return f"Did you mean {near[0]}?"
+        return _DASHED if flag[:2] != "--" else f"doge-fast {verb} --help-all lists all."
 
 
 def _parser(

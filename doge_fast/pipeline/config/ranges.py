@@ -116,8 +116,12 @@ def check_value(name: str, value: Any, hint: Any) -> None:
             check_value(name, each, parts[0])
     elif kind is Literal:
         if value not in parts:
-            near = difflib.get_close_matches(str(value), parts, n=1)
+            # As torch and others write a device.
+            word, _, index = str(value).lower().replace("gpu", "cuda").partition(":")
+            near = difflib.get_close_matches(word, parts, n=1)
             hint_told = f" Did you mean {near[0]}?" if near else ""
+            if near == ["cuda"] and index:
+                hint_told += f" CUDA_VISIBLE_DEVICES={index} in the environment chooses which."
             raise ValueError(f"{name} must be one of {', '.join(parts)}; got {value!r}.{hint_told}")
     elif kind is Annotated:
         number, limits = parts[0], parts[1]

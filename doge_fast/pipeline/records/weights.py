@@ -85,7 +85,12 @@ def read_weights(source: str | Path, *, domains: Sequence[str] | None = None) ->
     file = str(path / WEIGHTS if path.is_dir() else path)
     if is_typed(source):
         words = [word for word in _BETWEEN.split(str(source)) if word.strip()]
-        record = _of_numbers(named.numbers(words, "weights"), file)
+        try:
+            record = _of_numbers(named.numbers(words, "weights"), file)
+            _check_weights(record, file)
+        except FileFailure as error:
+            # No file is damaged.
+            raise ValueError(str(error)) from None
     elif not os.path.lexists(file):
         raise ValueError(
             f"{file} does not exist. Name a weights.json, a run that holds one, or the weights "
@@ -95,12 +100,12 @@ def read_weights(source: str | Path, *, domains: Sequence[str] | None = None) ->
         record = read_json(Path(file))
         if not record.keys() & {"domains", "schema_version"}:
             record = _of_numbers(record, file)
-    _check_weights(record, file)
-    if record.pop("sha256", None) not in (None, weights_file.digest_of(record)):
-        raise FileFailure(
-            f"{file} is not as it was written: its sha256 differs. Restore it; or remove its field "
-            "sha256, where it was edited on purpose."
-        )
+        _check_weights(record, file)
+        if record.pop("sha256", None) not in (None, weights_file.digest_of(record)):
+            raise FileFailure(
+                f"{file} is not as it was written: its sha256 differs. Restore it; or remove its "
+                "field sha256, where it was edited on purpose."
+            )
     if domains is None:
         return record
     by_name = {entry["name"]: entry for entry in record["domains"]}
