@@ -9,6 +9,7 @@ import dis
 import errno
 import os
 import re
+import shutil
 import signal
 import traceback
 from collections.abc import Iterator
@@ -152,13 +153,23 @@ def _of_the_system(error: BaseException, directory: Path | None) -> Ending | Non
     if number is None and _OF_TORCH.search(str(error)):
         return Ending(
             WORLD,
-            f"{where}: it could not be written to its end, and the system did not say why. "
-            f"Look whether there is room, and at the disk. {_AGAIN}.",
+            f"{where}: it could not be written to its end{_room(directory)}. {_SPACE}; or look at "
+            f"the disk. {_AGAIN}.",
         )
     if number is None:
         return None
     code, sentence = _system_ending(number)
     return Ending(code, f"{where}: {sentence}")
+
+
+def _room(directory: Path | None) -> str:
+    """A clause: which disk a directory is on, and what is free there; empty without directory."""
+    if directory is None:
+        return ""
+    here = directory.resolve()
+    mount = next(each for each in (here, *here.parents) if os.path.ismount(each))
+    usage = shutil.disk_usage(here)
+    return f", and the disk at {mount} has {usage.free:,} of {usage.total:,} bytes free"
 
 
 def _system_ending(number: int) -> Ending:

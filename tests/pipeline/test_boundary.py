@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from doge_fast import cli
 from doge_fast.pipeline import failures, named, trainer
@@ -67,7 +68,7 @@ CASES = [
     (THEIRS, OSError(errno.ENOENT, "x", "a"), 2, "a: No such file or directory. Name what"),
     # As safetensors and torch.save say it.
     (THEIRS, Exception("I/O error: x (os error 28)"), 1, "No space left on device. Make room"),
-    (THEIRS, RuntimeError(f"{TORCH} unexpected pos 704 vs 598"), 1, "not say why. Look whether"),
+    (THEIRS, RuntimeError(f"{TORCH} unexpected pos 704 vs 598"), 1, "to its end. Make room there"),
     (THEIRS, RuntimeError(f"{TORCH} strerror: Permission denied"), 1, "Change its permissions"),
     (THEIRS, RuntimeError(f"{TORCH} strerror: Read-only file system"), 1, "Name another place"),
     (THEIRS, MemoryError(), 1, "There is not enough memory: MemoryError. Ask for less"),
@@ -86,6 +87,17 @@ def test_every_kind_of_failure_has_its_code_and_sentence(verb, module, error, co
     assert said.err.startswith(SENTENCE)
     assert told in said.err
     assert (said.err.count("\n") == 1) != ("not foreseen" in told)
+
+
+def test_a_full_disk_that_torch_does_not_speak_of_is_named(tmp_path):
+    with pytest.raises(RuntimeError) as found:
+        torch.save(torch.zeros(10_000), "/dev/full")
+    told = failures.ending_of(found.value, tmp_path)
+    assert told is not None
+    assert told.code == failures.WORLD
+    place = next(each for each in (tmp_path, *tmp_path.parents) if os.path.ismount(each))
+    assert f"the disk at {place} has " in told.sentence
+    assert f" of {os.statvfs(place).f_blocks * os.statvfs(place).f_frsize:,} bytes" in told.sentence
 
 
 def test_what_nobody_foresaw_has_its_traceback(verb, monkeypatch, capsys):
