@@ -46,7 +46,6 @@ class Block:
         self._allocate(num_rows, dtype)
         # Bit r: row r holds a gradient of this step.
         self.written = 0
-        self.is_pending = False
         # {row without a gradient: its memory, for whom it is reserved}
         self.reserved: dict[int, Tensor] = {}
         self.combined: Tensor | None = None
@@ -148,7 +147,8 @@ class FlatBuffer:
         self.dtype = dtype
         # By id: tensors compare elementwise. A block holds its parameter, so ids stay unique.
         self._blocks: dict[int, Block] = {}
-        self._pending_adds = False
+        # Whether the waiting gradients are added to their rows, and their device.
+        self._pending_kind = False, torch.device("cpu")
         self._forget_pending()
         # Of the last domain: parameters, their dtypes and number of rows, and blocks.
         self._found: tuple[Sequence[Tensor], object, list[Block]] = [], None, []
@@ -219,18 +219,12 @@ class FlatBuffer:
             ):
                 block = self._block(param, grad.dtype)
             adds = bool(block.written >> row & 1)
-            if self._grads and (
-                block.is_pending
-                or adds != self._pending_adds
-                or grad.device != self._grads[0].device
-            ):
+            kind = adds, grad.device
+            if self._pending and (kind != self._pending_kind or id(param) in self._pending):
                 self.flush()
             block.written |= 1 << row
-            block.is_pending = True
-            self._pending.append(block)
-            self._pending_adds = adds
-            self._grads.append(grad)
-            self._rows.append(block.rows[row])
+            self._pending[id(param)] = grad, block.rows[row]
+            self._pending_kind = kind
             self._pending_bytes += grad.nbytes
             if self._pending_bytes >= PENDING_BYTES.get(grad.device.type, PENDING_BYTES_ELSEWHERE):
                 self.flush()
@@ -246,7 +240,7 @@ class FlatBuffer:
         """
         with self._lock:
             block = self._block(param, dtype)
-            if block.is_pending:
+            if id(param) in self._pending:
                 self.flush()
             these = ((1 << num_rows) - 1) << first_row
             adds = bool(block.written & these)
@@ -282,17 +276,15 @@ class FlatBuffer:
 
     def flush(self) -> None:
         """Write the gradients that wait."""
-        if self._grads:
+        if self._pending:
+            grads, rows = zip(*self._pending.values(), strict=True)
             with phase("accumulate"):
-                accumulate(self._grads, self._rows, add=self._pending_adds)
-        for block in self._pending:
-            block.is_pending = False
+                accumulate(grads, rows, add=self._pending_kind[0])
         self._forget_pending()
 
     def _forget_pending(self) -> None:
-        self._grads: list[Tensor] = []
-        self._rows: list[Tensor] = []
-        self._pending: list[Block] = []
+        # {id of a parameter: its gradient, and the row}
+        self._pending: dict[int, tuple[Tensor, Tensor]] = {}
         self._pending_bytes = 0
 
     def clear(self) -> None:
@@ -300,7 +292,6 @@ class FlatBuffer:
         self._forget_pending()
         for block in self._blocks.values():
             block.written = 0
-            block.is_pending = False
             block.reserved.clear()
         # The model may move before the next step.
         self._found = [], None, []
@@ -382,10 +373,8 @@ def _refusal_of_sparse(param: Tensor, grad: Tensor) -> RuntimeError:
 def weighted_gradients(blocks: Sequence[Block], coefficients_B: Tensor) -> list[Tensor]:
     """sum_r c_r g_r for every block, in the memory that becomes `p.grad`."""
     gradients = [block.gradient() for block in blocks]
-    outs = gradients
-    if not all(map(Tensor.is_contiguous, gradients)):
-        # Rows have logical order: a gradient with other strides is copied from a contiguous sum.
-        outs = [g if g.is_contiguous() else g.new_empty(g.shape) for g in gradients]
+    # Rows have logical order: a gradient with other strides is copied from a contiguous sum.
+    outs = [g if g.is_contiguous() else g.new_empty(g.shape) for g in gradients]
     weighted_sum([block.rows_BN for block in blocks], coefficients_B, out=outs)
     for gradient, values in zip(gradients, outs, strict=True):
         if values is not gradient:
