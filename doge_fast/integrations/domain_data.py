@@ -314,7 +314,10 @@ def part_of(
     be the examples; ValueError if these differ in length. A domain of a single rank is unchanged.
     """
     lengths = {
-        name: {key: len(rows) if _has_axis(rows) else None for key, rows in domain.items()}
+        name: {
+            key: len(rows) if isinstance(rows, Tensor) and rows.dim() else None
+            for key, rows in domain.items()
+        }
         for name, domain in batch.items()
     }
     # A batch of scalars is one example.
@@ -332,10 +335,6 @@ def part_of(
                 )
             batches[name] = {key: rows[first:last] for key, rows in batch[name].items()}
     return RankBatch(batches, mine, sizes)
-
-
-def _has_axis(rows: Any) -> bool:
-    return isinstance(rows, Tensor) and rows.dim() > 0
 
 
 def shares(parts: Sequence[RankBatch]) -> dict[str, float]:

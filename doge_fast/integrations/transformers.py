@@ -12,7 +12,7 @@ sum only the number of targets of each domain in a step, and the losses for the 
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from inspect import signature
 from itertools import islice
@@ -48,20 +48,16 @@ class _TrainersAround(type):
     def mro(cls) -> list[type]:
         """Python's order, with that class moved."""
         order = super().mro()
-        bottom = next((each for each in order[::-1] if "_step_by_domain" in vars(each)), None)
-        if bottom is not None:
-            order.remove(bottom)
-            order.insert(order.index(Trainer), bottom)
+        bottom = next(each for each in order if each.__name__ == "_StepByDomain")
+        order.remove(bottom)
+        order.insert(order.index(Trainer), bottom)
         return order
 
 
 class _StepByDomain(Trainer, metaclass=_TrainersAround):
     """Trainer with a step of several gradients."""
 
-    def _step_by_domain(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any
-    ) -> Tensor:
-        raise NotImplementedError
+    _step_by_domain: Callable[[nn.Module, dict[str, Any], Any], Tensor]
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
