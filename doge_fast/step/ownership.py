@@ -26,18 +26,13 @@ NUM_NAMED = 3
 _IS_BETWEEN = re.compile(r"(doge_fast|torch|contextlib)\b").match
 
 
-class _Open(threading.local):
-    """The owner of the domain that is open on this thread. Two threads may train two models."""
-
-    owner: object | None = None
-
-
-_open = _Open()
+# Its `owner` has a domain open on this thread. Two threads may train two models.
+_open = threading.local()
 
 
 def refuse_second(owner: object) -> None:
     """Raise RuntimeError if another DoGEOptimizer has a domain open on this thread."""
-    if _open.owner is not None and _open.owner is not owner:
+    if getattr(_open, "owner", None) not in (None, owner):
         raise RuntimeError(
             "a domain of another DoGEOptimizer is open; the two would learn separate mixtures, "
             "each from a part of the gradient. Pass both optimizers to one: "
@@ -123,21 +118,11 @@ class OneStep:
     ) -> None:
         self._is_combined = is_combined
         self.begin()
-        ref = weakref.ref(self)
-
-        def before(optimizer: Optimizer, *_: Any) -> None:
-            if (watch := ref()) is not None:
-                watch._enter(optimizer)
-
-        def after(optimizer: Optimizer, *_: Any) -> None:
-            if (watch := ref()) is not None:
-                watch._leave(optimizer)
-
         for optimizer in optimizers:
             # Not there if a class leaves out torch's __init__.
             if hasattr(optimizer, "_optimizer_step_pre_hooks"):
-                optimizer.register_step_pre_hook(before)
-                optimizer.register_step_post_hook(after)
+                optimizer.register_step_pre_hook(weakly(self._enter))
+                optimizer.register_step_post_hook(weakly(self._leave))
 
     def begin(self) -> None:
         """A new gradient is in `p.grad`."""
@@ -162,6 +147,17 @@ class OneStep:
         self._depth -= 1
         if not self._depth:
             self._stepped.add(id(optimizer))
+
+
+def weakly(method: Callable[[Any], None]) -> Callable[..., None]:
+    """A hook that calls a method with its first argument, and does not keep the owner alive."""
+    ref, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
+
+    def hook(argument: Any, *_: Any) -> None:
+        if (owner := ref()) is not None:
+            function(owner, argument)
+
+    return hook
 
 
 def _level_of_the_caller() -> int:

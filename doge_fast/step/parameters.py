@@ -41,13 +41,7 @@ class TrackedParameters:
         self, optimizer: Optimizer, selection: Collection[str] | Collection[Tensor] | None
     ) -> None:
         self._optimizer = optimizer
-        # {id: (parameter, hook)}; holding the parameter keeps its id unique.
-        self._hooks: dict[int, tuple[Tensor, Any]] = _hooks_of(self)
-        # {id of a parameter with a hook: the function that it calls}
-        self._hooked: dict[int, Receive | None] = {}
-        self._start_noting()
-        self.receive: Receive | None = None
-        """Called with each tracked parameter on a CPU when its gradient is complete."""
+        self._start()
         self.params: list[Tensor] = self.look_up()
         """The tracked parameters, as `scan` found them last."""
         self._check()
@@ -63,17 +57,22 @@ class TrackedParameters:
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the hooks, which cannot be pickled."""
-        left = ("_hooks", "_hooked", "_noted", "_finished", "note", "_watch", "receive")
-        return {name: value for name, value in self.__dict__.items() if name not in left}
+        lasting = ("_optimizer", "_selection", "params", "selected_ids")
+        return {name: getattr(self, name) for name in lasting}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """The same parameters, without hooks."""
         self.__dict__.update(state)
-        self._hooks, self.receive = _hooks_of(self), None
-        self._hooked = {}
-        self._start_noting()
+        self._start()
 
-    def _start_noting(self) -> None:
+    def _start(self) -> None:
+        # {id: (parameter, hook)}; holding the parameter keeps its id unique.
+        self._hooks: dict[int, tuple[Tensor, Any]] = {}
+        weakref.finalize(self, _remove, self._hooks).atexit = False
+        # {id of a parameter with a hook: the function that it calls}
+        self._hooked: dict[int, Receive | None] = {}
+        self.receive: Receive | None = None
+        """Called with each tracked parameter on a CPU when its gradient is complete."""
         self._noted: deque[Tensor] = deque(maxlen=1)
         self.note: Receive = self._noted.append
         """Notes that a gradient is in `p.grad`."""
@@ -288,13 +287,6 @@ def resolve(
             )
         selected.append(param)
     return selected
-
-
-def _hooks_of(parameters: TrackedParameters) -> dict[int, tuple[Tensor, Any]]:
-    """A new dict of hooks, which are removed when `parameters` is collected."""
-    hooks: dict[int, tuple[Tensor, Any]] = {}
-    weakref.finalize(parameters, _remove, hooks).atexit = False
-    return hooks
 
 
 def _remove(hooks: dict[int, tuple[Tensor, Any]]) -> None:

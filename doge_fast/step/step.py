@@ -5,9 +5,7 @@ and combined once the weighted gradient is in `p.grad`::
 
     empty -> open -> collected -> open -> collected -> ... -> combined -> empty
 
-While a domain is open on a CPU, a hook on each parameter takes its gradient as soon as autograd has
-finished it and adds it to the domain's row of the flat buffer, so `p.grad` stays None. On a GPU
-gradients stay in `p.grad` until the domain is left, and then go to the buffer in one call. A
+While a domain is open its gradients go to a row of the flat buffer (`parameters` says when). A
 backward pass outside any domain leaves a gradient that the next `domain()` or `step()` refuses.
 
 A data-parallel rank learns what the others have entered when the step is combined.
@@ -15,9 +13,8 @@ A data-parallel rank learns what the others have entered when the step is combin
 
 import enum
 import sys
-import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -153,7 +150,7 @@ class Step:
         # Whether a state that appears in the wrapped optimizer was loaded in its place.
         self._may_be_loaded = not self._inner.state
         self._one_step = ownership.OneStep(each_of(self._inner), self.buffer.is_combined)
-        self.parameters.receive = _receiver(weakref.ref(self))
+        self.parameters.receive = torch.compiler.disable(ownership.weakly(self.receive))  # type: ignore[no-untyped-call]
         self.parameters.scan()
 
     _LASTING = (
@@ -183,7 +180,6 @@ class Step:
             self._enter((name,))
         with self._opened({name: count}, self._row_of(name)):
             yield
-        self._combine_if_complete()
 
     @contextmanager
     def stacked(self, model: nn.Module, sizes: Mapping[str, int]) -> Iterator[None]:
@@ -202,7 +198,6 @@ class Step:
             with stacked_model.recording(segments):
                 yield
             opened.has_received = stacked_model.has_written
-        self._combine_if_complete()
 
     def _entering(self) -> AbstractContextManager[None]:
         # Inside an open domain, the block of that domain tells the other ranks. Between combine()
@@ -299,6 +294,9 @@ class Step:
             self._received.times[name] += 1
             self._received.counts[name] += count
         self.state = StepState.COLLECTED
+        if self._is_complete:
+            with self._dropped_on_failure():
+                self._combine(None)
 
     def receive(self, param: Tensor) -> None:
         """Take the gradient that autograd has just put into `param.grad`."""
@@ -348,11 +346,6 @@ class Step:
         if self.micro_batches is None or not self._received.times or self.exchange.has_own_rows:
             return False
         return all(self._received.times[name] == self.micro_batches for name in self.subset.rows)
-
-    def _combine_if_complete(self) -> None:
-        if self._is_complete:
-            with self._dropped_on_failure():
-                self._combine(None)
 
     def combine(self, grad_scale: float | Tensor | None) -> None:
         """As `DoGEOptimizer.combine`; does nothing if the last domain has combined."""
@@ -614,18 +607,6 @@ class Step:
                 f"{list(self.subset.rows)}. Run backward for them inside optimizer.domain(name), "
                 "or pass absent='keep' to allow a step without some domains."
             )
-
-
-def _receiver(ref: "weakref.ref[Step]") -> Callable[[Tensor], None]:
-    """A hook that calls `receive` of a step, without keeping the step and its buffer alive."""
-
-    def on_gradient(param: Tensor) -> None:
-        step = ref()
-        if step is not None:
-            step.receive(param)
-
-    hook: Callable[[Tensor], None] = torch.compiler.disable(on_gradient)  # type: ignore[no-untyped-call]
-    return hook
 
 
 def _gram_matrices(

@@ -31,6 +31,8 @@ class Subset:
         if not is_integer(seed) or seed < 0:
             raise ValueError(f"seed must be an integer, at least 0; got {seed!r}.")
         self._objective = objective
+        self.all_rows = objective.rows
+        """Names of the rows of all steps."""
         self._num_domains = _checked_number(objective, num_domains)
         self._seed = seed
         self.draw(0)
@@ -50,11 +52,6 @@ class Subset:
         """Names of the buffer's rows."""
         self.slots = {name: slot for slot, name in enumerate(self.rows)}
         """{name: its row of the buffer}."""
-
-    @property
-    def all_rows(self) -> tuple[str, ...]:
-        """Names of the rows of all steps."""
-        return self._objective.rows
 
 
 def _checked_number(objective: Objective, num_domains: int | None) -> int:
