@@ -1,8 +1,4 @@
-"""A parameter's gradient as a sum over tokens; a rule yields one of these classes.
-
-    Outer    sum_t left_t right_t^T          a matrix (`linear.py`)
-    Lookup   sum_t onehot(id_t) right_t^T    a table of vectors (`embedding.py`)
-    Sum      sum_t values_t                  gains and biases
+"""A parameter's gradient as a sum over tokens: `Outer`, `Lookup` or `Sum`, as a rule yields it.
 
 The row of a domain is the sum over its tokens.
 """
