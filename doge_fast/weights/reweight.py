@@ -88,6 +88,22 @@ class LastStep(NamedTuple):
     """eta of this step, as in the parameter group; None: not known."""
 
 
+class StepTensors(NamedTuple):
+    """The tensors of a step, as `reweight` takes them."""
+
+    gram_BB: Tensor
+    full_BB: Tensor
+    state_S: Tensor
+    tau_R: Tensor
+    slot_R: Tensor
+    settings_C: Tensor
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """R, K and B."""
+        return len(self.tau_R), num_domains_of(self.state_S), len(self.gram_BB)
+
+
 def new_state(alpha_K: Tensor) -> Tensor:
     """[3 K + 2]: `alpha_K` as weights and as their mean; zero scores and counts."""
     rest = torch.zeros(len(alpha_K) + len(COUNTS), dtype=alpha_K.dtype, device=alpha_K.device)
@@ -149,28 +165,21 @@ def reweight(
 
     Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), eq. (update_dw), Algorithm 1.
     """
-    tensors = (gram_BB, full_BB, state_S, tau_R, slot_R, settings_C)
+    tensors = StepTensors(gram_BB, full_BB, state_S, tau_R, slot_R, settings_C)
     if score not in NAMED_SCORES.values():
         implementation = "torch"
-    outputs = choose("reweight", gram_BB.device, implementation)(*tensors, score)
+    outputs = choose("reweight", gram_BB.device, implementation)(tensors, score)
     return _step_views(*outputs, num_rows=len(tau_R), num_slots=len(gram_BB))
 
 
-def in_torch(
-    gram_BB: Tensor,
-    full_BB: Tensor,
-    state_S: Tensor,
-    tau_R: Tensor,
-    slot_R: Tensor,
-    settings_C: Tensor,
-    score: Score,
-) -> tuple[Tensor, Tensor, Tensor]:
+def in_torch(tensors: StepTensors, score: Score) -> tuple[Tensor, Tensor, Tensor]:
     """The step in plain torch: some fifty small operations, on any device.
 
     Returns:
         The [V] values that `LastStep` views, and `skipped` and `found_inf`.
     """
-    num_rows, num_slots, num_domains = len(tau_R), len(gram_BB), num_domains_of(state_S)
+    gram_BB, full_BB, state_S, tau_R, slot_R, settings_C = tensors
+    num_rows, num_domains, num_slots = tensors.sizes
     num_drawn = num_slots - (num_rows - num_domains)
     state, settings = state_views(state_S), StepSettings(*settings_C.unbind())
     present_R = slot_R >= 0
@@ -260,43 +269,28 @@ def _step_views(
     )
 
 
-def empty_outputs(gram_BB: Tensor, state_S: Tensor, tau_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def empty_outputs(tensors: StepTensors) -> tuple[Tensor, Tensor, Tensor]:
     """Empty results: [V] float64, a bool and a float32 scalar; V = R^2 + B + R + 4 K + 1."""
-    num_rows = len(tau_R)
-    size = num_rows**2 + len(gram_BB) + num_rows + 4 * num_domains_of(state_S) + 1
-    return (
-        gram_BB.new_empty(size),
-        gram_BB.new_empty((), dtype=torch.bool),
-        gram_BB.new_empty((), dtype=torch.float32),
-    )
+    num_rows, num_domains, num_slots = tensors.sizes
+    size = num_rows**2 + num_slots + num_rows + 4 * num_domains + 1
+    empty = tensors.gram_BB.new_empty
+    return empty(size), empty((), dtype=torch.bool), empty((), dtype=torch.float32)
 
 
-def check_arguments(
-    gram_BB: Tensor,
-    full_BB: Tensor,
-    state_S: Tensor,
-    tau_R: Tensor,
-    slot_R: Tensor,
-    settings_C: Tensor,
-    score: Score,
-) -> None:
+def check_arguments(tensors: StepTensors, score: Score) -> None:
     """Raise ValueError unless the shapes, dtypes and devices belong together."""
-    num_rows, num_slots, num_domains = len(tau_R), len(gram_BB), num_domains_of(state_S)
+    num_rows, num_domains, num_slots = tensors.sizes
     are_rows_right = 1 <= num_domains <= num_rows and num_rows - num_domains < num_slots <= num_rows
-    expected = {
-        "gram_BB": (gram_BB, (num_slots, num_slots), torch.float64),
-        "full_BB": (full_BB, (num_slots, num_slots), torch.float64),
-        "state_S": (state_S, (3 * num_domains + 2,), torch.float64),
-        "tau_R": (tau_R, (num_rows,), torch.float64),
-        "slot_R": (slot_R, (num_rows,), torch.int32),
-        "settings_C": (settings_C, (len(StepSettings._fields),), torch.float64),
-    }
-    for name, (tensor, shape, dtype) in expected.items():
+    square, row = (num_slots, num_slots), (num_rows,)
+    shapes = square, square, (3 * num_domains + 2,), row, row, (len(StepSettings._fields),)
+    device = tensors.gram_BB.device
+    for (name, tensor), shape in zip(tensors._asdict().items(), shapes, strict=True):
+        dtype = torch.int32 if name == "slot_R" else torch.float64
         is_right = tensor.shape == shape and tensor.dtype == dtype and tensor.is_contiguous()
-        if not are_rows_right or not is_right or tensor.device != gram_BB.device:
+        if not are_rows_right or not is_right or tensor.device != device:
             raise ValueError(
                 f"reweight() needs {name} contiguous, of shape {list(shape)} and {dtype} on "
-                f"{gram_BB.device}, where 1 <= K <= R and R - K < B <= R; it has shape "
+                f"{device}, where 1 <= K <= R and R - K < B <= R; it has shape "
                 f"{list(tensor.shape)}, strides {tensor.stride()} and {tensor.dtype} on "
                 f"{tensor.device}."
             )

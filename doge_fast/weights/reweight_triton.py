@@ -15,7 +15,7 @@ from torch import Tensor
 
 from doge_fast.kernels.triton_support import on_device
 from doge_fast.weights import scores
-from doge_fast.weights.reweight import StepSettings, empty_outputs, num_domains_of
+from doge_fast.weights.reweight import StepSettings, StepTensors, empty_outputs
 
 # Float64 elements of a slab; 128 threads then hold 32 each, in 64 registers.
 SLAB = 4096
@@ -33,25 +33,12 @@ TOTAL_MAX = tl.constexpr(_ORDER("max_grad_norm"))
 SMOOTHING = tl.constexpr(_ORDER("smoothing"))
 
 
-def reweight(
-    gram_BB: Tensor,
-    full_BB: Tensor,
-    state_S: Tensor,
-    tau_R: Tensor,
-    slot_R: Tensor,
-    settings_C: Tensor,
-    score: scores.Score,
-) -> tuple[Tensor, Tensor, Tensor]:
+def reweight(tensors: StepTensors, score: scores.Score) -> tuple[Tensor, Tensor, Tensor]:
     """As `doge_fast.weights.reweight.in_torch`, for "paper" and "published"."""
-    outputs = empty_outputs(gram_BB, state_S, tau_R)
-    constants = constants_of(len(tau_R), num_domains_of(state_S), len(gram_BB), score.name)
-    with on_device(gram_BB.device):
-        reweight_once[(1,)](
-            *(gram_BB, full_BB, state_S, tau_R, slot_R, settings_C),
-            *outputs,
-            **constants,
-            num_warps=NUM_WARPS,
-        )
+    outputs = empty_outputs(tensors)
+    constants = constants_of(*tensors.sizes, score.name)
+    with on_device(tensors.gram_BB.device):
+        reweight_once[(1,)](*tensors, *outputs, **constants, num_warps=NUM_WARPS)
     return outputs
 
 
