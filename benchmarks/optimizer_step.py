@@ -19,8 +19,8 @@ import torch
 
 from benchmarks import memory, models, protocol, steps
 from benchmarks.models import PAPER, Shape
+from benchmarks.protocol import paired
 from benchmarks.steps import Problem
-from doge_fast.alternation import paired
 
 # Two cores: what the tokens of a step take in seconds, and a bar at few tokens a domain.
 CPU_PROBLEMS = (

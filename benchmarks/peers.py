@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from benchmarks import memory, models, protocol, steps
 from benchmarks.models import PAPER, Shape
+from benchmarks.protocol import paired
 from benchmarks.steps import LEARNING_RATE, DogeStep, PlainStep, Problem
 from doge_fast import reference
-from doge_fast.alternation import paired
 
 MU = 1.0
 CPU_PROBLEM = Problem(Shape(4, 4, 256, 4096, 128), 7, 7)

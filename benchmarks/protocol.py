@@ -7,6 +7,7 @@ before each one, unless the data are many times their size.
 import gc
 import importlib.metadata
 import json
+import math
 import platform
 import subprocess
 from dataclasses import asdict
@@ -15,12 +16,30 @@ from typing import Any
 
 import torch
 
-from doge_fast.alternation import Call, Ratio
+from doge_fast.alternation import Call, Ratio, alternated, ratio_of
 
 # Data this many times as large as the last cache come from memory whatever ran before.
 CACHES_FOR_COLD = 8
 # Where the machine does not say how large its last cache is.
 ASSUMED_CACHE_BYTES = 64 << 20
+
+
+def paired(
+    variant: Call,
+    baseline: Call,
+    *,
+    pairs: int,
+    warm_up: int = 2,
+    device: torch.device | str = "cpu",
+    seconds: float = math.inf,
+) -> Ratio:
+    """Time two callables alternately, the order swapped from pair to pair."""
+    for _ in range(warm_up):
+        variant()
+        baseline()
+    calls = {"variant": variant, "baseline": baseline}
+    times = alternated(calls, rounds=pairs, device=device, seconds=seconds)
+    return ratio_of(times["variant"], times["baseline"])
 
 
 def cold(num_bytes: int, device: torch.device | str = "cpu") -> Call | None:

@@ -22,9 +22,10 @@ from torch import Tensor, nn
 
 from benchmarks import memory, models, optimizer_step, protocol, steps
 from benchmarks.models import Shape
+from benchmarks.protocol import paired
 from benchmarks.steps import DogeStep, PlainStep, Problem
 from doge_fast import DoGEOptimizer, losses
-from doge_fast.alternation import alternated, paired, ratio_of
+from doge_fast.alternation import alternated, ratio_of
 from doge_fast.losses import domain_losses, linear_domain_losses
 
 # Two cores; bars of the ratio to a plain step. The others show where one after another wins.

@@ -43,24 +43,6 @@ class Ratio:
     pairs: int
 
 
-def paired(
-    variant: Call,
-    baseline: Call,
-    *,
-    pairs: int,
-    warm_up: int = 2,
-    device: torch.device | str = "cpu",
-    seconds: float = math.inf,
-) -> Ratio:
-    """Time two callables alternately, the order swapped from pair to pair."""
-    for _ in range(warm_up):
-        variant()
-        baseline()
-    calls = {"variant": variant, "baseline": baseline}
-    times = alternated(calls, rounds=pairs, device=device, seconds=seconds)
-    return ratio_of(times["variant"], times["baseline"])
-
-
 def alternated(
     calls: Mapping[str, Call],
     *,
