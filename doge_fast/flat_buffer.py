@@ -112,6 +112,17 @@ def local_gradient(param: Any, grad: Any) -> Tensor:
     return local_of(grad)
 
 
+def on_device(
+    numbers: Sequence[Any] | Tensor, device: torch.device, dtype: torch.dtype = torch.int64
+) -> Tensor:
+    """The numbers as a tensor on `device`; the host does not wait for the copy."""
+    values = torch.as_tensor(numbers, dtype=dtype)
+    if device.type == "cuda" and values.device.type == "cpu":
+        # Pinned, or the copy would make the host wait for the device.
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)
+
+
 def _new_rows(param: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
     num_columns = local_of(param).numel()
     stride = -(-num_columns // ALIGNMENT) * ALIGNMENT
@@ -163,10 +174,7 @@ class FlatBuffer:
     @property
     def num_bytes(self) -> int:
         """Bytes of all blocks, padding included; the combined gradients are not counted."""
-        return sum(
-            block.rows_BN.stride(0) * block.rows_BN.shape[0] * block.rows_BN.element_size()
-            for block in self._blocks.values()
-        )
+        return sum(block.rows_BN.untyped_storage().nbytes() for block in self._blocks.values())
 
     def receive_all(self, row: int, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         """`receive` all parameters and their gradients in one call."""

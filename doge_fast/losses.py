@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from doge_fast.stacked.layers.batch import on_device
+from doge_fast.flat_buffer import on_device
 from doge_fast.stacked.layers.linear import autocast_dtype, multiply, without_autocast
 from doge_fast.stacked.layers.token_sums import exact, wide_dtype
 from doge_fast.stacked.stacked import StackedModel, pass_of, sizes_of

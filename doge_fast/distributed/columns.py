@@ -20,7 +20,7 @@ from torch import distributed as dist
 
 from doge_fast.distributed.exchange import Columns, Exchange
 from doge_fast.distributed.process_group import Agreement, Communicator, Report, all_gather
-from doge_fast.flat_buffer import Block
+from doge_fast.flat_buffer import Block, on_device
 from doge_fast.kernels import gram, weighted_sum
 
 # Elements to which shards are aligned, as the rows of the flat buffer.
@@ -111,7 +111,7 @@ class ColumnExchange(Exchange):
     def gram(self, rows: Sequence[Tensor]) -> Tensor:
         """The sum of the shards' Gram matrices."""
         gram_PP = gram(rows)
-        shares_BP = self._shares_on(gram_PP.device)
+        shares_BP = on_device(self._shares_BP, gram_PP.device, torch.float64)
         gram_BB = self._ranks.sum(shares_BP @ gram_PP @ shares_BP.T)
         # A product of three matrices need not be symmetric to the bit.
         symmetric_BB: Tensor = gram_BB.tril() + gram_BB.tril(-1).T
@@ -122,8 +122,8 @@ class ColumnExchange(Exchange):
         self._fit(columns)
         # A rank writes its shard at its place in the memory of all shards.
         mine = [whole_nC[self._ranks.rank] for whole_nC in self._sums]
-        coefficients_P = self._shares_on(coefficients_B.device).T @ coefficients_B
-        weighted_sum(columns.rows, coefficients_P, out=mine)
+        shares_BP = on_device(self._shares_BP, coefficients_B.device, torch.float64)
+        weighted_sum(columns.rows, shares_BP.T @ coefficients_B, out=mine)
         self._ranks.broadcast(state_S)
         with self._ranks.naming_lost_ranks():
             for whole_nC, mine_C in zip(self._sums, mine, strict=True):
@@ -151,13 +151,6 @@ class ColumnExchange(Exchange):
             self._sums = [
                 torch.empty(shape, dtype=dtype, device=device) for dtype, device, shape in kinds
             ]
-
-    def _shares_on(self, device: torch.device) -> Tensor:
-        """[B, P] float64 on the device."""
-        if device.type == "cuda":
-            # Pinned, or the copy would make the host wait for the device.
-            return self._shares_BP.pin_memory().to(device, non_blocking=True)
-        return self._shares_BP.to(device)
 
 
 def _shares_of(counts_nB: Tensor) -> Tensor:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from doge_fast.flat_buffer import on_device
 from doge_fast.integrations.domain_data import Batch
 from doge_fast.losses import IGNORED, domain_losses, linear_domain_losses
-from doge_fast.stacked.layers.batch import on_device
 
 # Architectures whose head does not scale or cap its logits.
 PLAIN_HEADS = ("gpt2", "llama", "qwen2", "mistral", "gpt_neox")

@@ -26,10 +26,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 
 from doge_fast.distributed import default_group
+from doge_fast.flat_buffer import on_device
 from doge_fast.integrations import causal_lm, domain_data
 from doge_fast.integrations.domain_data import Batch, RankBatch, examples_of_rank
 from doge_fast.optimizer import DoGEOptimizer
-from doge_fast.stacked.layers.batch import on_device
 from doge_fast.weights.defaults import DOMAIN_MAX_GRAD_NORM
 from doge_fast.weights.objective import Objective
 from doge_fast.weights.scores import Score

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from doge_fast.flat_buffer import on_device
+
 
 class Segment(NamedTuple):
     """One domain of a batch: its row of the buffer, and its examples `first` up to `last`."""
@@ -68,17 +70,6 @@ class DomainRun:
             starts = [(border - self.borders[0]) * per_example for border in self.borders]
             self._borders_on[key] = on_device(starts, device)
         return self._borders_on[key]
-
-
-def on_device(
-    numbers: Sequence[Any] | Tensor, device: torch.device, dtype: torch.dtype = torch.int64
-) -> Tensor:
-    """The numbers as a tensor on `device`; the host does not wait for the copy."""
-    values = torch.as_tensor(numbers, dtype=dtype)
-    if device.type == "cuda" and values.device.type == "cpu":
-        # Pinned, or the copy would make the host wait for the device.
-        values = values.pin_memory()
-    return values.to(device, non_blocking=True)
 
 
 def runs_of(segments: Sequence[Segment]) -> list[DomainRun]:
