@@ -1,16 +1,16 @@
 """Embeddings: the gradient of a row is the sum over the tokens that looked this row up."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from doge_fast.kernels import segment_sum
 from doge_fast.stacked.layers.batch import DomainRun
-from doge_fast.stacked.layers.rule import LayerRule
-from doge_fast.stacked.layers.token_sums import TokenSum, put, sums_one_by_one
+from doge_fast.stacked.layers.rule import Gradients, LayerRule
+from doge_fast.stacked.layers.token_sums import put, sums_one_by_one
 
 
 class EmbeddingRule(LayerRule):
@@ -27,9 +27,7 @@ class EmbeddingRule(LayerRule):
         """The vectors; nothing is saved."""
         return F.embedding(x, module.weight), ()
 
-    def gradients(
-        self, module: Any, grad: Tensor, x: Tensor, *saved: Tensor
-    ) -> Iterator[tuple[nn.Parameter | None, TokenSum]]:
+    def gradients(self, module: Any, grad: Tensor, x: Tensor, *saved: Tensor) -> Gradients:
         """The gradient of the matrix."""
         if module.padding_idx is not None:
             grad = grad.masked_fill((x == module.padding_idx)[..., None], 0)

@@ -1,16 +1,16 @@
 """Linear layers: torch's Linear and transformers' Conv1D, whose weight is transposed."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from doge_fast.stacked.layers.batch import DomainRun
-from doge_fast.stacked.layers.rule import LayerRule
-from doge_fast.stacked.layers.token_sums import Sum, TokenSum, put
+from doge_fast.stacked.layers.rule import Gradients, LayerRule
+from doge_fast.stacked.layers.token_sums import Sum, put
 
 # A weight with at most so many elements gets the products of all domains from one call. On a CPU a
 # larger product keeps all cores busy by itself; on other devices one call is always faster.
@@ -49,9 +49,7 @@ class LinearRule(LayerRule):
         weight = saved[0].to(grad.dtype)
         return grad @ (weight.t() if self.is_transposed else weight)
 
-    def gradients(
-        self, module: Any, grad: Tensor, x: Tensor, *saved: Tensor
-    ) -> Iterator[tuple[nn.Parameter | None, TokenSum]]:
+    def gradients(self, module: Any, grad: Tensor, x: Tensor, *saved: Tensor) -> Gradients:
         """The gradients of weight and bias."""
         yield module.weight, Outer(x, grad) if self.is_transposed else Outer(grad, x)
         yield module.bias, Sum(grad)

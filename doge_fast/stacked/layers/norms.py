@@ -3,18 +3,18 @@
 y = n(x) * w + b, hence dw = sum_t dy_t * n(x_t) and db = sum_t dy_t.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from doge_fast.kernels import segment_sum
 from doge_fast.stacked.layers.batch import DomainRun
 from doge_fast.stacked.layers.linear import autocast_dtype
-from doge_fast.stacked.layers.rule import LayerRule
-from doge_fast.stacked.layers.token_sums import Sum, TokenSum, exact, put, sums_one_by_one
+from doge_fast.stacked.layers.rule import Gradients, LayerRule
+from doge_fast.stacked.layers.token_sums import Sum, exact, put, sums_one_by_one
 
 
 class LayerNormRule(LayerRule):
@@ -37,9 +37,7 @@ class LayerNormRule(LayerRule):
         """dx, by torch's kernel."""
         return _layer_norm_backward(grad, x, saved, [True, False, False])[0]
 
-    def gradients(
-        self, module: Any, grad: Tensor, x: Tensor, *saved: Tensor
-    ) -> Iterator[tuple[nn.Parameter | None, TokenSum]]:
+    def gradients(self, module: Any, grad: Tensor, x: Tensor, *saved: Tensor) -> Gradients:
         """The gradients of gain and bias."""
         dtype = module.weight.dtype
         yield module.weight, _Gain(grad, x, dtype, saved)
@@ -134,9 +132,7 @@ class _GainRule(LayerRule):
         """dx = dy w."""
         return grad * saved[0]
 
-    def gradients(
-        self, module: Any, grad: Tensor, x: Tensor, *saved: Tensor
-    ) -> Iterator[tuple[nn.Parameter | None, TokenSum]]:
+    def gradients(self, module: Any, grad: Tensor, x: Tensor, *saved: Tensor) -> Gradients:
         """The gradient of the gain."""
         yield module.weight, _Gain(grad, x, torch.promote_types(grad.dtype, x.dtype))
 

@@ -9,6 +9,9 @@ from torch import Tensor, nn
 from doge_fast.stacked.layers.batch import DomainRun
 from doge_fast.stacked.layers.token_sums import TokenSum
 
+Gradients = Iterator[tuple[nn.Parameter | None, TokenSum]]
+"""Each parameter, None if the module lacks it, with its `Outer`, `Lookup` or `Sum`."""
+
 
 class LayerRule(ABC):
     """The rule of a module class whose forward takes one tensor and treats examples one by one.
@@ -54,10 +57,8 @@ class LayerRule(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no input_gradient().")
 
     @abstractmethod
-    def gradients(
-        self, module: Any, grad: Tensor, x: Tensor, *saved: Tensor
-    ) -> Iterator[tuple[nn.Parameter | None, TokenSum]]:
-        """Each parameter (None if the module lacks it) with its `Outer`, `Lookup` or `Sum`."""
+    def gradients(self, module: Any, grad: Tensor, x: Tensor, *saved: Tensor) -> Gradients:
+        """The gradients of the parameters as sums over tokens."""
 
     def write(
         self, gradients: Sequence[TokenSum], run: DomainRun, places: Iterable[tuple[Tensor, bool]]
