@@ -4,7 +4,7 @@ The source is a mapping, a column or a stream. This module needs torch and numpy
 methods of Hugging Face's datasets by name.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -163,7 +163,7 @@ class DomainStream(IterableDataset[dict[str, Batch]]):
 
     def __iter__(self) -> Iterator[dict[str, Batch]]:
         """One pass over the stream."""
-        waiting: dict[str, list[Any]] = {name: [] for name in self.rows}
+        waiting: dict[str, deque[Any]] = {name: deque() for name in self.rows}
         num_waited, num_batches = 0, 0
         # Of a class label examples hold the number.
         label = (getattr(self.stream, "features", None) or {}).get(self.column)
@@ -178,14 +178,17 @@ class DomainStream(IterableDataset[dict[str, Batch]]):
             self._put(example, waiting)
             num_waited += 1
             if all(len(examples) >= self.batch_size for examples in waiting.values()):
-                yield {name: self._take(examples) for name, examples in waiting.items()}
+                yield {
+                    name: self.collate([examples.popleft() for _ in range(self.batch_size)])
+                    for name, examples in waiting.items()
+                }
                 num_waited, num_batches = 0, num_batches + 1
             elif num_waited >= MOST_EXAMPLES_WITHOUT:
                 self._refuse(waiting, num_waited)
         if num_waited and not num_batches:
             self._refuse(waiting, num_waited)
 
-    def _put(self, example: Mapping[str, Any], waiting: dict[str, list[Any]]) -> None:
+    def _put(self, example: Mapping[str, Any], waiting: dict[str, deque[Any]]) -> None:
         name = example[self.column]
         if name not in waiting:
             raise ValueError(
@@ -196,11 +199,7 @@ class DomainStream(IterableDataset[dict[str, Batch]]):
         if len(waiting[name]) < WAITING_STEPS * self.batch_size:
             waiting[name].append(_without(example, self.column))
 
-    def _take(self, examples: list[Any]) -> Batch:
-        taken, examples[:] = examples[: self.batch_size], examples[self.batch_size :]
-        return self.collate(taken)
-
-    def _refuse(self, waiting: Mapping[str, list[Any]], count: int) -> None:
+    def _refuse(self, waiting: Mapping[str, deque[Any]], count: int) -> None:
         lacking = [name for name, rows in waiting.items() if len(rows) < self.batch_size]
         raise ValueError(
             f"a step needs {self.batch_size} examples of every domain; {count} examples of the "
