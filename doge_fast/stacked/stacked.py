@@ -75,7 +75,7 @@ class StackedModel:
         self._tracked = frozenset(tracked)
         self._segments: list[Segment] = []
         self._runs: list[DomainRun] = []
-        self.examples = ExampleAxis()
+        self.examples = ExampleAxis(0)
         self.has_written = False
         """Whether any row was written since `recording` was entered."""
         self._rules = self._rules_of(model)
@@ -91,7 +91,7 @@ class StackedModel:
     def recording(self, segments: Sequence[Segment]) -> Iterator[None]:
         """Have forward and backward passes fill the rows of `segments`."""
         self._segments, self._runs = list(segments), runs_of(segments)
-        self.examples.begin(segments[-1].last)
+        self.examples = ExampleAxis(segments[-1].last)
         self.has_written = False
         before = {module: module.__dict__.get("forward") for module in self._forwards}
         _recording.append(self)
@@ -203,7 +203,6 @@ class _StackedLayer:
         self.module = module
         self.rule = rule
         self._stacked = stacked
-        self._examples = stacked.examples
         self._original = module.forward
         # A compiled graph cannot hold an object; it holds this number.
         self.number = next(_numbers)
@@ -216,7 +215,7 @@ class _StackedLayer:
         if not torch.is_grad_enabled():
             return self._original(*args, **kwargs)
         given = only_input(self.module, args, kwargs)
-        x = self.rule.prepare(self.module, self._examples.in_front(given, self.module))
+        x = self.rule.prepare(self.module, self._stacked.examples.in_front(given, self.module))
         params = self.module._parameters.values()
         output = _Layer.apply(self, x, self._token, *params)  # type: ignore[no-untyped-call]
         return output.to(given.dtype) if self.rule.keeps_dtype else output

@@ -89,15 +89,10 @@ def runs_of(segments: Sequence[Segment]) -> list[DomainRun]:
 class ExampleAxis:
     """Finds the dimension of examples in the inputs of a model's modules, during one pass."""
 
-    def __init__(self) -> None:
-        self.num_examples = 0
+    def __init__(self, num_examples: int) -> None:
+        self.num_examples = num_examples
         # Every T of an input [B, T, ...] in this pass. A flattened input has B * T rows.
         self._lengths: set[int] = set()
-
-    def begin(self, num_examples: int) -> None:
-        """Begin a pass over a batch of `num_examples`."""
-        self.num_examples = num_examples
-        self._lengths = set()
 
     def in_front(self, x: Tensor, module: nn.Module) -> Tensor:
         """The input of `module` with the examples in the first dimension, [B, ...].
