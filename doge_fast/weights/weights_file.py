@@ -5,7 +5,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +28,6 @@ def digest_of(record: Mapping[str, Any]) -> str:
     fields = {name: value for name, value in record.items() if name != "sha256"}
     text = json.dumps(fields, sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """For `json.loads`, which lets the last of equal keys win: ValueError where there are such."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r} is there twice")
-    return found
 
 
 def plain(value: Any) -> Any:
