@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import Dataset, IterableDataset, Subset
 
 from doge_fast.sampling import pieces
 
@@ -197,7 +197,7 @@ class DomainStream(IterableDataset[dict[str, Batch]]):
                 "the stream."
             )
         if len(waiting[name]) < WAITING_STEPS * self.batch_size:
-            waiting[name].append(_without(example, self.column))
+            waiting[name].append(_unnamed(example, self.column))
 
     def _refuse(self, waiting: Mapping[str, deque[Any]], count: int) -> None:
         lacking = [name for name, rows in waiting.items() if len(rows) < self.batch_size]
@@ -206,14 +206,6 @@ class DomainStream(IterableDataset[dict[str, Batch]]):
             f"stream had too few of {lacking}. Leave these domains out, shuffle the stream, or "
             "pass train_dataset as a mapping from domains to datasets."
         )
-
-
-class StreamLoader(DataLoader[Any]):
-    """A loader with the `set_epoch` of its stream."""
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the stream."""
-        cast(DomainStream, self.dataset).set_epoch(epoch)
 
 
 def collate_by_domain(
@@ -239,10 +231,9 @@ def collate_by_domain(
 
 
 def _unnamed(example: Any, column: str) -> Any:
-    return _without(example, column) if _names_a_domain(example, column) else example
-
-
-def _without(example: Mapping[str, Any], column: str) -> dict[str, Any]:
+    """The example without the name of its domain."""
+    if not _names_a_domain(example, column):
+        return example
     return {key: example[key] for key in example if key != column}
 
 

@@ -342,7 +342,10 @@ class DoGETrainer(_StepByDomain):
             batches = domain_data.DomainStream(
                 dataset, column, self.rows, batch_size=batch_size, collate=collate
             )
-            return domain_data.StreamLoader(batches, batch_size=None, **options)
+            stream: Any = DataLoader(batches, batch_size=None, **options)
+            # Trainer calls it when an epoch begins.
+            stream.set_epoch = batches.set_epoch
+            return cast("DataLoader[Any]", stream)
         if isinstance(dataset, Mapping):
             dataset = domain_data.DomainZip(
                 {name: self._without_unused_columns(part) for name, part in dataset.items()}

@@ -123,7 +123,15 @@ class MixtureCounts:
             return np.empty((0, len(self.names)), dtype=np.int64)
         if steps_T.min() < 0:
             raise ValueError(f"A batch needs step >= 0; got {steps_T.min()}.")
-        return self.rotated(steps_T, self.weights(steps_T))
+        cumulated_TK = np.cumsum(self.weights(steps_T), axis=-1)
+        # Divided by the last sum: the last edge is exactly B, and trailing zero weights get no row.
+        edges_TK = self.batch_size * (cumulated_TK / cumulated_TK[:, -1:])
+        # u_t = frac(u_0 + t / golden ratio), in exact integer arithmetic.
+        points_T = golden_rotation(steps_T, self.seed, "mixture") >> np.uint64(11)
+        offsets_T = points_T.astype(np.float64) / 2.0**53
+        reached_TK = np.ceil(edges_TK - offsets_T[:, None])
+        counts_TK: Ints = np.diff(reached_TK, axis=1, prepend=0).astype(np.int64)
+        return counts_TK
 
     def drawn(self, step: int) -> Ints:
         """[K] rows of each domain in all batches before this one."""
@@ -143,18 +151,6 @@ class MixtureCounts:
             if end == boundary:
                 self._totals.append(totals)
         return totals
-
-    def rotated(self, steps_T: Ints, weights_TK: Floats) -> Ints:
-        """[T, K] rows of each domain in these batches at these weights."""
-        cumulated_TK = np.cumsum(weights_TK, axis=-1)
-        # Divided by the last sum: the last edge is exactly B, and trailing zero weights get no row.
-        edges_TK = self.batch_size * (cumulated_TK / cumulated_TK[:, -1:])
-        # u_t = frac(u_0 + t / golden ratio), in exact integer arithmetic.
-        points_T = golden_rotation(steps_T, self.seed, "mixture") >> np.uint64(11)
-        offsets_T = points_T.astype(np.float64) / 2.0**53
-        reached_TK = np.ceil(edges_TK - offsets_T[:, None])
-        counts_TK: Ints = np.diff(reached_TK, axis=1, prepend=0).astype(np.int64)
-        return counts_TK
 
 
 def on_simplex(weights_K: npt.ArrayLike) -> Floats:

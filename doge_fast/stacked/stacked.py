@@ -15,7 +15,7 @@ Modules that mix examples (batch statistics) are refused: no domain has a gradie
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import count
+from itertools import accumulate, count
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -56,11 +56,9 @@ def sizes_of(sizes: Mapping[str, int]) -> dict[str, int]:
 
 def segments_of(sizes: Mapping[str, int], row_of: Callable[[str], int]) -> list[Segment]:
     """Where each domain lies in a batch that is sorted by domain, and its row of the buffer."""
-    segments, first = [], 0
-    for name, size in sizes.items():
-        segments.append(Segment(row_of(name), first, first + size))
-        first += size
-    return segments
+    ends = accumulate(sizes.values())
+    pairs = zip(sizes.items(), ends, strict=True)
+    return [Segment(row_of(name), end - size, end) for (name, size), end in pairs]
 
 
 class StackedModel:

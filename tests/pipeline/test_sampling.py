@@ -11,7 +11,7 @@ def counts_of(seed, step, weights, batch_size):
     """[K] rows of each domain in one batch."""
     named = {str(k): weight for k, weight in enumerate(weights)}
     counts = MixtureCounts(seed, [Phase(0, named)], batch_size, list(named))
-    return counts.rotated(np.array([step]), np.array([weights]))[0]
+    return counts.counts(np.array([step]))[0]
 
 
 def test_batches_larger_than_a_domain_repeat_it_evenly():
