@@ -38,18 +38,28 @@ def outputs_by_slices(
     Raises:
         RuntimeError: no argument, or not every output, has the examples in its first dimension.
     """
-    _refuse_time_first(module, args, kwargs)
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    _refuse_time_first(module, leaves)
+    size = segments[-1].last
+    are_examples = [isinstance(x, Tensor) and x.dim() > 0 and len(x) == size for x in leaves]
+    if not any(are_examples):
+        raise RuntimeError(
+            f"stacked mode runs {type(module).__name__} once per domain and found no argument "
+            f"whose first dimension is the {size} examples of the batch. {INSTEAD}"
+        )
     outputs = []
     for segment in segments:
-        sliced_args, sliced_kwargs = _slice(module, segment, segments[-1].last, (args, kwargs))
+        part = slice(segment.first, segment.last)
+        pairs = zip(leaves, are_examples, strict=True)
+        sliced = [leaf[part] if is_sliced else leaf for leaf, is_sliced in pairs]
+        sliced_args, sliced_kwargs = pytree.tree_unflatten(sliced, spec)
         with _aliases(module, segment.row, tracked, receive):
             outputs.append(forward(*sliced_args, **sliced_kwargs))
     return _concatenated(module, outputs, [segment.last - segment.first for segment in segments])
 
 
-def _refuse_time_first(module: nn.Module, args: Any, kwargs: Any) -> None:
+def _refuse_time_first(module: nn.Module, leaves: Sequence[Any]) -> None:
     """Refuse recurrent networks and attention with the examples in the second dimension."""
-    leaves = pytree.tree_leaves((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if getattr(module, "batch_first", True) is False and tensors and tensors[0].dim() == 3:
         raise RuntimeError(
@@ -57,25 +67,6 @@ def _refuse_time_first(module: nn.Module, args: Any, kwargs: Any) -> None:
             f"{type(module).__name__} has batch_first=False and expects them in the second. "
             f"Make it with batch_first=True. {INSTEAD}"
         )
-
-
-def _slice(module: nn.Module, segment: Segment, num_examples: int, values: Any) -> Any:
-    is_found = False
-
-    def slice_examples(value: Any) -> Any:
-        nonlocal is_found
-        if isinstance(value, Tensor) and value.dim() > 0 and len(value) == num_examples:
-            is_found = True
-            return value[segment.first : segment.last]
-        return value
-
-    sliced = pytree.tree_map(slice_examples, values)
-    if not is_found:
-        raise RuntimeError(
-            f"stacked mode runs {type(module).__name__} once per domain and found no argument "
-            f"whose first dimension is the {num_examples} examples of the batch. {INSTEAD}"
-        )
-    return sliced
 
 
 @contextmanager
