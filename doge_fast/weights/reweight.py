@@ -101,7 +101,8 @@ class StepTensors(NamedTuple):
     @property
     def sizes(self) -> tuple[int, int, int]:
         """R, K and B."""
-        return len(self.tau_R), num_domains_of(self.state_S), len(self.gram_BB)
+        num_domains = (self.state_S.numel() - len(COUNTS)) // len(VECTORS)
+        return len(self.tau_R), num_domains, len(self.gram_BB)
 
 
 def new_state(alpha_K: Tensor) -> Tensor:
@@ -110,14 +111,9 @@ def new_state(alpha_K: Tensor) -> Tensor:
     return torch.cat([alpha_K, alpha_K, rest])
 
 
-def num_domains_of(state_S: Tensor) -> int:
-    """K of a state."""
-    return (state_S.numel() - len(COUNTS)) // len(VECTORS)
-
-
 def state_views(state_S: Tensor) -> WeightsState:
     """The parts of a state, by name."""
-    vectors = state_S[: -len(COUNTS)].view(len(VECTORS), num_domains_of(state_S)).unbind()
+    vectors = state_S[: -len(COUNTS)].view(len(VECTORS), -1).unbind()
     return WeightsState(*vectors, *state_S[-len(COUNTS) :].unbind())
 
 
