@@ -1,7 +1,6 @@
 """DoGEOptimizer: collect every domain's gradient, weigh the domains, step the wrapped optimizer.
 
-`domain(name)` fills rows of the flat buffer, `combine()` moves the domain weights, `step()` steps
-the wrapped optimizer. The work is done in `doge_fast.step.step`.
+The work is done in `doge_fast.step.step`.
 """
 
 import os
@@ -268,11 +267,11 @@ class DoGEOptimizer(OptimizerWrapper):
     def domain(self, name: str, count: float = 1.0) -> AbstractContextManager[None]:
         """Gradients that backward passes inside produce belong to domain `name`.
 
-        A domain is entered `micro_batches` times in a step, and its gradients add up. When the
-        last one is left, `combine()` runs by itself. Over several ranks it does not, since a rank
-        cannot see when the others are done: call `step()` or `combine()`. An exception inside drops
-        all domains of this step. On a GPU `p.grad` is read when the domain is left: do not touch
-        it before. Several backward passes inside one `with` add up there in the dtype of `p.grad`.
+        When the last domain of a step is left, `combine()` runs by itself. Over several ranks it
+        does not, since a rank cannot see when the others are done: call `step()` or `combine()`. An
+        exception inside drops all domains of this step. On a GPU `p.grad` is read when the domain
+        is left: do not touch it before. Several backward passes inside one `with` add up there in
+        the dtype of `p.grad`.
 
         Args:
             name: of a training domain or a target.
