@@ -101,8 +101,7 @@ class Block:
 def local_of(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor; any other tensor as it is."""
     # By attribute: importing DTensor takes as long as importing the rest of us.
-    local: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def local_gradient(param: Any, grad: Any) -> Tensor:
@@ -183,15 +182,12 @@ class FlatBuffer:
             blocks = self._blocks_for(params, grads)
             bit = 1 << row
             rows = [block.rows[row] for block in blocks]
-            before = [block.written & bit for block in blocks]
+            adds = [block.written & bit > 0 for block in blocks]
             for block in blocks:
                 block.written |= bit
             with phase("accumulate"):
-                if len(set(before)) == 1:
-                    fill(grads, rows, add=before[0] > 0)
-                    return
-                for add in (False, True):
-                    these = [add == (each > 0) for each in before]
+                for add in set(adds):
+                    these = [each == add for each in adds]
                     fill(list(compress(grads, these)), list(compress(rows, these)), add=add)
 
     def _blocks_for(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Block]:

@@ -20,11 +20,9 @@ from torch import distributed as dist
 
 from doge_fast.distributed.exchange import Columns, Exchange
 from doge_fast.distributed.process_group import Agreement, Communicator, Report, all_gather
-from doge_fast.flat_buffer import Block, on_device
+from doge_fast.flat_buffer import ALIGNMENT, Block, on_device
 from doge_fast.kernels import gram, weighted_sum
 
-# Elements to which shards are aligned, as the rows of the flat buffer.
-ALIGNMENT = 64
 # Columns sent in one call; sender and receiver each hold a copy meanwhile.
 BUCKET_COLUMNS = 1 << 24
 
@@ -114,8 +112,7 @@ class ColumnExchange(Exchange):
         shares_BP = on_device(self._shares_BP, gram_PP.device, torch.float64)
         gram_BB = self._ranks.sum(shares_BP @ gram_PP @ shares_BP.T)
         # A product of three matrices need not be symmetric to the bit.
-        symmetric_BB: Tensor = gram_BB.tril() + gram_BB.tril(-1).T
-        return symmetric_BB
+        return gram_BB.tril() + gram_BB.tril(-1).T
 
     def deliver(self, columns: Columns, coefficients_B: Tensor, state_S: Tensor) -> None:
         """An all-gather of the shards' weighted sums."""

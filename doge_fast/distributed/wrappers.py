@@ -31,8 +31,7 @@ def _owner(kind: type[nn.Module]) -> str | None:
 
 def bare(model: nn.Module) -> nn.Module:
     """The model inside torch's DistributedDataParallel, or the model."""
-    inner: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
-    return inner
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 @contextmanager

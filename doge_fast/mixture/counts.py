@@ -114,8 +114,7 @@ class MixtureCounts:
         low = bisect_right(self.first_steps, steps_T.min()) - 1
         high = bisect_right(self.first_steps, steps_T.max())
         phase_T = np.searchsorted(self.first_steps[low:high], steps_T, side="right") - 1
-        weights_TK: Floats = np.stack(self.weights_PK[low:high])[phase_T]
-        return weights_TK
+        return np.stack(self.weights_PK[low:high])[phase_T]
 
     def counts(self, steps_T: Ints) -> Ints:
         """[T, K] rows of each domain in these batches; ValueError if a step is negative."""
@@ -130,8 +129,7 @@ class MixtureCounts:
         points_T = golden_rotation(steps_T, self.seed, "mixture") >> np.uint64(11)
         offsets_T = points_T.astype(np.float64) / 2.0**53
         reached_TK = np.ceil(edges_TK - offsets_T[:, None])
-        counts_TK: Ints = np.diff(reached_TK, axis=1, prepend=0).astype(np.int64)
-        return counts_TK
+        return np.diff(reached_TK, axis=1, prepend=0).astype(np.int64)
 
     def drawn(self, step: int) -> Ints:
         """[K] rows of each domain in all batches before this one."""

@@ -25,8 +25,7 @@ def round_keys(*name: object) -> Keys:
 
 def golden_rotation(turns_T: Ints, *name: object) -> Keys:
     """[T] uint64: (start + turns * 2**64 / golden ratio) mod 2**64; `name` decides the start."""
-    points_T: Keys = round_keys(*name)[:1] + turns_T.astype(np.uint64) * _GOLDEN
-    return points_T
+    return round_keys(*name)[:1] + turns_T.astype(np.uint64) * _GOLDEN
 
 
 def spread_order(seed: int, step: int, batch_size: int) -> Ints:
@@ -36,8 +35,7 @@ def spread_order(seed: int, step: int, batch_size: int) -> Ints:
     A slice has the right number of rows of every domain within three, in batches of up to 4096.
     """
     points_B = golden_rotation(np.arange(batch_size), seed, "order", step)
-    order_B: Ints = np.argsort(np.argsort(points_B))
-    return order_B
+    return np.argsort(np.argsort(points_B))
 
 
 def shuffled(seed: int, stream: Sequence[str], positions: Ints, num_blocks: int) -> Ints:
