@@ -2,7 +2,6 @@
 
 import os
 import secrets
-import stat
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -43,18 +42,6 @@ def write(path: Path, content: str | bytes) -> None:
             error.filename = str(path)
         raise
     keep_names(path.parent)
-
-
-def open_as_new(folder: Path) -> None:
-    """Give every file in a folder the mode of a new file."""
-    # safetensors writes files that only their owner can read.
-    probe = folder / f".{secrets.token_hex(8)}{_ENDING}"
-    probe.touch()
-    mode = stat.S_IMODE(probe.stat().st_mode)
-    probe.unlink()
-    for file in folder.rglob("*"):
-        if file.is_file() and not file.is_symlink():
-            file.chmod(mode)
 
 
 def keep_names(directory: Path) -> None:

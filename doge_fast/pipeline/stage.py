@@ -8,6 +8,7 @@ is resumed by the same call, and a complete one is left as it is.
 import logging
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -198,10 +199,22 @@ def leave_model(trainer: RecordedTrainer) -> None:
     model.config.use_cache = True
     model.save_pretrained(beside)
     trainer.corpus.tokenizer.save_pretrained(beside)
-    atomic_file.open_as_new(beside)
+    _open_as_new(beside)
     records.write_manifest(beside)
     os.replace(beside, out / records.MODEL)
     atomic_file.keep_names(out)
+
+
+def _open_as_new(folder: Path) -> None:
+    """Give every file in a folder the mode of a new file."""
+    # safetensors writes files that only their owner can read.
+    probe = folder / ".new"
+    probe.touch()
+    mode = stat.S_IMODE(probe.stat().st_mode)
+    probe.unlink()
+    for file in folder.rglob("*"):
+        if file.is_file() and not file.is_symlink():
+            file.chmod(mode)
 
 
 def write_weights(
