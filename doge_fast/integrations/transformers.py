@@ -4,10 +4,7 @@ Trainer owns the loop: it accumulates micro-batches, clips `p.grad`, steps, sche
 saves. This file changes four things. The loader gives batches by domain, and every rank takes its
 part. Every domain gets its own gradient, in one backward pass per domain or one for all. `p.grad`
 holds the weighted gradient before Trainer reads it. A gradient that `DoGEOptimizer` has clipped is
-not clipped again.
-
-All ranks read the data in the same order, so they agree on every batch without communication. They
-sum only the number of targets of each domain in a step, and the losses for the log.
+not clipped again. Ranks sum only the numbers of targets in a step, and the losses for the log.
 """
 
 import math
@@ -270,7 +267,10 @@ class DoGETrainer(_StepByDomain):
         super()._load_optimizer_and_scheduler(checkpoint)
 
     def check_host(self) -> None:
-        """Raise RuntimeError for parallelism that DoGETrainer does not support (see the class)."""
+        """Raise RuntimeError for parallelism that DoGETrainer does not support (see the class).
+
+        Where it returns, `is_fsdp_enabled` means FSDP2: every rank runs every domain of a step.
+        """
         accelerator = self.accelerator
         kept_by = {
             f"deepspeed={self.args.deepspeed!r}": self.is_deepspeed_enabled,
@@ -314,11 +314,6 @@ class DoGETrainer(_StepByDomain):
             return len(optimizer.domains_of_step) < len(optimizer.domains)
         return self._doge_options["domains_per_step"] is not None
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether FSDP2 shards the model; then every rank runs every domain of a step."""
-        return bool(self.is_fsdp_enabled)
-
     def shifts_labels(self) -> bool:
         """Whether the model's own loss predicts the next token."""
         return causal_lm.shifts_labels(self.accelerator.unwrap_model(self.model))
@@ -351,7 +346,7 @@ class DoGETrainer(_StepByDomain):
                 {name: self._without_unused_columns(part) for name, part in dataset.items()}
             )
         left = 0 if self.args.dataloader_drop_last else len(dataset) % batch_size
-        if left and self.is_sharded:
+        if left and self.is_fsdp_enabled:
             # Raises now, not at the end of an epoch.
             examples_of_rank({"the last batch of an epoch": left}, *self._place, all_domains=True)
         # Workers read ahead and do not know yet which domains a step will have.
@@ -365,7 +360,7 @@ class DoGETrainer(_StepByDomain):
                 collate=collate,
                 column=column,
                 place=place,
-                all_domains=self.is_sharded,
+                all_domains=self.is_fsdp_enabled,
             ),
             drop_last=self.args.dataloader_drop_last,
             **options,
@@ -395,7 +390,7 @@ class DoGETrainer(_StepByDomain):
         """
         parts = [self.part_of(batch) for batch in islice(epoch_iterator, num_batches)]
         self.shares = domain_data.shares(parts)
-        if self.is_sharded:
+        if self.is_fsdp_enabled:
             # FSDP2 averages over ranks, but the parts of a loss must be summed.
             self.shares = dict.fromkeys(self.shares, 1 / self.args.world_size)
         if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
@@ -420,7 +415,7 @@ class DoGETrainer(_StepByDomain):
         left_out = set(self.doge.domains) - set(self.doge.domains_of_step)
         whole = domain_data.checked_batch(batch)
         taken = {name: domain for name, domain in whole.items() if name not in left_out}
-        return domain_data.part_of(taken, *self._place, all_domains=self.is_sharded)
+        return domain_data.part_of(taken, *self._place, all_domains=self.is_fsdp_enabled)
 
     # Gradients by domain.
 
@@ -484,7 +479,7 @@ class DoGETrainer(_StepByDomain):
 
     def _prepare_shards(self, model: Any, *, is_last: bool) -> None:
         """Have FSDP2 reduce the gradient of the next pass."""
-        if not self.is_sharded:
+        if not self.is_fsdp_enabled:
             return
         # In every micro-batch: each domain's gradient is reduced by itself.
         model.set_requires_gradient_sync(True)
@@ -507,7 +502,7 @@ class DoGETrainer(_StepByDomain):
         if not is_scaled:
             num_items = None
         # FSDP2 averages over ranks itself.
-        with self.doge.domain(name, count=1 if self.is_sharded else part.counts[name]):
+        with self.doge.domain(name, count=1 if self.is_fsdp_enabled else part.counts[name]):
             with self.compute_loss_context_manager():
                 loss = cast(Tensor, self.compute_loss(model, batch, num_items_in_batch=num_items))
             if not is_scaled:
@@ -548,7 +543,7 @@ class DoGETrainer(_StepByDomain):
         return True
 
     def _unstackable_reason(self, inputs: Mapping[str, Batch]) -> str | None:
-        if self.is_sharded:
+        if self.is_fsdp_enabled:
             return "takes a whole model, and fsdp shards it."
         is_own_loss = type(self).compute_loss is Trainer.compute_loss
         if not (is_own_loss and self.compute_loss_func is None and self.label_smoother is None):
@@ -584,7 +579,7 @@ class DoGETrainer(_StepByDomain):
         """
         losses = []
         # On ranks without FSDP2 another one may have no example now: no communication here.
-        probed = model if self.is_sharded else self.accelerator.unwrap_model(model)
+        probed = model if self.is_fsdp_enabled else self.accelerator.unwrap_model(model)
         devices = [self.args.device] if self.args.device.type == "cuda" else []
         for factor in (1, 2):
             with (
