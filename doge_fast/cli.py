@@ -27,8 +27,6 @@ from doge_fast.pipeline.config import checks, flags
 TRACEBACK = "DOGE_FAST_TRACEBACK"
 _log = logging.getLogger("doge_fast")
 
-EXIT_REFUSED, EXIT_INTERRUPTED = failures.USAGE, failures.INTERRUPTED
-
 # {package: the extra that installs it}; for all others it is `pipeline`.
 _EXTRAS = {"lm_eval": "fewshot"}
 _DESCRIPTION = "Learn how much of each domain a language model should be pretrained on."
@@ -77,7 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             is_plan = getattr(config, "plan", False)
             lines = _plan(config, words) if is_plan else VERBS[name].run(config)
     except KeyboardInterrupt as end:
-        return _refuse(EXIT_INTERRUPTED, f"Interrupted. {str(end) or _left_by(config)}".rstrip())
+        return _refuse(
+            failures.INTERRUPTED, f"Interrupted. {str(end) or _left_by(config)}".rstrip()
+        )
     except failures.Terminated as end:
         return _refuse(end.code, f"Ended by {end.name}. {str(end) or _left_by(config)}".rstrip())
     except SystemExit:

@@ -222,13 +222,13 @@ def test_an_interruption_says_how_to_go_on(tmp_path, capsys, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setitem(cli.VERBS, "proxy", cli.VERBS["proxy"]._replace(run=interrupted))
-    assert cli.main(["proxy", "--out", str(tmp_path)]) == cli.EXIT_INTERRUPTED
+    assert cli.main(["proxy", "--out", str(tmp_path)]) == cli.failures.INTERRUPTED
     assert "No checkpoint has been written" in capsys.readouterr().err
     (tmp_path / "checkpoints" / "checkpoint-3").mkdir(parents=True)
-    assert cli.main(["proxy", "--out", str(tmp_path)]) == cli.EXIT_INTERRUPTED
+    assert cli.main(["proxy", "--out", str(tmp_path)]) == cli.failures.INTERRUPTED
     assert "goes on from the last checkpoint" in capsys.readouterr().err
     monkeypatch.setitem(cli.VERBS, "info", cli.VERBS["info"]._replace(run=interrupted))
-    assert cli.main(["info"]) == cli.EXIT_INTERRUPTED
+    assert cli.main(["info"]) == cli.failures.INTERRUPTED
     assert capsys.readouterr().err.endswith("Interrupted.\n")
 
 
@@ -243,7 +243,7 @@ def test_what_is_said_has_a_line_of_its_own_below_a_bar(capsys):
     # Nothing is left on its line.
     assert screen.getvalue().endswith("\r")
     bar.refresh()
-    assert cli.main(["zzz"]) == cli.EXIT_REFUSED
+    assert cli.main(["zzz"]) == cli.failures.USAGE
     assert screen.getvalue().endswith("\n")
 
 
@@ -253,7 +253,7 @@ def test_a_missing_extra_is_named(package, extra, capsys, monkeypatch):
     monkeypatch.setitem(cli.VERBS, "info", cli.VERBS["info"]._replace(loads=(package,)))
     monkeypatch.setattr(cli, "_load", lambda packages, _: cli.import_module(*packages))
     monkeypatch.delenv(cli.TRACEBACK, raising=False)
-    assert cli.main(["info"]) == cli.EXIT_REFUSED
+    assert cli.main(["info"]) == cli.failures.USAGE
     said = capsys.readouterr().err
     told = f"This verb needs {package}, which is not installed: pip install 'doge-fast[{extra}]'."
     assert told in said

@@ -237,7 +237,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_verb_of_one_process_says_so(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert cli.main(words) == cli.EXIT_REFUSED
+    assert cli.main(words) == cli.failures.USAGE
     said = f"{words[0]} takes one process, and a launcher has started 3. Start it without torchrun"
     assert said in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
