@@ -74,8 +74,8 @@ class JoinedOptimizer(Optimizer):
     @state.setter
     def state(self, state: Mapping[Any, Any]) -> None:
         for optimizer in self.optimizers:
-            own = [p for p in _params_of(optimizer) if p in state]
-            optimizer.state = defaultdict(dict, {param: state[param] for param in own})
+            own = {param: state[param] for param in _params_of(optimizer) if param in state}
+            optimizer.state = defaultdict(dict, own)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step each optimizer; the closure is called once, before the first steps."""
@@ -94,15 +94,11 @@ class JoinedOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise ValueError: it is not known which optimizer should step the parameters."""
+        names = [type(optimizer).__name__ for optimizer in self.optimizers]
         raise ValueError(
-            f"add_param_group() cannot tell which of {self.names} should step the parameters. Call "
+            f"add_param_group() cannot tell which of {names} should step the parameters. Call "
             "it on that optimizer; the parameters count from the next step on."
         )
-
-    @property
-    def names(self) -> list[str]:
-        """The optimizers' class names."""
-        return [type(optimizer).__name__ for optimizer in self.optimizers]
 
     def state_dict(self) -> dict[str, Any]:
         """In torch's format; each group names its optimizer's class."""
@@ -111,8 +107,8 @@ class JoinedOptimizer(Optimizer):
     def _joined_state(self) -> dict[str, Any]:
         state_dict: dict[str, Any] = {"state": {}, "param_groups": []}
         start = 0
-        for index, (optimizer, name) in enumerate(zip(self.optimizers, self.names, strict=True)):
-            theirs = optimizer.state_dict()
+        for index, optimizer in enumerate(self.optimizers):
+            theirs, name = optimizer.state_dict(), type(optimizer).__name__
             numbers = range(sum(len(group["params"]) for group in theirs["param_groups"]))
             for key, value in theirs["state"].items():
                 # Some optimizers keep state that belongs to no parameter: its key gets their index.

@@ -13,8 +13,6 @@ _NOTHING = nullcontext()
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
 Ranges = Callable[[str], AbstractContextManager[object]]
 """From a phase's name to a context manager around the phase."""
 

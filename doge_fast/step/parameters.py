@@ -98,10 +98,9 @@ class TrackedParameters:
         # OneCycleLR notes its lowest rate as `initial_lr`, its peak as `max_lr`.
         return max(float(group.get(name, 0)) for name in ("lr", "initial_lr", "max_lr"))
 
-    def refuse_other_lr(self, last: LastStep | None) -> None:
+    def refuse_other_lr(self, last: LastStep) -> None:
         """Raise RuntimeError if the learning rate has changed since the weights moved by it."""
-        lr = self.lr
-        used = lr if last is None else last.lr
+        lr, used = self.lr, last.lr
         is_known = not isinstance(lr, Tensor) and not isinstance(used, Tensor)
         if is_known and lr is not used and lr != used:
             raise RuntimeError(
@@ -254,9 +253,8 @@ def _is_foreign(grad: Tensor, finished: tuple[Tensor, int] | None) -> bool:
 
 def on_host(value: object) -> float | None:
     """A number that can be read without waiting for a device; else None."""
-    if isinstance(value, Tensor) and not value.is_cpu:
-        return None
-    return None if value is None else float(value)  # type: ignore[arg-type]
+    is_elsewhere = isinstance(value, Tensor) and not value.is_cpu
+    return None if value is None or is_elsewhere else float(value)  # type: ignore[arg-type]
 
 
 def resolve(

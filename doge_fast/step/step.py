@@ -45,8 +45,6 @@ from doge_fast.weights.state import DomainWeights
 from doge_fast.weights.subset import Subset
 from doge_fast.wrapper import each_of, loss_scale, skip_reader, step_unless
 
-Absent = Literal["error", "keep"]
-
 WAY_TO_ACCUMULATE = (
     "To accumulate micro-batches, pass their number, DoGEOptimizer(..., micro_batches=N), or None "
     "for any number, with which combine() or step() ends the step."
@@ -107,7 +105,7 @@ class Step:
         subset: Subset,
         *,
         buffer_dtype: torch.dtype | None,
-        absent: Absent,
+        absent: Literal["error", "keep"],
         micro_batches: int | None,
         scaler: GradScaler | None,
         ranks: Ranks,

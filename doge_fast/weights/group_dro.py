@@ -94,9 +94,8 @@ def excess_losses(
     if variant == "doremi":
         difference_BT = difference_BT.clamp(min=0)
     excess_K = domain_means(difference_BT, domain_ids_B, len(last_K)).clamp(min=0)
-    ids_K1 = torch.arange(len(last_K), device=domain_ids_B.device).unsqueeze(1)
-    is_present_K = (domain_ids_B == ids_K1).any(1)
-    return torch.where(is_present_K, excess_K, last_K)
+    ids_K = torch.arange(len(last_K), device=domain_ids_B.device)
+    return torch.where(torch.isin(ids_K, domain_ids_B), excess_K, last_K)
 
 
 def example_shares(

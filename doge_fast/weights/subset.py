@@ -33,7 +33,16 @@ class Subset:
         self._objective = objective
         self.all_rows = objective.rows
         """Names of the rows of all steps."""
-        self._num_domains = _checked_number(objective, num_domains)
+        names = objective.domains
+        # With one domain alone its effect on the others cannot be measured.
+        least = min(2, len(names)) if any(objective.tau[: len(names)]) else 1
+        number = len(names) if num_domains is None else num_domains
+        if not is_integer(number) or not least <= number <= len(names):
+            raise ValueError(
+                f"domains_per_step must be an integer between {least} and the {len(names)} "
+                f"training domains; got {num_domains!r}."
+            )
+        self._num_domains = number
         self._seed = seed
         self.draw(0)
 
@@ -52,17 +61,3 @@ class Subset:
         """Names of the buffer's rows."""
         self.slots = {name: slot for slot, name in enumerate(self.rows)}
         """{name: its row of the buffer}."""
-
-
-def _checked_number(objective: Objective, num_domains: int | None) -> int:
-    names = objective.domains
-    if num_domains is None:
-        return len(names)
-    # With one domain alone its effect on the others cannot be measured.
-    least = min(2, len(names)) if any(objective.tau[: len(names)]) else 1
-    if not is_integer(num_domains) or not least <= num_domains <= len(names):
-        raise ValueError(
-            f"domains_per_step must be an integer between {least} and the {len(names)} training "
-            f"domains; got {num_domains!r}."
-        )
-    return num_domains
