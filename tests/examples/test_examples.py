@@ -168,6 +168,8 @@ def test_every_example_is_run_and_says_what_to_copy():
 
 # The text about loops of others: its code runs on stand-ins that have what theirs have.
 
+DOMAINS = ["arxiv", "book", "code"]
+
 
 def program(name: str) -> str:
     """The block of the page on other trainers that defines a class."""
@@ -196,29 +198,39 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **names: Any) -> None:
 
 
 def tokens_of(domain: str, rows: int = 2) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(["arxiv", "book", "code"].index(domain))
+    generator = torch.Generator().manual_seed(DOMAINS.index(domain))
     return torch.randint(8, (rows, 5), generator=generator)
 
 
-def by_hand(steps: int, optimizer: DoGEOptimizer, model: Head) -> dict[str, float]:
-    for _ in range(steps):
-        for name in optimizer.domains:
-            ids = tokens_of(name)
-            with optimizer.domain(name):
-                cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return optimizer.weights
+def with_masked_labels(domain: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and labels of a domain; the two rows have three and four targets."""
+    tokens = tokens_of(domain)
+    labels = tokens.clone()
+    labels[0, 2] = -100
+    return tokens, labels
 
 
-@pytest.fixture
-def expected() -> dict[str, float]:
-    """What two steps of a plain loop learn."""
+def shifted_loss(logits: torch.Tensor, labels: torch.Tensor, **how: Any) -> torch.Tensor:
+    return cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), **how)
+
+
+def weights_by_hand(
+    domains: list[str], lrs: list[float], batch_of: Callable[[str], tuple[torch.Tensor, ...]]
+) -> dict[str, float]:
+    """What a plain loop learns of means over a domain's own targets, in a step at each rate."""
     torch.manual_seed(0)
     model = Head()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    domains = ["arxiv", "book", "code"]
-    return by_hand(2, DoGEOptimizer(inner, domains=domains, max_grad_norm=1.0), model)
+    optimizer = DoGEOptimizer(inner, domains=domains, max_grad_norm=1.0)
+    for lr in lrs:
+        inner.param_groups[0]["lr"] = lr
+        for name in domains:
+            tokens, labels = batch_of(name)
+            with optimizer.domain(name):
+                shifted_loss(model(tokens), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer.weights
 
 
 class Numbers:
@@ -231,7 +243,7 @@ class Numbers:
 def write_corpus(folder: Path, rows: int) -> None:
     """{"text": ...} a line, in the folder that the text for torchtitan reads."""
     (folder / "corpus").mkdir()
-    for domain in ("arxiv", "book", "code"):
+    for domain in DOMAINS:
         texts = [" ".join(map(str, row)) for row in tokens_of(domain, rows).tolist()]
         lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
         (folder / "corpus" / f"{domain}.jsonl").write_text(lines, encoding="utf-8")
@@ -273,7 +285,8 @@ def titan_weights(
     return trainer.doge.weights, trainer.logged, trainer.gradient_accumulation_steps
 
 
-def test_the_text_for_torchtitan_learns_what_a_plain_loop_learns(ranks, expected, tmp_path):
+def test_the_text_for_torchtitan_learns_what_a_plain_loop_learns(ranks, tmp_path):
+    expected = weights_by_hand(DOMAINS, [0.1, 0.1], lambda name: (tokens_of(name),) * 2)
     write_corpus(tmp_path, rows=2)
     weights, logged, num_micro_batches = titan_weights(tmp_path, 2, rounds=1)
     assert num_micro_batches == 3
@@ -320,42 +333,13 @@ def test_the_loader_for_torchtitan_takes_turns_and_goes_on_after_a_checkpoint(
     other.load_state_dict(cut.state_dict())
     given = first + list(itertools.islice(other, 3))
     for number, (inputs, labels) in enumerate(given):
-        domain = ["arxiv", "book", "code"][number % 3]
+        domain = DOMAINS[number % 3]
         rows = tokens_of(domain, 4).split(2)[number // 3]
         assert inputs.keys() == {"input", "positions", "domain"}
         assert inputs["domain"] == domain
         assert torch.equal(inputs["input"], rows[:, :-1])
         assert torch.equal(inputs["positions"], torch.arange(4).expand(2, -1))
         assert torch.equal(labels, rows[:, 1:])
-
-
-def with_masked_labels(domain: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and labels of a domain; the two rows have three and four targets."""
-    tokens = tokens_of(domain)
-    labels = tokens.clone()
-    labels[0, 2] = -100
-    return tokens, labels
-
-
-def shifted_loss(logits: torch.Tensor, labels: torch.Tensor, **how: Any) -> torch.Tensor:
-    return cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), **how)
-
-
-def expected_of_masked(domains: list[str], lrs: list[float]) -> dict[str, float]:
-    """What a step at each rate learns from means over a domain's own targets."""
-    torch.manual_seed(0)
-    model = Head()
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = DoGEOptimizer(inner, domains=domains, max_grad_norm=1.0)
-    for lr in lrs:
-        inner.param_groups[0]["lr"] = lr
-        for name in domains:
-            tokens, labels = with_masked_labels(name)
-            with optimizer.domain(name):
-                shifted_loss(model(tokens), labels).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return optimizer.weights
 
 
 class Tune:
@@ -366,7 +350,7 @@ class Tune:
         self._model, self._device = Head(), torch.device("cpu")
         self._loss_fn = torch.nn.CrossEntropyLoss()
         self._optimizer = self._setup_optimizer({"lr": 0.1})
-        names = {name: name for name in ("arxiv", "book", "code")}
+        names = {name: name for name in DOMAINS}
         self._dataloader = self._setup_data(cfg_dataset=names, shuffle=True)
         self._gradient_accumulation_steps = len(self._dataloader)
         self._lr_scheduler = None
@@ -402,7 +386,7 @@ def test_the_text_for_torchtune_learns_what_a_plain_loop_learns(monkeypatch, tmp
     exec(program("DoGERecipe"), namespace)
     recipe = namespace["DoGERecipe"]()
     recipe.train()
-    expected = expected_of_masked(["arxiv", "book", "code"], [0.1, 0.1])
+    expected = weights_by_hand(DOMAINS, [0.1, 0.1], with_masked_labels)
     assert weights_in(tmp_path) == pytest.approx(expected, rel=1e-6)
     assert [step for step, _ in recipe.logged[0::2]] == [1, 2]
     with pytest.raises(ValueError, match="set it False"):
@@ -450,7 +434,8 @@ def test_the_text_for_olmo_core_learns_what_a_plain_loop_learns(monkeypatch):
         module.train_batch(batch | {"metadata": [names[row] for row in order]})
         module.optim_step(lr)
         module.zero_grads()
-    assert module.optim.weights == pytest.approx(expected_of_masked(domains, [0.2, 0.1]), rel=1e-6)
+    expected = weights_by_hand(domains, [0.2, 0.1], with_masked_labels)
+    assert module.optim.weights == pytest.approx(expected, rel=1e-6)
 
 
 def launched(folder: Path, num_ranks: int, name: str, *arguments: str) -> dict[str, float]:

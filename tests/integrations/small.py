@@ -58,13 +58,20 @@ def loss_of(model: nn.Module, step: int, row: int = 0) -> Tensor:
     return loss
 
 
-def collect(model: nn.Module, optimizer: DoGEOptimizer, step: int, *, absent: str = "") -> None:
+def collect(
+    model: nn.Module,
+    optimizer: DoGEOptimizer,
+    step: int,
+    *,
+    absent: str = "",
+    backward: Callable[[Tensor], object] = Tensor.backward,
+) -> None:
     """One backward pass for each domain of the step."""
     for row, name in enumerate(optimizer.rows):
         is_measured = name not in optimizer.domains
         if name not in absent and (is_measured or name in optimizer.domains_of_step):
             with optimizer.domain(name):
-                loss_of(model, step, row).backward()
+                backward(loss_of(model, step, row))
 
 
 def train(model: nn.Module, optimizer: DoGEOptimizer, steps: Iterable[int]) -> None:

@@ -108,9 +108,8 @@ def by_hand(
     scheduler = lr_scheduler.LambdaLR(optimizer, halved if inner is adamw else lambda step: 1.0)
     for step in steps:
         for part in range(micro):
-            for row, name in enumerate(DOMAINS):
-                with optimizer.domain(name):
-                    (loss_of(model, micro * step + part, row) / micro).backward()
+            number = micro * step + part
+            collect(model, optimizer, number, backward=lambda loss: (loss / micro).backward())
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
@@ -136,9 +135,7 @@ def accelerated(given: str, micro: int, clip: float | None) -> None:
     model, optimizer, scheduler = accelerator.prepare(model, doge, scheduler)
     for part in range(4 * micro):
         with accelerator.accumulate(model):
-            for row, name in enumerate(DOMAINS):
-                with doge.domain(name):
-                    accelerator.backward(loss_of(model, part, row))
+            collect(model, doge, part, backward=accelerator.backward)
             if clip and accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
@@ -163,10 +160,9 @@ def check_loaders() -> None:
         with refused if ends_with_loader else nullcontext():
             for part in range(4 * micro):
                 with accelerator.accumulate(model):
-                    for row, name in enumerate(DOMAINS):
-                        next(batches[row])
-                        with doge.domain(name):
-                            accelerator.backward(loss_of(model, part, row))
+                    for each in batches:
+                        next(each)
+                    collect(model, doge, part, backward=accelerator.backward)
                     optimizer.step()
                     optimizer.zero_grad()
         if not ends_with_loader:
@@ -204,10 +200,8 @@ def check_accelerate_scaler() -> None:
     scheduler = lr_scheduler.LambdaLR(doge, halved)
     model, optimizer, scheduler = accelerator.prepare(model, doge, scheduler)
     for step in (0, 1, -1, 2, 3):
-        for row, name in enumerate(DOMAINS):
-            with doge.domain(name):
-                factor = float("inf") if step < 0 and name == "b" else 1.0
-                accelerator.backward(loss_of(model, step, row) * factor)
+        factor = float("inf") if step < 0 else 1.0
+        collect(model, doge, step, backward=lambda loss, f=factor: accelerator.backward(f * loss))
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
@@ -386,12 +380,8 @@ def scaled_step(
     *,
     spoilt: bool = False,
 ) -> None:
-    for row, name in enumerate(optimizer.rows):
-        is_measured = name not in optimizer.domains
-        if is_measured or name in optimizer.domains_of_step:
-            with optimizer.domain(name):
-                loss = loss_of(model, step, row) * (float("inf") if spoilt else 1.0)
-                scaler.scale(loss).backward()
+    factor = float("inf") if spoilt else 1.0
+    collect(model, optimizer, step, backward=lambda loss: scaler.scale(factor * loss).backward())
     if way == "combined":
         optimizer.combine(grad_scale=scaler.get_scale())
     if way == "unscaled":

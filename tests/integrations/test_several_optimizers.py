@@ -145,9 +145,7 @@ def test_groups_are_added_to_one_of_them():
         optimizer.add_param_group({"params": [more.weight]})
     optimizer.inner.optimizers[0].add_param_group({"params": [more.weight]})
     before = more.weight.clone()
-    for row, name in enumerate(small.DOMAINS):
-        with optimizer.domain(name):
-            (small.loss_of(nn.Sequential(model, more), 0, row)).backward()
+    small.collect(nn.Sequential(model, more), optimizer, 0)
     optimizer.step()
     assert not torch.equal(more.weight, before)
     names = [group["optimizer"] for group in optimizer.state_dict()["param_groups"]]

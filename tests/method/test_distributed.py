@@ -10,21 +10,17 @@ from doge_fast.distributed.process_group import Communicator, Report
 from doge_fast.sampling import pieces
 
 
-def test_a_row_that_was_begun_and_not_finished_has_no_gradient():
-    agreement = Exchange().agree(
-        ["a", "b"], Report({"b": 0.0, "a": 2.0}, ["b", "a"], [], [], {}, True)
-    )
-    assert agreement.seen == {"a"}
-
-
-def begun_by_none() -> frozenset[str]:
-    exchange = ColumnExchange(Communicator(dist.group.WORLD))
+def seen_where_one_was_begun() -> frozenset[str]:
+    has_ranks = dist.is_initialized()
+    exchange = ColumnExchange(Communicator(dist.group.WORLD)) if has_ranks else Exchange()
     counts = {"b": 0.0, "a": 2.0}
     return exchange.agree(["a", "b"], Report(counts, list(counts), [], [], {}, True)).seen
 
 
-def test_nor_on_any_rank(ranks):
-    assert ranks.run(2, begun_by_none) == [{"a"}, {"a"}]
+def test_a_row_that_was_begun_and_not_finished_has_no_gradient(ranks):
+    """In one process, nor on any rank."""
+    assert seen_where_one_was_begun() == {"a"}
+    assert ranks.run(2, seen_where_one_was_begun) == [{"a"}, {"a"}]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
