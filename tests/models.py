@@ -1,11 +1,13 @@
 """Small models and batches that the tests of the method share."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from doge_fast import DoGEOptimizer
+from doge_fast import DoGEOptimizer, Score
 
 
 class TiedTransformer(nn.Module):
@@ -56,6 +58,28 @@ def domain_tokens(row: int, step: int, *, batch: int = 2, length: int = 12) -> T
     generator = torch.Generator().manual_seed(1000 * step + row)
     low = 4 * row % 24
     return torch.randint(low, low + 8, (batch, length), generator=generator)
+
+
+@dataclass(frozen=True)
+class Bounded(Score):
+    """One that the kernels do not know: the paper's W within bounds."""
+
+    low: float
+    high: float
+
+    def gain(self, gram_RR: Tensor, tau_R: Tensor, present_K: Tensor) -> Tensor:
+        return (gram_RR @ tau_R)[: len(present_K)].clamp(self.low, self.high)
+
+
+def tiny_gpt2(num_layers: int = 2) -> Any:
+    """transformers' GPT-2 without dropout, the same at each call: 48 words, at most 12 of them."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    shape = {"n_layer": num_layers, "n_embd": 16, "n_head": 2, "n_positions": 12, "vocab_size": 48}
+    others = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    others |= dict.fromkeys(("bos_token_id", "eos_token_id"), 0)
+    return GPT2LMHeadModel(GPT2Config(**shape, **others))
 
 
 def enter(optimizer: DoGEOptimizer, names: Iterable[str], loss_of: Callable[[str], Tensor]) -> None:

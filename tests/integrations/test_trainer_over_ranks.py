@@ -22,7 +22,8 @@ from transformers import TrainingArguments
 
 from doge_fast.integrations.transformers import DoGETrainer
 from tests.integrations.test_architectures import tiny
-from tests.integrations.test_transformers import arguments, tiny_model
+from tests.integrations.test_transformers import arguments
+from tests.models import tiny_gpt2
 from tests.ranks import as_launched
 
 DOMAINS = ("ab", "cd", "ef")
@@ -74,7 +75,7 @@ class Batches(IterableDataset[Any]):
 
 def small_model(kind: str = "gpt2") -> nn.Module:
     if kind == "gpt2":
-        return tiny_model(num_layers=1).double()
+        return tiny_gpt2(num_layers=1).double()
     # Has buffers, which DistributedDataParallel sends in a forward pass.
     return tiny(kind)
 

@@ -14,38 +14,21 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, IterableDataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, get_scheduler
+from transformers import GPT2LMHeadModel, Trainer, TrainingArguments, get_scheduler
 
 from doge_fast.integrations import causal_lm, domain_data
 from doge_fast.integrations import transformers as host
 from doge_fast.integrations.domain_data import DomainStream, DomainZip
 from doge_fast.integrations.transformers import DoGETrainer
 from doge_fast.optimizer import DoGEOptimizer
+from tests.models import tiny_gpt2
 
 DOMAINS = ["ab", "cd", "ef"]
-VOCAB = 48
 LENGTH = 12
 
 EXHAUSTIVE = pytest.mark.exhaustive
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def tiny_model(seed: int = 0, num_layers: int = 2) -> GPT2LMHeadModel:
-    torch.manual_seed(seed)
-    config = GPT2Config(
-        vocab_size=VOCAB,
-        n_positions=LENGTH,
-        n_layer=num_layers,
-        n_head=2,
-        n_embd=16,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return GPT2LMHeadModel(config)
 
 
 def tokens(step: int, domain: int, rows: int = 4) -> torch.Tensor:
@@ -116,7 +99,7 @@ def trainer_for(
     given = {name: changes.pop(name) for name in OF_TRAINERS & changes.keys()}
     options: dict[str, Any] = {"domains": DOMAINS, "mode": "sequential"} | doge | given
     if "model_init" not in options:
-        options.setdefault("model", tiny_model())
+        options.setdefault("model", tiny_gpt2())
     if data is None:
         data = Batches(options["domains"], micro=changes.get("gradient_accumulation_steps", 1))
     return kind(args=arguments(out, **changes), train_dataset=data, **options)
@@ -155,7 +138,7 @@ def test_is_the_loop_written_by_hand(tmp_path, target, rows, selection):
     names = None if selection is None else [selection]
     trainer = trainer_for(tmp_path, Batches(rows), target=target, selection=names)
     trainer.train()
-    model = tiny_model()
+    model = tiny_gpt2()
     selected = None if selection is None else [model.get_parameter(selection)]
     optimizer = by_hand(
         model, arguments(tmp_path), domains=DOMAINS, target=target, selection=selected
@@ -170,7 +153,7 @@ def test_is_the_loop_written_by_hand(tmp_path, target, rows, selection):
 def test_one_domain_is_plain_training(tmp_path):
     trainer = trainer_for(tmp_path, domains=["ab"])
     trainer.train()
-    model = tiny_model()
+    model = tiny_gpt2()
     rows = torch.cat([tokens(step, 0) for step in range(6)])
     plain = Trainer(
         model=model,
@@ -353,7 +336,7 @@ def test_micro_batches_change_nothing_but_rounding(tmp_path, kind, is_masked):
     for name in DOMAINS:
         torch.testing.assert_close(parts.domain_losses[name], whole.domain_losses[name])
     torch.testing.assert_close(parameters(parts.model), parameters(whole.model))
-    expected = tiny_model()(**next(iter(Batches(is_masked=is_masked)))["ab"]).loss.detach()
+    expected = tiny_gpt2()(**next(iter(Batches(is_masked=is_masked)))["ab"]).loss.detach()
     assert parts.state.log_history[0]["loss/ab"] == pytest.approx(float(expected), rel=1e-5)
 
 
@@ -496,7 +479,7 @@ def test_data_that_is_refused(tmp_path, changes, data, error, message):
 
 def test_misuse_is_answered_in_a_sentence(tmp_path):
     with pytest.raises(ValueError, match="names of the training domains"):
-        DoGETrainer(model=tiny_model(), args=arguments(tmp_path))
+        DoGETrainer(model=tiny_gpt2(), args=arguments(tmp_path))
     with pytest.raises(ValueError, match=r"mode .*'sideways'"):
         trainer_for(tmp_path, mode="sideways")
     with pytest.raises(RuntimeError, match="create_optimizer"):
@@ -504,7 +487,7 @@ def test_misuse_is_answered_in_a_sentence(tmp_path):
     args = copy.deepcopy(arguments(tmp_path))
     args._n_gpu = 2
     with pytest.raises(RuntimeError, match="one GPU in each process; got 2"):
-        DoGETrainer(model=tiny_model(), args=args, domains=DOMAINS)
+        DoGETrainer(model=tiny_gpt2(), args=args, domains=DOMAINS)
     trainer = trainer_for(tmp_path)
     hosts = {
         "is_deepspeed_enabled": "deepspeed",
@@ -665,14 +648,14 @@ def test_a_collator_that_pads_and_makes_the_labels(tmp_path):
     trainer = trainer_for(
         tmp_path,
         ragged.remove_columns("labels"),
-        model_init=lambda: tiny_model(),
+        model_init=lambda: tiny_gpt2(),
         data_collator=collate,
         **(IN_TURN | {"max_steps": 1}),
     )
     batch = next(iter(trainer.get_train_dataloader()))["ab"]
     trainer.train()
     # The mean over the tokens that are there, one after another.
-    model, losses = tiny_model(), []
+    model, losses = tiny_gpt2(), []
     for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
         short = ids[: int((labels != -100).sum())][None]
         losses += [model(short).logits[0, :-1].log_softmax(-1).gather(1, short[0, 1:, None])]
@@ -715,7 +698,7 @@ def test_the_cache_is_emptied_as_often_as_asked(tmp_path, monkeypatch):
     ("kind", "limit"), [("of the trainer", 0.5), ("ready", 0.25), ("left to the loop", 0.5)]
 )
 def test_the_combined_gradient_is_clipped_once(tmp_path, monkeypatch, kind, limit):
-    model = tiny_model()
+    model = tiny_gpt2()
     inner = own = torch.optim.SGD(model.named_parameters(), lr=0.1)
     if kind != "of the trainer":
         most = limit if kind == "ready" else None
@@ -744,7 +727,7 @@ def test_the_combined_gradient_is_clipped_once(tmp_path, monkeypatch, kind, limi
 
 
 def test_a_ready_optimizer_and_the_arguments_must_agree(tmp_path):
-    model = tiny_model()
+    model = tiny_gpt2()
 
     def ready() -> DoGEOptimizer:
         return DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), domains=["x", "y"])
@@ -774,7 +757,7 @@ def test_an_optimizer_and_a_schedule_of_ones_own(tmp_path):
 
     by_class = trained(optimizer_cls_and_kwargs=(torch.optim.SGD, sgd))
     by_factory = trained(optimizer_cls_and_kwargs=(Factory, sgd))
-    model = tiny_model()
+    model = tiny_gpt2()
     ready = torch.optim.SGD(model.named_parameters(), **sgd)
     given = trained(model=model, optimizers=(ready, None))
     assert given.doge.inner is ready
@@ -783,14 +766,14 @@ def test_an_optimizer_and_a_schedule_of_ones_own(tmp_path):
     for other in (by_class, by_factory):
         torch.testing.assert_close(parameters(given.model), parameters(other.model))
 
-    model = tiny_model()
+    model = tiny_gpt2()
     halves = [[*model.parameters()][start::2] for start in (0, 1)]
     several = trained(
         model=model, optimizers=([torch.optim.SGD(half, **sgd) for half in halves], None)
     )
     torch.testing.assert_close(parameters(given.model), parameters(several.model))
 
-    model = tiny_model()
+    model = tiny_gpt2()
     ready = torch.optim.SGD(model.named_parameters(), **sgd)
     halving = torch.optim.lr_scheduler.StepLR(ready, step_size=1, gamma=0.5)
     scheduled = trained(model=model, optimizers=(ready, halving))
@@ -832,7 +815,7 @@ SOAK = pytest.mark.soak
 def test_other_forms_of_the_model_learn_the_same(tmp_path, changes, is_so, mode, rtol):
     torch.compiler.reset()
     plain, other = (
-        trainer_for(tmp_path, model=tiny_model(num_layers=1), mode=mode, max_steps=2, **each)
+        trainer_for(tmp_path, model=tiny_gpt2(num_layers=1), mode=mode, max_steps=2, **each)
         for each in ({}, changes)
     )
     plain.train()

@@ -7,19 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from doge_fast.cancellation import READINGS, CancellationEffect, Reading, select
-from tests.models import domain_tokens
+from tests.models import domain_tokens, tiny_gpt2
 from tests.packages import installed
 
 transformers = installed("transformers")
-
-
-def gpt2() -> nn.Module:
-    torch.manual_seed(0)
-    shape = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 12, "vocab_size": 32}
-    without = dict.fromkeys(("bos_token_id", "eos_token_id"))
-    dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
-    config = transformers.GPT2Config(**shape, **without, **dropout)
-    return transformers.GPT2LMHeadModel(config).double()
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -38,7 +29,7 @@ def tokens_of(step: int) -> Tensor:
 
 def by_definition(steps: int) -> dict[Reading, dict[str, float]]:
     """C(w) from gradients of every example and copies of the weights, in every reading."""
-    model = gpt2()
+    model = tiny_gpt2().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
     params = dict(model.named_parameters())
     found: dict[Reading, dict[str, float]] = {
@@ -69,7 +60,7 @@ def by_definition(steps: int) -> dict[Reading, dict[str, float]]:
 
 def follow(steps: int) -> tuple[CancellationEffect, nn.Module, torch.optim.Optimizer]:
     """The same loop, watched."""
-    model = gpt2()
+    model = tiny_gpt2().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
     effect = CancellationEffect(model, optimizer)
     go_on(effect, model, optimizer, range(steps))

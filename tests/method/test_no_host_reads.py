@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from doge_fast import DoGEOptimizer, Score
+from doge_fast import DoGEOptimizer
 from doge_fast.distributed import Exchange, exchange
 from doge_fast.flat_buffer import FlatBuffer
 from doge_fast.joined import JoinedOptimizer
 from doge_fast.step import step
 from doge_fast.step.step import _gram_matrices
 from doge_fast.wrapper import skip_reader, step_unless
-from tests.models import enter
+from tests.models import Bounded, enter
 
 
 class FusedSGD(torch.optim.SGD):
@@ -35,13 +35,6 @@ class FusedSGD(torch.optim.SGD):
             for param in group["params"]:
                 moved = param.detach() - group["lr"] * param.grad
                 param.detach().copy_(torch.where(self.found_inf == 0, moved, param))
-
-
-class Halved(Score):
-    """A score that the kernel does not know."""
-
-    def gain(self, gram_RR: Tensor, tau_R: Tensor, present_K: Tensor) -> Tensor:
-        return 0.5 * (gram_RR @ tau_R)[: len(present_K)]
 
 
 def run(optimizer_of: Any, lr: float | Tensor = 0.1, grad_scale: Any = 1.0, **options: Any) -> Any:
@@ -68,7 +61,7 @@ def run(optimizer_of: Any, lr: float | Tensor = 0.1, grad_scale: Any = 1.0, **op
         {"selection": ["0.weight"], "max_grad_norm": 1.0},
         {"selection": ["0.weight"], "domain_max_grad_norm": 1.0},
         {"score": "published", "selection": ["0.weight"]},
-        {"score": Halved()},
+        {"score": Bounded(0.0, 1.0)},
         {"lr": torch.empty((), device="meta")},
         {"grad_scale": torch.empty((), device="meta")},
         {"buffer_dtype": torch.bfloat16},

@@ -14,24 +14,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from doge_fast import DoGEOptimizer, Score, reference
-from tests.models import domain_tokens, tied_transformer
+from doge_fast import DoGEOptimizer, reference
+from tests.models import Bounded, domain_tokens, tied_transformer
 
 STEPS, FEW_STEPS = 100, 20
 TOLERANCE = 1e-12
 DOMAINS = ("a", "b", "c", "d")
 AS_IN_THE_PAPER: dict[str, Any] = {"domains": DOMAINS, "mu": 0.02, "domain_max_grad_norm": None}
-
-
-@dataclass(frozen=True)
-class Bounded(Score):
-    """The paper's W within bounds."""
-
-    low: float
-    high: float
-
-    def gain(self, gram_RR: Tensor, tau_R: Tensor, present_K: Tensor) -> Tensor:
-        return (gram_RR @ tau_R)[: len(present_K)].clamp(self.low, self.high)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from doge_fast import reference
 from doge_fast.weights.reweight import LastStep, StepSettings, new_state, reweight, state_views
 from doge_fast.weights.scores import PAPER, PUBLISHED, PUBLISHED_BOUNDS, Score
 from tests.laws import assert_simplex
+from tests.models import Bounded
 
 OPERATOR = "reweight"
 pytestmark = pytest.mark.usefixtures("nan_memory")
@@ -218,16 +218,6 @@ def test_two_runs_give_the_same_bits(implementation, device):
     assert all(torch.equal(a, b) for a, b in zip(first[:-1], second[:-1], strict=True))
 
 
-@dataclass(frozen=True)
-class Power(Score):
-    """One that the kernels do not know; twins of such a one: test_optimizer_twins."""
-
-    exponent: float = 1.0
-
-    def gain(self, gram_RR: Tensor, tau_R: Tensor, present_K: Tensor) -> Tensor:
-        return (gram_RR @ tau_R)[: len(present_K)].abs() ** self.exponent
-
-
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -241,7 +231,8 @@ class Power(Score):
     ],
     ids=["state", "settings", "tau", "slots", "full", "few", "many"],
 )
-@pytest.mark.parametrize("score", [PAPER, Power()], ids=["named", "of yours"])
+# Twins of steps with such a score: test_optimizer_twins.
+@pytest.mark.parametrize("score", [PAPER, Bounded(0.0, 1.0)], ids=["named", "of yours"])
 def test_misuse_speaks(spoil, message, score, device):
     problem = Problem(3, 1, device)
     arguments: dict[str, Any] = {
@@ -257,4 +248,4 @@ def test_misuse_speaks(spoil, message, score, device):
 
 
 def test_a_score_of_yours_is_named_by_its_settings():
-    assert Power(2.0).name == "Power(exponent=2.0)"
+    assert Bounded(0.0, 2.5).name == "Bounded(low=0.0, high=2.5)"
