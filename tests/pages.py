@@ -206,29 +206,15 @@ def _python(words: list[str]) -> str:
     module = words[words.index("-m") + 1] if "-m" in words else None
     path = Path(module.replace(".", "/") + ".py" if module else words[1])
     assert (ROOT / path).exists() or path.exists(), f"no such file: {path}"
-    if path.exists() and not module:
-        return _run([sys.executable, *words[1:]])
-    return "..."
-
-
-def _run(words: list[str]) -> str:
-    return printed_by(*words)
-
-
-def _program(words: list[str]) -> str:
-    """Somebody else's: its name is all that can be checked here."""
-    return "..."
+    return printed_by(sys.executable, *words[1:]) if path.exists() and not module else "..."
 
 
 _SHELL: dict[str, Callable[[list[str]], str]] = {
     "pip": _pip,
-    "make": _program,
     "python": _python,
-    "ls": _run,
-    "cat": _run,
-    "head": _run,
-    "git": _program,
-    "cd": _program,
+    **dict.fromkeys(("ls", "cat", "head"), lambda words: printed_by(*words)),
+    # Their names are all that can be checked here.
+    **dict.fromkeys(("make", "git", "cd"), lambda words: "..."),
 }
 
 

@@ -5,7 +5,6 @@ Names, arguments and sizes are those of its `config/configurable.py`, `component
 make the same batches.
 """
 
-import abc
 import dataclasses
 import itertools
 import os
@@ -33,8 +32,6 @@ class Configurable:
         _owner: ClassVar[type | None] = None
 
         def build(self, **kwargs: Any) -> Any:
-            if self._owner is None:
-                raise NotImplementedError(f"{type(self).__name__} has no owner class.")
             return self._owner(config=dataclasses.replace(self), **kwargs)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -52,14 +49,11 @@ class DatasetConfig:
     sample_processor: Callable[[Any], str]
 
 
-class BaseDataLoader(Stateful, abc.ABC, Configurable):
+class BaseDataLoader(Stateful, Configurable):
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         dataset: str = ""
         dataset_path: str | None = None
-
-    @abc.abstractmethod
-    def __iter__(self) -> Iterator[Batch]: ...
 
 
 class HuggingFaceTextDataLoader(BaseDataLoader):
