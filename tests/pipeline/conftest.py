@@ -53,14 +53,9 @@ def blocks_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def settings(small_corpus: Path, blocks_cache: Path) -> dict[str, Any]:
     """Corpus, model and training of a run that takes a second."""
-    return settings_of(small_corpus, blocks_cache)
-
-
-def settings_of(small_corpus: Path, blocks_cache: Path) -> dict[str, Any]:
-    """The same, for fixtures of a whole file."""
     return {
         "corpus": CorpusConfig(
             data=str(small_corpus),
@@ -135,22 +130,16 @@ def base(configured: Callable[..., Callable[..., Any]]) -> Callable[..., BaseCon
 
 
 @pytest.fixture(scope="session")
-def trained_base(
-    small_corpus: Path, blocks_cache: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def trained_base(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A complete run of `base()`; who changes it takes a copy."""
     out = tmp_path_factory.mktemp("trained") / "base"
-    settings = settings_of(small_corpus, blocks_cache)
     return train_base(BaseConfig(out=out, batch_size=8, log_every=1, **settings)).path
 
 
 @pytest.fixture(scope="session")
-def trained_proxy(
-    small_corpus: Path, blocks_cache: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def trained_proxy(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A complete run of `proxy()`; who changes it takes a copy."""
     out = tmp_path_factory.mktemp("trained") / "proxy"
-    settings = settings_of(small_corpus, blocks_cache)
     return learn_weights(ProxyConfig(out=out, sequences_per_domain=2, **settings)).path
 
 
@@ -177,15 +166,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="session")
-def config(data: Path, cache: Path) -> CorpusConfig:
-    return CorpusConfig(
-        data=str(data), vocab_size=300, block_size=16, validation_fraction=0.1, cache_dir=cache
-    )
+def config(data: Path, blocks_cache: Path) -> CorpusConfig:
+    shape = {"vocab_size": 300, "block_size": 16, "validation_fraction": 0.1}
+    return CorpusConfig(data=str(data), cache_dir=blocks_cache, **shape)
 
 
 @pytest.fixture

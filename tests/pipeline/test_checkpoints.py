@@ -20,7 +20,6 @@ from doge_fast.pipeline.config import BaseConfig, ProxyConfig
 from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.records import manifest
 from tests.grids import grid
-from tests.pipeline.conftest import settings_of
 from tests.pipeline.stages import assert_same_run, killed_at
 from tests.pipeline.workshop import Damage
 
@@ -33,14 +32,11 @@ FILES = (
 
 
 @pytest.fixture(scope="module")
-def config(
-    small_corpus: Path, blocks_cache: Path, tmp_path_factory: pytest.TempPathFactory
-) -> ProxyConfig:
+def config(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> ProxyConfig:
     """Of a run with a checkpoint every second of its 8 steps."""
-    settings = settings_of(small_corpus, blocks_cache)
-    settings["training"] = replace(settings["training"], save_every=2, eval_every=3)
+    training = replace(settings["training"], save_every=2, eval_every=3)
     out = tmp_path_factory.mktemp("runs") / "run"
-    return ProxyConfig(out=out, sequences_per_domain=2, **settings)
+    return ProxyConfig(out=out, sequences_per_domain=2, **(settings | {"training": training}))
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +48,7 @@ def whole(config: ProxyConfig) -> Path:
 @pytest.fixture(scope="module")
 def killed(config: ProxyConfig) -> Path:
     """The run, killed in its last step; its two last checkpoints are there."""
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        killed_at(patch, "training_step", 8),
-    ):
+    with pytest.MonkeyPatch.context() as patch, killed_at(patch, "training_step", 8):
         learn_weights(config)
     return config.out
 
@@ -160,45 +153,37 @@ def test_any_bit_of_a_manifest_may_flip(run, monkeypatch):
 @pytest.mark.parametrize(
     ("file", "damage"),
     [
-        ("model.safetensors", "flip 0.5"),
-        pytest.param("scheduler.pt", "delete", marks=EXHAUSTIVE),
+        (f"{NEWEST}/model.safetensors", "flip 0.5"),
+        pytest.param(f"{NEWEST}/scheduler.pt", "delete", marks=EXHAUSTIVE),
+        ("", "delete"),
     ],
 )
-def test_the_generation_before_leads_to_the_bits_of_the_uninterrupted_run(
-    config, whole, run, file, damage
+def test_what_is_left_leads_to_the_bits_of_the_uninterrupted_run(
+    config, whole, run, file, damage, caplog
 ):
-    Damage(damage)(run / "checkpoints" / NEWEST / file)
+    Damage(damage)(run / "checkpoints" / file)
     assert learn_weights(replace(config, out=run)).path == run
     assert_same_run(run, whole)
     assert not (run / "checkpoints").exists()
+    told = f"{run}: there is no checkpoint; it begins again at the first step."
+    assert (told in caplog.messages) == (not file)
 
 
-def test_with_the_checkpoints_removed_it_begins_again_to_the_same_bits(config, whole, run, caplog):
-    shutil.rmtree(run / "checkpoints")
-    learn_weights(replace(config, out=run))
-    assert f"{run}: there is no checkpoint; it begins again at the first step." in caplog.messages
-    assert_same_run(run, whole)
-
-
-def test_a_checkpoint_under_the_name_of_another_step_is_damaged(run, caplog):
-    """Batches and the length of the run are those of the name, weights those of the files."""
+def test_what_is_no_checkpoint_of_its_step_is_passed_over(run, caplog):
+    """Copied to another name, or left by a killed `cp`; and what a killed run was writing."""
     folder = run / "checkpoints"
     shutil.copytree(folder / BEFORE, folder / "checkpoint-7")
+    shutil.copytree(folder / NEWEST, folder / "checkpoint-8")
+    (folder / "checkpoint-8" / "manifest.json").unlink()
+    (folder / "checkpoint-x").mkdir()
+    (folder / ".writing" / "checkpoint-9").mkdir(parents=True)
     with caplog.at_level("WARNING", logger="doge_fast"):
         assert records.resume_checkpoint(run) == folder / NEWEST
-    told = "checkpoint-7 is damaged: its manifest is not of step 7"
-    assert caplog.messages == [f"{run}: {told}. {NEWEST} is used."]
-
-
-def test_a_checkpoint_that_was_not_written_to_its_end_is_none(run):
-    """A copy without a manifest, as a killed `cp` leaves it; and what a killed run was writing."""
-    folder = run / "checkpoints"
-    shutil.copytree(folder / NEWEST, folder / "checkpoint-7")
-    (folder / "checkpoint-7" / "manifest.json").unlink()
-    (folder / "checkpoint-x").mkdir()
-    (folder / ".writing" / "checkpoint-8").mkdir(parents=True)
-    assert records.resume_checkpoint(run) == folder / NEWEST
     assert not (folder / ".writing").exists()
+    half, other = caplog.messages
+    assert "checkpoint-8 is damaged: manifest.json is missing" in half
+    # Batches and the length of the run would be those of the name, weights those of the files.
+    assert "checkpoint-7 is damaged: its manifest is not of step 7" in other
 
 
 def test_without_locks_in_the_file_system_a_warning_is_all(run, tmp_path, monkeypatch, caplog):

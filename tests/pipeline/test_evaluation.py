@@ -5,6 +5,7 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,17 +18,13 @@ from doge_fast.pipeline.config import BaseConfig, EvaluateConfig
 from doge_fast.pipeline.domains import load_corpus
 from doge_fast.pipeline.evaluation import evaluate, table
 from doge_fast.pipeline.model import open_model
-from tests.pipeline import conftest
 from tests.pipeline.corpora import texts, write_jsonl
 
 NAMES = ["code", "prose", "table"]
 
 
 @pytest.fixture(scope="module")
-def trained(
-    small_corpus: Path, blocks_cache: Path, tmp_path_factory: pytest.TempPathFactory
-) -> BaseConfig:
-    settings = conftest.settings_of(small_corpus, blocks_cache)
+def trained(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> BaseConfig:
     out = tmp_path_factory.mktemp("trained") / "base"
     config = BaseConfig(out=out, targets=("verse",), batch_size=8, **settings)
     train_base(config)

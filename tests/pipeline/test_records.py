@@ -233,34 +233,17 @@ def test_float32_weights_and_printed_ones_sum_to_one(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"schema_version": None}, "at least"),
-        ({"domains": []}, "domains"),
-        ({"domains": {"a": 1.0}}, "domains"),
-        ({"domains": [{"weight": 1.0}]}, "name"),
         ({"domains": [{"name": "a", "weight": 0.5}] * 2}, "a occurs twice"),
-        ({"domains": [{"name": "a", "weight": 0.9}]}, r"sum to 1; .* 0\.9"),
         *(
             ({"domains": [{"name": "a", "weight": weight}]}, "weight")
-            for weight in (math.nan, -0.5, "1", 10**400, True, None)
+            for weight in (math.nan, 0.9, 10**400)
         ),
-        ({"domains": [{"name": "a", "weight": 1, "weight_last": 1.5}]}, "weight_last"),
-        ({"domains": [{"name": "a", "weight": 1, "prior": "0.5"}]}, "prior"),
-        ({"domains": [{"name": "a", "weight": 1, "tokens": 1.5}]}, "tokens"),
-        ({"domains": [{"name": "a", "weight": 1, "mean_doc_tokens": 0}]}, "mean_doc_tokens"),
-        ({"method": ""}, "method"),
-        ({"steps": -3}, "steps"),
-        ({"reference": "runs/base"}, "reference"),
-        ({"stages": "later"}, "stages"),
     ],
 )
-def test_weights_that_cannot_be_believed_are_neither_read_nor_written(tmp_path, changes, word):
-    record = weights(**changes)
+def test_weights_that_cannot_be_believed_are_not_written(tmp_path, changes, word):
     with pytest.raises(ValueError, match=word):
-        records.write_weights(tmp_path, record)
+        records.write_weights(tmp_path, weights(**changes))
     assert list(tmp_path.iterdir()) == []
-    (tmp_path / "w.json").write_text(json.dumps(record))
-    with pytest.raises(ValueError, match=word):
-        records.read_weights(tmp_path / "w.json")
 
 
 def test_what_is_unknown_or_not_known_is_kept(tmp_path):

@@ -18,7 +18,6 @@ from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.report import terminal_table
 from doge_fast.pipeline.run import Run
 from doge_fast.pipeline.temperature import next_inverses, sharpened, temperature
-from tests.pipeline.conftest import settings_of
 from tests.pipeline.stages import NAMES, write_weights
 
 
@@ -65,12 +64,9 @@ def test_sharpened_weights_are_powers(inverse: float) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(
-    tmp_path_factory: pytest.TempPathFactory, small_corpus: Path, blocks_cache: Path
-) -> Path:
+def trained(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A proxy whose weights are far from uniform."""
     out = tmp_path_factory.mktemp("temperature") / "proxy"
-    settings = settings_of(small_corpus, blocks_cache)
     return learn_weights(ProxyConfig(out=out, sequences_per_domain=2, mu=1e-3, **settings)).path
 
 
