@@ -15,18 +15,6 @@ def effective_domains(weights: Iterable[float]) -> float:
     return math.exp(-math.fsum(weight * math.log(weight) for weight in weights if weight > 0))
 
 
-def kl(weights: Sequence[float], others: Sequence[float]) -> float:
-    """KL(w || v) = sum_j w_j log(w_j / v_j), in nats; 0 log 0 = 0.
-
-    Infinite if some w_j > 0 where v_j = 0.
-    """
-    pairs = [(w, v) for w, v in zip(weights, others, strict=True) if w > 0]
-    if any(v == 0 for _, v in pairs):
-        return math.inf
-    # Rounding may give about -1e-17 for nearly equal weights.
-    return max(0.0, math.fsum(w * math.log(w / v) for w, v in pairs))
-
-
 def project(
     weights: Sequence[float], *, floors: Sequence[float], caps: Sequence[float]
 ) -> list[float]:

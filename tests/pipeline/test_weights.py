@@ -46,6 +46,22 @@ def by_name(content: Mapping[str, Any]) -> dict[str, float]:
     return records.weights_by_name(content)
 
 
+def said(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    assert cli.main(["weights", *map(str, words)]) == 0
+    text = capsys.readouterr().out
+    if "{" not in text:
+        # A path is as long as it is, on a line of its own.
+        lines = [line for line in text.splitlines() if not line.strip().startswith("/")]
+        assert max(map(len, lines)) <= 100, text
+    return text
+
+
+def cells(text: str, name: str) -> list[str]:
+    """The row of a domain."""
+    (row,) = [line.split() for line in text.splitlines() if line.split()[:1] == [name]]
+    return row[1:]
+
+
 # What weights mean.
 
 
@@ -80,12 +96,18 @@ def seeds(*values: tuple[float, ...], **changes: Any) -> dict[str, dict[str, Any
     return {f"seed-{seed}": record(each, seed=seed, **changes) for seed, each in enumerate(values)}
 
 
-def test_an_average_has_the_mean_and_the_spread_of_its_files():
+def test_an_average_has_the_mean_and_the_spread_of_its_files(tmp_path, capsys):
     values = [(0.5, 0.3, 0.2), (0.4, 0.4, 0.2), (0.6, 0.2, 0.2)]
     mixtures = seeds(*values, colour="blue")
     # In another order: matched by name.
     mixtures["seed-1"]["domains"].reverse()
-    found = summary.average(mixtures)
+    files = [write(tmp_path / f"{name}.json", each) for name, each in mixtures.items()]
+    assert "Nothing is written without --out" in said(capsys, "average", *files)
+    out = tmp_path / "new" / "mean.json"
+    text = said(capsys, "average", *files, "--out", out)
+    assert cells(text, "code") == ["0.5000", "0.1000", "0.0577", "0.4000", "0.6000"]
+    assert text.endswith(f"weights: {out}\n")
+    found = records.read_weights(out)
     assert by_name(found) == pytest.approx(dict(zip(NAMES, np.mean(values, 0), strict=True)))
     deviations = [entry["weight_std"] for entry in found["domains"]]
     assert deviations == pytest.approx(np.std(values, 0, ddof=1).tolist(), abs=1e-15)
@@ -97,6 +119,7 @@ def test_an_average_has_the_mean_and_the_spread_of_its_files():
     assert found["average"]["count"] == 3
     assert [each["seed"] for each in found["average"]["of"]] == [0, 1, 2]
     assert found["average"]["of"][1]["weights"] == {"verse": 0.2, "prose": 0.4, "code": 0.4}
+    assert cells(said(capsys, "show", out), "code")[:2] == ["0.5000", "0.1000"]
 
 
 def test_an_average_is_of_the_same_thing():
@@ -115,41 +138,40 @@ def test_an_average_is_of_the_same_thing():
 
 def test_bounds_hold_and_free_domains_keep_their_ratios():
     found = bounds.constrain(record(), floor={"verse": 0.3}, source="w.json")
-    moved = by_name(found.record)
+    moved, about = by_name(found), found["constraints"]
     assert moved == pytest.approx({"code": 0.7 * 5 / 8, "prose": 0.7 * 3 / 8, "verse": 0.3})
     assert moved["verse"] == 0.3
-    assert found.bound == {"verse": "floor"}
-    # All of it is no cap's doing.
-    assert bounds.constrain(record((1.0, 0.0, 0.0)), floor={"verse": 0.0}).bound == {}
-    expected = sum(
-        moved[name] * math.log(moved[name] / old) for name, old in by_name(record()).items()
-    )
-    assert found.kl == pytest.approx(expected)
-    about = found.record["constraints"]
+    assert about["bound"] == {"verse": "floor"}
     assert about["source"] == "w.json"
     assert (about["floor"], about["cap"], about["max_epochs"]) == ({"verse": 0.3}, {}, {})
     assert about["weights"] == by_name(record())
-    assert found.record["domains"][0]["weight_last"] == 0.5
+    assert found["domains"][0]["weight_last"] == 0.5
+    # All of it is no cap's doing.
+    free = bounds.constrain(record((1.0, 0.0, 0.0)), floor={"verse": 0.0})
+    assert free["constraints"]["bound"] == {}
 
 
-def test_epochs_become_caps_by_the_tokens_there_are():
-    # verse: 3 epochs of 1 M in 20 M are 0.15; code at most 0.9.
-    found = bounds.constrain(record(), max_epochs=3, budget_tokens=2e7)
-    assert found.bound == {"verse": "max_epochs"}
-    assert by_name(found.record)["verse"] == 0.15
-    assert found.record["constraints"]["budget_tokens"] == 2e7
-    one = bounds.constrain(record(), max_epochs={"code": 1}, budget_tokens=2e7)
-    assert by_name(one.record)["code"] == pytest.approx(0.3)
-    more = bounds.constrain(record(), max_epochs=3, budget_tokens=2e7, tokens={"verse": 1e9})
-    assert more.bound == {}
-    both = bounds.constrain(record(), max_epochs=3, cap={"verse": 0.1}, budget_tokens=2e7)
-    assert both.bound == {"verse": "cap"}
+@pytest.mark.parametrize(
+    ("limits", "bound", "name", "weight"),
+    [
+        # verse: 3 epochs of 1 M in 20 M are 0.15; code at most 0.9.
+        ({"max_epochs": 3}, {"verse": "max_epochs"}, "verse", 0.15),
+        ({"max_epochs": {"code": 1}}, {"code": "max_epochs"}, "code", 0.3),
+        ({"max_epochs": 3, "tokens": {"verse": 1e9}}, {}, "verse", 0.2),
+        ({"max_epochs": 3, "cap": {"verse": 0.1}}, {"verse": "cap"}, "verse", 0.1),
+    ],
+)
+def test_epochs_become_caps_by_the_tokens_there_are(limits, bound, name, weight):
+    found = bounds.constrain(record(), budget_tokens=2e7, **limits)
+    assert found["constraints"]["bound"] == bound
+    assert found["constraints"]["budget_tokens"] == 2e7
+    assert by_name(found)[name] == pytest.approx(weight, rel=1e-12)
 
 
 def test_what_was_true_of_other_weights_is_left_out():
     averaged = summary.average(seeds(WEIGHTS, (0.4, 0.4, 0.2)))
     averaged["stages"] = [{"first_step": 0, "weights": by_name(averaged)}]
-    found = bounds.constrain(averaged, cap=0.4).record
+    found = bounds.constrain(averaged, cap=0.4)
     assert "stages" not in found
     assert all("weight_std" not in entry for entry in found["domains"])
     assert found["average"]["count"] == 2
@@ -157,9 +179,8 @@ def test_what_was_true_of_other_weights_is_left_out():
 
 def test_a_zero_is_lifted_by_a_floor_alone():
     content = record((0.5, 0.5, 0.0))
-    found = bounds.constrain(content, floor=0.1)
-    assert by_name(found.record) == pytest.approx({"code": 0.45, "prose": 0.45, "verse": 0.1})
-    assert found.kl == math.inf
+    found = by_name(bounds.constrain(content, floor=0.1))
+    assert found == pytest.approx({"code": 0.45, "prose": 0.45, "verse": 0.1})
     with pytest.raises(ValueError, match=r"0.8 of it, 0.2 is missing; verse has weight zero and"):
         bounds.constrain(content, cap=0.4)
     # What a floor lifts stays at the floor.
@@ -168,22 +189,6 @@ def test_a_zero_is_lifted_by_a_floor_alone():
 
 
 # The command line.
-
-
-def said(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    assert cli.main(["weights", *map(str, words)]) == 0
-    text = capsys.readouterr().out
-    if "{" not in text:
-        # A path is as long as it is, on a line of its own.
-        lines = [line for line in text.splitlines() if not line.strip().startswith("/")]
-        assert max(map(len, lines)) <= 100, text
-    return text
-
-
-def cells(text: str, name: str) -> list[str]:
-    """The row of a domain."""
-    (row,) = [line.split() for line in text.splitlines() if line.split()[:1] == [name]]
-    return row[1:]
 
 
 def test_show_says_what_the_weights_mean(tmp_path, capsys):
@@ -225,34 +230,15 @@ def test_diff_names_what_came_and_went(tmp_path, capsys):
     assert "Total variation 0.0000" in said(capsys, "diff", first, first)
 
 
-def test_average_writes_what_it_tells(tmp_path, capsys):
-    files = [
-        write(tmp_path / f"{name}.json", each)
-        for name, each in seeds(WEIGHTS, (0.4, 0.4, 0.2)).items()
-    ]
-    out = tmp_path / "new" / "mean.json"
-    assert cli.main(["weights", "average", *files, "--out", str(out)]) == 0
-    text = capsys.readouterr().out
-    assert cells(text, "code") == ["0.4500", "0.0707", "0.0500", "0.4000", "0.5000"]
-    assert text.endswith(f"weights: {out}\n")
-    assert by_name(records.read_weights(out)) == pytest.approx(
-        {"code": 0.45, "prose": 0.35, "verse": 0.2}
-    )
-    assert cells(said(capsys, "show", out), "code")[:2] == ["0.4500", "0.0707"]
-    dry = said(capsys, "average", *files)
-    assert "Nothing is written without --out" in dry
-
-
 def test_constrain_writes_what_it_tells(tmp_path, capsys):
     file, out = write(tmp_path / "w.json"), tmp_path / "bound.json"
     words = ["--floor", "0.05", "verse=0.25", "--cap", "0.45", "--max-epochs", "9", "verse=12.5"]
     words += ["--budget-tokens", "4e7", "--out", out]
-    assert cli.main(["weights", "constrain", file, *map(str, words)]) == 0
-    text = capsys.readouterr().out
-    assert cells(text, "code") == ["0.5000", "0.4500", "0.900", "cap", "3.00"]
-    assert cells(text, "verse") == ["0.2000", "0.2500", "1.25", "floor", "10.0"]
-    assert cells(text, "prose") == ["0.3000", "0.3000", "1.00", "4.00"]
-    assert "Moved: KL 0.00" in text
+    text = said(capsys, "constrain", file, *words)
+    assert cells(text, "code") == ["0.5000", "0.4500", "-0.0500", "0.900", "cap", "3.00"]
+    assert cells(text, "verse") == ["0.2000", "0.2500", "+0.0500", "1.25", "floor", "10.0"]
+    assert cells(text, "prose")[-1] == "4.00"
+    assert "Moved: total variation 0.0500." in text
     assert by_name(records.read_weights(out)) == pytest.approx(
         {"code": 0.45, "prose": 0.3, "verse": 0.25}
     )

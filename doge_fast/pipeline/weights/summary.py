@@ -1,4 +1,4 @@
-"""What domain weights mean, how two of them differ, and the mean over runs.
+"""What domain weights mean, and the mean over runs.
 
 Records are as `records.read_weights` returns them; domains are matched by name.
 """
@@ -194,35 +194,6 @@ def story(record: Mapping[str, Any]) -> str:
         "constrained" if known.get("constraints") else "",
     ]
     return ", ".join(filter(None, parts))
-
-
-@dataclass(frozen=True)
-class WeightsDifference:
-    """How far two mixtures are apart; a domain that one lacks counts as weight zero there."""
-
-    before: dict[str, float]
-    after: dict[str, float]
-
-    @property
-    def change(self) -> dict[str, float]:
-        """after - before, of every domain of either: in the order of the first, then new ones."""
-        names = self.before | self.after
-        return {name: self.after.get(name, 0.0) - self.before.get(name, 0.0) for name in names}
-
-    @property
-    def total_variation(self) -> float:
-        """(1/2) sum |change|: the share of the training that goes elsewhere."""
-        return math.fsum(map(abs, self.change.values())) / 2
-
-    def ratio(self, name: str) -> float | None:
-        """after / before; None where the domain was not in both, or had weight zero."""
-        old, new = self.before.get(name), self.after.get(name)
-        return new / old if old and new is not None else None
-
-
-def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> WeightsDifference:
-    """The difference of two records, by name."""
-    return WeightsDifference(records.weights_by_name(before), records.weights_by_name(after))
 
 
 def average(mixtures: Mapping[str, Mapping[str, Any]]) -> Json:

@@ -18,7 +18,7 @@ from doge_fast.pipeline.config import (
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.reporting.mixtures import MAX_EPOCHS
 from doge_fast.pipeline.reporting.wording import domains_told, listed, wrapped
-from doge_fast.pipeline.tables import text
+from doge_fast.pipeline.tables import Table, text
 from doge_fast.pipeline.weights import bounds, summary
 from doge_fast.pipeline.weights.summary import (
     WeightsSummary,
@@ -46,26 +46,36 @@ def show(config: WeightsShowConfig) -> list[str]:
 
 
 def diff(config: WeightsDiffConfig) -> list[str]:
-    """How two files differ, by name."""
+    """How two files differ, by name; a domain that one lacks counts as weight zero there."""
     before, after = (records.read_weights(path) for path in (config.before, config.after))
-    found = summary.compare(before, after)
-    columns = {
-        "A": map(weight_text, map(found.before.get, found.change)),
-        "B": map(weight_text, map(found.after.get, found.change)),
-        "B - A": [weight_text(change, "+") for change in found.change.values()],
-        "B / A": map(figure_text, map(found.ratio, found.change)),
-    }
-    distance = found.total_variation
-    remark = (
-        f"Total variation {distance:.4f}, the share of a training that goes to other domains; mean "
-        f"absolute difference {2 * distance / len(found.change):.4f}."
-    )
+    table, distance = _differences(before, after, ("A", "B", "B / A"))
     return [
         _wrapped(f"A  {config.before}: {story(before)}", indent="   "),
         _wrapped(f"B  {config.after}: {story(after)}", indent="   "),
-        text(by_domain(found.change, columns)),
-        _wrapped(remark),
+        text(table),
+        _wrapped(
+            f"Total variation {distance:.4f}, the share of a training that goes to other domains; "
+            f"mean absolute difference {2 * distance / len(table.rows):.4f}."
+        ),
     ]
+
+
+def _differences(
+    before: Json, after: Json, titles: tuple[str, str, str], **more: Sequence[str]
+) -> tuple[Table, float]:
+    """A row for each domain of either record, and half the sum of the absolute changes."""
+    old, new = records.weights_by_name(before), records.weights_by_name(after)
+    names = list(old | new)
+    changes = [new.get(name, 0.0) - old.get(name, 0.0) for name in names]
+    ratios = [new[name] / old[name] if name in new and old.get(name) else None for name in names]
+    columns = {
+        titles[0]: map(weight_text, map(old.get, names)),
+        titles[1]: map(weight_text, map(new.get, names)),
+        "change": [weight_text(change, "+") for change in changes],
+        titles[2]: map(figure_text, ratios),
+        **{title.replace("_", " "): texts for title, texts in more.items()},
+    }
+    return by_domain(names, columns), math.fsum(map(abs, changes)) / 2
 
 
 def average(config: WeightsAverageConfig) -> list[str]:
@@ -95,36 +105,33 @@ def constrain(config: WeightsConstrainConfig) -> list[str]:
     tokens = named.numbers(config.tokens, "tokens")
     found = bounds.constrain(
         record,
-        floor=_bound(config.floor, "floor", record, 0.0),
-        cap=_bound(config.cap, "cap", record, 1.0),
-        max_epochs=_bound(config.max_epochs, "max_epochs", record, math.inf),
+        floor=_bound(config.floor, "floor", record),
+        cap=_bound(config.cap, "cap", record),
+        max_epochs=_bound(config.max_epochs, "max_epochs", record),
         budget_tokens=config.budget_tokens,
         tokens=tokens,
         source=str(config.file),
     )
-    written = _write(config.out, found.record, [config.file])
-    after = summary.describe(found.record, budget_tokens=config.budget_tokens, tokens=tokens)
-    moved = summary.compare(record, found.record)
-    columns = {
-        "before": map(weight_text, moved.before.values()),
-        "after": map(weight_text, moved.after.values()),
-        "after / before": map(figure_text, map(moved.ratio, moved.before)),
-        "bound by": [found.bound.get(name, "").replace("_", " ") for name in moved.before],
-        "epochs": [figure_text(share.epochs) for share in after.domains],
-    }
-    kl = f"{found.kl:.4g} nats" if math.isfinite(found.kl) else "infinite (a zero was lifted)"
-    remarks = [] if found.bound else ["No bound holds any domain; the weights are as they were."]
-    remarks.append(f"Moved: KL {kl}, total variation {moved.total_variation:.4f}.")
+    written = _write(config.out, found, [config.file])
+    after = summary.describe(found, budget_tokens=config.budget_tokens, tokens=tokens)
+    held = found["constraints"]["bound"]
+    table, distance = _differences(
+        record,
+        found,
+        ("before", "after", "after / before"),
+        bound_by=[held.get(share.name, "").replace("_", " ") for share in after.domains],
+        epochs=[figure_text(share.epochs) for share in after.domains],
+    )
+    remarks = [] if held else ["No bound holds any domain; the weights are as they were."]
+    remarks.append(f"Moved: total variation {distance:.4f}.")
     return [
-        text(by_domain(moved.before, columns), left=[3] if found.bound else []),
+        text(table, left=[4] if held else []),
         *map(_wrapped, [*remarks, _total(after)]),
         *written,
     ]
 
 
-def _bound(
-    items: Sequence[str], what: str, record: Mapping[str, Any], none: float
-) -> dict[str, float]:
+def _bound(items: Sequence[str], what: str, record: Mapping[str, Any]) -> dict[str, float]:
     """A number for every domain, those named by their own."""
     alone = [item for item in items if "=" not in item]
     if len(alone) > 1:
@@ -132,9 +139,13 @@ def _bound(
             f"{what} must be one number for all domains and NAME=NUMBER for some; got "
             f"{' '.join(items)}."
         )
-    everywhere = named.number(alone[0], alone[0], what) if alone else none
     own = named.numbers([item for item in items if "=" in item], what)
-    return dict.fromkeys(records.weights_by_name(record), everywhere) | own
+    everywhere = {
+        name: named.number(each, each, what)
+        for each in alone
+        for name in records.weights_by_name(record)
+    }
+    return everywhere | own
 
 
 def _write(out: Path | None, record: Json, read: Sequence[Path]) -> list[str]:
