@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from doge_fast.cancellation import (
-    DEFAULT_READING,
     READINGS,
     CancellationEffect,
     parse_strategy,
     select,
 )
 from doge_fast.mixture.counts import Phase
-from doge_fast.pipeline import baselines, records, stage, tables, training
+from doge_fast.pipeline import baselines, records, stage, tables
 from doge_fast.pipeline.config import SelectConfig
 from doge_fast.pipeline.domains import Batch
 from doge_fast.pipeline.failures import FileFailure
@@ -35,11 +34,10 @@ CANCELLATION = "cancellation.json"
 def measure_cancellation(config: SelectConfig) -> Path:
     """Score a proxy's parameters and select some of them; leave both in a run directory.
 
-    The directory holds config.json, metrics.jsonl, cancellation.json (every parameter's columns
-    and its score in every reading) and for each strategy selection-STRATEGY.json, a list of names;
-    selection-STRATEGY-READING.json where the reading is not the default one. A run that was killed
-    is resumed by the same call, to the same bits. One that is complete is not trained again, and
-    may be asked for further strategies or another reading.
+    The directory holds config.json, metrics.jsonl, for each strategy selection-STRATEGY.json, a
+    list of names, and cancellation.json (every parameter's columns and its score in every reading).
+    A run that was killed is resumed by the same call, to the same bits; one that is complete is
+    left as it is.
 
     Args:
         config: which model, which corpus, for how long, which strategies.
@@ -54,20 +52,6 @@ def measure_cancellation(config: SelectConfig) -> Path:
 
     Source: DoGE, appendix cancellation.
     """
-    existing = _existing_run(config)
-    if existing.is_complete:
-        training.wait_for_ranks(training.device_of(config.training.device))
-    else:
-        trainer = prepare(config, existing)
-        with stage.directory(trainer, existing, is_finished=_is_scored) as checkpoint:
-            trainer.go_on(checkpoint)
-            from_first(lambda: _leave(trainer))
-    from_first(lambda: _write_selections(config))
-    return config.out
-
-
-def _existing_run(config: SelectConfig) -> ExistingRun:
-    """What the directory holds; ValueError where a setting is wrong."""
     for strategy in config.strategies:
         parse_strategy(strategy)
     if not config.strategies or len(set(config.strategies)) < len(config.strategies):
@@ -75,30 +59,35 @@ def _existing_run(config: SelectConfig) -> ExistingRun:
             "strategies must be distinct, and at least one; got "
             f"{' '.join(config.strategies) or 'none'}."
         )
-    return stage.existing_run(config, is_finished=_is_scored)
+    existing = stage.existing_run(config, is_finished=is_scored)
+    if not existing.is_complete:
+        trainer = prepare(config, existing)
+        with stage.directory(trainer, existing, is_finished=is_scored) as checkpoint:
+            trainer.go_on(checkpoint)
+            from_first(lambda: _leave(trainer))
+    return config.out
 
 
-def _is_scored(run: Path) -> bool:
+def is_scored(run: Path) -> bool:
+    """Whether the run in a directory came to its end; ValueError where its scores are damaged."""
     return (run / CANCELLATION).exists() and bool(_read(run))
 
 
 def prepare(config: SelectConfig, existing: ExistingRun) -> "SelectionTrainer":
     """The trainer of a run."""
-
     def check(model: nn.Module) -> None:
-        _check_strategies(config, sum(param.requires_grad for param in model.parameters()))
+        number = sum(param.requires_grad for param in model.parameters())
+        for strategy in config.strategies:
+            if parse_strategy(strategy)[1] > number:
+                raise ValueError(
+                    f"{strategy} selects more parameters than the {number} of "
+                    f"{config.model.model}. Name others with strategies, as --strategies low10 "
+                    "high10."
+                )
 
     corpus, model = stage.corpus_and_model(config, existing, check=check)
     phase = Phase(0, baselines.uniform(corpus.tokens))
     return SelectionTrainer(config, corpus, model, (phase,))
-
-
-def is_selected(config: SelectConfig) -> bool:
-    """Whether the scores are there, and every selection that is asked for."""
-    if not (config.out / CANCELLATION).exists():
-        return False
-    listed = {entry["file"] for entry in _read(config.out)["selections"]}
-    return listed >= {_file_of(config, strategy) for strategy in config.strategies}
 
 
 def _read(run: Path) -> Json:
@@ -167,56 +156,32 @@ class SelectionTrainer(MixtureTrainer):
 
 
 def _leave(trainer: SelectionTrainer) -> None:
-    """The scores; the model is of no more use."""
-    records.keep_metrics(trainer.config.out)
-    effect = trainer.effect
+    """A file for each strategy, then the scores; the model is of no more use."""
+    config, effect = trainer.config, trainer.effect
+    records.keep_metrics(config.out)
+    scores = {reading: effect.scores(reading) for reading in READINGS}
+    selections = []
+    for strategy in config.strategies:
+        selection = select(scores[config.reading], strategy, columns=effect.columns)
+        file = f"selection-{strategy}.json"
+        weights_file.write_json(config.out / file, list(selection.names))
+        selections.append(
+            {
+                "file": file,
+                "strategy": strategy,
+                "reading": config.reading,
+                "parameters": len(selection.names),
+                "columns": selection.num_columns,
+                "share": selection.share,
+            }
+        )
     record = {
         "schema_version": weights_file.SCHEMA_VERSION,
         "steps": effect.num_steps,
         "columns": effect.columns,
-        "scores": {reading: effect.scores(reading) for reading in READINGS},
+        "scores": scores,
         "terms": {reading: effect.terms(reading) for reading in READINGS},
-        "selections": [],
+        "selections": selections,
         "versions": records.versions(),
     }
-    weights_file.write_json(trainer.config.out / CANCELLATION, record)
-
-
-def _check_strategies(config: SelectConfig, num_parameters: int) -> None:
-    for strategy in config.strategies:
-        if parse_strategy(strategy)[1] > num_parameters:
-            raise ValueError(
-                f"{strategy} selects more parameters than the {num_parameters} of "
-                f"{config.model.model}. Name others with strategies, as --strategies low10 high10."
-            )
-
-
-def _write_selections(config: SelectConfig) -> None:
-    """A file for each strategy, and in cancellation.json what each of them holds."""
-    record = _read(config.out)
-    columns: dict[str, int] = record["columns"]
-    _check_strategies(config, len(columns))
-    scores = {
-        name: float("nan") if score is None else score
-        for name, score in record["scores"][config.reading].items()
-    }
-    entries = {entry["file"]: entry for entry in record["selections"]}
-    for strategy in config.strategies:
-        selection = select(scores, strategy, columns=columns)
-        file = _file_of(config, strategy)
-        weights_file.write_json(config.out / file, list(selection.names))
-        entries[file] = {
-            "file": file,
-            "strategy": strategy,
-            "reading": config.reading,
-            "parameters": len(selection.names),
-            "columns": selection.num_columns,
-            "share": selection.share,
-        }
-    record["selections"] = list(entries.values())
     weights_file.write_json(config.out / CANCELLATION, record)
-
-
-def _file_of(config: SelectConfig, strategy: str) -> str:
-    suffix = "" if config.reading == DEFAULT_READING else f"-{config.reading}"
-    return f"selection-{strategy}{suffix}.json"

@@ -23,7 +23,7 @@ COMMANDS = {
     "PROXY": f"proxy --out new --steps 1 --sequences-per-domain 1 {TRAINED}",
     "BASE": f"base --out new --steps 1 --batch-size 4 {TRAINED}",
     "DOREMI": f"doremi --reference runs/base --out new --steps 1 --batch-size 5 {TRAINED}",
-    "SELECT": f"select --out runs/select --steps 2 --batch-size 5 --strategies high2 {TRAINED}",
+    "SELECT": f"select --out runs/select --steps 2 --batch-size 5 --strategies low2 {TRAINED}",
     "RESUME": f"base --out runs/base --steps 3 --batch-size 4 {TRAINED}",
     "ROWS": TRAINED.replace("--data corpus", "--data {} --domain-column source"),
     "EVALUATE": "evaluate runs/base --device cpu",

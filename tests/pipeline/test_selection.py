@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from doge_fast.cancellation import READINGS
+from doge_fast.cancellation import READINGS, CancellationEffect
 from doge_fast.pipeline import records
 from doge_fast.pipeline.config import SelectConfig
 from doge_fast.pipeline.selection import (
-    SelectionTrainer,
-    is_selected,
     measure_cancellation,
     prepare,
 )
@@ -109,33 +107,17 @@ def test_scores_are_those_of_the_loop_by_hand(asked):
         assert found[name] == pytest.approx(score, rel=1e-3), name
 
 
-def test_a_finished_run_is_asked_again_and_not_trained_again(asked, monkeypatch):
-    assert not is_selected(asked())
-    run = measure_cancellation(asked())
-    assert is_selected(asked())
-    assert not is_selected(asked(strategies=("low5",)))
-    low3 = (run / "selection-low3.json").read_bytes()
-    monkeypatch.setattr(SelectionTrainer, "training_step", lambda *_: pytest.fail("trained"))
-    measure_cancellation(asked(strategies=("low5",)))
-    assert is_selected(asked(strategies=("low3", "low5")))
-    measure_cancellation(asked(strategies=("low3",), reading="change-over-norms"))
-    assert len(names_of(run, "low5")) == 5
+def test_another_reading_ranks_by_it_and_is_another_run(asked):
+    run = measure_cancellation(asked(reading="change-over-norms"))
     scores = scores_of(run)["scores"]["change-over-norms"]
-    assert names_of(run, "low3-change-over-norms")[0] == min(scores, key=scores.__getitem__)
-    assert (run / "selection-low3.json").read_bytes() == low3
-    assert [entry["file"] for entry in scores_of(run)["selections"]] == [
-        "selection-low3.json",
-        "selection-high3.json",
-        "selection-low5.json",
-        "selection-low3-change-over-norms.json",
-    ]
+    assert names_of(run, "low3")[0] == min(scores, key=scores.__getitem__)
+    for other in ({}, {"reading": "change-over-norms", "strategies": ("low5",)}):
+        with pytest.raises(ValueError, match="holds another run"):
+            measure_cancellation(asked(**other))
 
 
-def test_a_training_that_diverged_ranks_nothing(asked):
-    run = measure_cancellation(asked())
-    record = scores_of(run)
-    # What JSON has for NaN.
-    record["scores"]["norms-over-change"]["transformer.ln_f.bias"] = None
-    records.write_json(run / "cancellation.json", record)
-    with pytest.raises(ValueError, match=r"that of transformer.ln_f.bias is nan.* has diverged"):
+def test_a_training_that_diverged_ranks_nothing(asked, monkeypatch):
+    monkeypatch.setattr(CancellationEffect, "scores", lambda *_: {"ln_f.bias": float("nan")})
+    with pytest.raises(ValueError, match=r"that of ln_f.bias is nan.* has diverged"):
         measure_cancellation(asked())
+    assert not (asked().out / "cancellation.json").exists()

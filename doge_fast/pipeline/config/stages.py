@@ -235,8 +235,7 @@ class SelectConfig(_Stage):
 
     training: TrainingConfig = field(default_factory=lambda: TrainingConfig(steps=1000))
     strategies: tuple[str, ...] = ("low10", "low30", "low50", "high30", "high10")
-    """lowN or highN: select the N parameters with the lowest or highest scores. The same command on
-    a complete run may ask for other strategies."""
+    """lowN or highN: select the N parameters with the lowest or highest scores."""
     reading: Literal[
         "norms-over-change", "sum-over-change", "change-over-sum", "change-over-norms"
     ] = "norms-over-change"

@@ -19,7 +19,7 @@ from doge_fast.pipeline.config import (
 from doge_fast.pipeline.doremi import learn_by_excess_loss
 from doge_fast.pipeline.evaluation import evaluate
 from doge_fast.pipeline.proxy import learn_weights
-from doge_fast.pipeline.selection import is_selected, measure_cancellation
+from doge_fast.pipeline.selection import is_scored, measure_cancellation
 
 _STAGES: dict[type, Callable[[Any], object]] = {
     ProxyConfig: learn_weights,
@@ -45,9 +45,8 @@ class Job:
 
     def is_trained(self) -> bool:
         """Whether it came to its end."""
-        if isinstance(self.config, SelectConfig):
-            return is_selected(self.config)
-        return records.is_finished(self.config.out)
+        is_finished = is_scored if self.config.stage == "select" else records.is_finished
+        return is_finished(self.config.out)
 
     def is_made(self) -> bool:
         """Whether nothing is left to do."""

@@ -43,12 +43,8 @@ WRITING = ".writing"
 
 Json = dict[str, Any]
 
-# Where a run lies, where its blocks are cached, and when it gives up do not change what
-# it computes; nor does what is asked of a select run's scores, once they are there.
-_NOT_COMPARED = (
-    *("out", "corpus.cache_dir", "training.max_skipped_steps"),
-    *("strategies", "reading"),
-)
+# What does not change the numbers that a run computes.
+_NOT_COMPARED = ("out", "corpus.cache_dir", "training.max_skipped_steps")
 # Says whether to run at all.
 _NOT_KEPT = ("dry_run",)
 
