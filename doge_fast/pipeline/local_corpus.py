@@ -28,7 +28,6 @@ import re
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -36,11 +35,10 @@ from pydoc_data.topics import topics
 _log = logging.getLogger("doge_fast")
 
 # Part of the cache's key: changes when the same environment would give other text.
-_FORMAT = 1
+_FORMAT = 2
 _CHARS_PER_DOMAIN = 3_000_000
 # Without this a single large package would be most of a domain.
 _SHARE_PER_PACKAGE = 0.2
-_VALIDATION_FRACTION = 0.05
 _MIN_CHARS = 400
 # Longer files are tables of numbers more often than text.
 _MAX_CHARS = 100_000
@@ -67,14 +65,6 @@ _DOCSTRING = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class LocalDomain:
-    """Documents of one domain; no document, nor a near copy of it, is in both splits."""
-
-    train: tuple[str, ...]
-    validation: tuple[str, ...]
-
-
 def fingerprint() -> str:
     """Changes when the environment would give other text: Python or an installed package."""
     installed = sorted(
@@ -84,12 +74,12 @@ def fingerprint() -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 
-def load(*, stdlib: Path | None = None, site: Path | None = None) -> dict[str, LocalDomain]:
+def load(*, stdlib: Path | None = None, site: Path | None = None) -> dict[str, list[str]]:
     """{domain: its documents}, by name, of all that this environment has text for.
 
     Deterministic: the same environment gives the same text in the same order. Takes seconds. No
-    text is in two domains; each has at most 3 MB, and domains with less than 50 kB are left out.
-    `stdlib` and `site` are folders, by default those of this Python.
+    document, nor a near copy of it, is there twice; each domain has at most 3 MB, and domains with
+    less than 50 kB are left out. `stdlib` and `site` are folders, by default those of this Python.
 
     Raises:
         RuntimeError: fewer than two domains are found, as in an environment without sources.
@@ -99,7 +89,7 @@ def load(*, stdlib: Path | None = None, site: Path | None = None) -> dict[str, L
     seen: set[int] = set()
     domains = {name: _select(documents, seen) for name, documents in _sources(stdlib, site).items()}
     found = {
-        name: _split(texts)
+        name: texts
         for name, texts in sorted(domains.items())
         if len(texts) >= _MIN_DOCUMENTS and sum(map(len, texts)) >= _MIN_DOMAIN_CHARS
     }
@@ -112,14 +102,12 @@ def load(*, stdlib: Path | None = None, site: Path | None = None) -> dict[str, L
 
 
 def save(directory: Path) -> None:
-    """Write the domains as `directory`/<domain>/{train,validation}.jsonl, column "text"."""
+    """Write the domains as `directory`/<domain>.jsonl, column "text"."""
     _log.info("Collecting text of this Python environment.")
-    for name, domain in load().items():
-        (directory / name).mkdir(parents=True)
-        for split, documents in vars(domain).items():
-            lines = (json.dumps({"text": each}, ensure_ascii=False) + "\n" for each in documents)
-            file = directory / name / f"{split}.jsonl"
-            file.write_text("".join(lines), encoding="utf-8")
+    directory.mkdir()
+    for name, documents in load().items():
+        lines = (json.dumps({"text": each}, ensure_ascii=False) + "\n" for each in documents)
+        (directory / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
 def _select(documents: Iterable[_Document], seen: set[int]) -> list[str]:
@@ -153,20 +141,6 @@ def _is_new(text: str, seen: set[int]) -> bool:
         return False
     seen |= lines
     return True
-
-
-def _split(documents: Sequence[str]) -> LocalDomain:
-    """Whole documents, in the order of their hashes, are held out until they are the share."""
-    goal = _VALIDATION_FRACTION * sum(map(len, documents))
-    held_out: set[str] = set()
-    held_chars = 0
-    for text in sorted(documents, key=_hash):
-        if held_chars >= goal:
-            break
-        held_out.add(text)
-        held_chars += len(text)
-    train = tuple(text for text in documents if text not in held_out)
-    return LocalDomain(train, tuple(text for text in documents if text in held_out))
 
 
 def _hash(text: str) -> bytes:

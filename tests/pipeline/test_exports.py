@@ -164,18 +164,18 @@ def test_megatron_prefixes_are_cut(to):
     assert made(to) == made(to, paths=PATHS | {"web": "/data/web.bin", "code": "/data/code.idx"})
 
 
-def test_several_paths_share_a_weight_by_their_parts_or_bytes(tmp_path):
-    def words(web: Any, decimals: int = 3) -> list[str]:
-        return export(
-            {"web": 1.0}, to="megatron-file", decimals=decimals, paths={"web": web}
-        ).text.split()
-
-    assert words({"/data/a": 3, "/data/b": 1}) == ["0.750", "/data/a", "0.250", "/data/b"]
+def test_several_paths_share_a_weight_by_their_bytes(tmp_path):
     for name, size in {"a": 300, "b": 100}.items():
         (tmp_path / f"{name}.bin").write_bytes(bytes(size))
-    assert words([str(tmp_path / "a"), str(tmp_path / "b")])[::2] == ["0.750", "0.250"]
+    options: dict[str, Any] = {
+        "to": "megatron-file",
+        "paths": {"web": [f"{tmp_path}/a", f"{tmp_path}/b"]},
+    }
+    found = export({"web": 1.0}, decimals=3, **options).text.split()
+    assert found == ["0.750", f"{tmp_path}/a", "0.250", f"{tmp_path}/b"]
+    (tmp_path / "b.bin").write_bytes(b"1")
     with pytest.raises(ValueError, match="rounds to 0"):
-        words({"/data/a": 10_000, "/data/b": 1}, decimals=2)
+        export({"web": 1.0}, decimals=2, **options)
 
 
 def test_neox_takes_all_splits():
@@ -232,11 +232,6 @@ def test_mosaic_draws_at_random():
     assert 'Stream(local="/c", proportion=0.001000)' in text
 
 
-def test_llama_factory_separates_names_by_commas():
-    with pytest.raises(ValueError, match="commas"):
-        export({"a,b": 1.0}, to="llama-factory", rows="blocks")
-
-
 def counts_of_levanter(data: Mapping[str, Any]) -> dict[str, int]:
     """Sequences in a block: each share rounded down, the largest domain gets the rest."""
     block = data.get("mixture_block_size", 2048)
@@ -270,7 +265,7 @@ def test_levanter_gets_a_block_that_holds_every_domain(share, block, count):
         ({"to": "json", "seq_length": 0}, "seq_length"),
         *(
             ({"to": "megatron", "paths": {"web": given}}, "web")
-            for given in ([], ["/a", "/a"], {"/a": 0}, {}, 3, [3])
+            for given in ([], ["/a", "/a"], {"/a": 1}, 3, [3])
         ),
         ({"to": "nanotron", "paths": {"web": "/a/", "code": ["/a"]}}, "one domain"),
     ],

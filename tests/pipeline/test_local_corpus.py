@@ -10,14 +10,13 @@ import pytest
 from doge_fast.pipeline import local_corpus, tokenizer
 from doge_fast.pipeline.config import CorpusConfig
 from doge_fast.pipeline.domains import load_corpus
-from doge_fast.pipeline.local_corpus import LocalDomain
 from tests.processes import printed_by
 
 ALL = ("docstrings", "headers", "metadata", "packages", "reference", "stdlib", "tests")
 
 
 @pytest.fixture(scope="session")
-def installed() -> dict[str, LocalDomain]:
+def installed() -> dict[str, list[str]]:
     """The domains of the environment that runs this test."""
     return local_corpus.load()
 
@@ -27,7 +26,7 @@ def test_this_environment_has_domains_to_mix(installed):
     # Those whose sources are everywhere that the pipeline's dependencies are installed.
     assert set(installed) >= {"docstrings", "headers", "packages", "reference", "stdlib"}
     for name in ("docstrings", "headers", "packages", "stdlib"):
-        assert sum(map(len, installed[name].train)) > 1_000_000, name
+        assert sum(map(len, installed[name])) > 1_000_000, name
 
 
 def write(root: Path, path: str, text: str) -> None:
@@ -57,14 +56,10 @@ def roots(tmp_path: Path) -> dict[str, Path]:
     return {"stdlib": stdlib, "site": site}
 
 
-def all_text(domain: LocalDomain) -> str:
-    return "\n".join((*domain.train, *domain.validation))
-
-
 def test_every_file_goes_where_it_belongs(roots):
     found = local_corpus.load(**roots)
     assert tuple(found) == ALL
-    texts = {name: all_text(domain) for name, domain in found.items()}
+    texts = {name: "\n".join(documents) for name, documents in found.items()}
     for index in range(12):
         assert f"called module {index}\n" in texts["stdlib"]
         assert f"called stdlib test {index}\n" in texts["tests"]
@@ -76,7 +71,7 @@ def test_every_file_goes_where_it_belongs(roots):
 
 def test_a_source_file_gives_its_code_or_its_prose(roots):
     found = local_corpus.load(**roots)
-    docstrings, packages = all_text(found["docstrings"]), all_text(found["packages"])
+    docstrings, packages = "\n".join(found["docstrings"]), "\n".join(found["packages"])
     assert "code" not in docstrings
     for index in range(12):
         for part in range(3):
@@ -90,17 +85,12 @@ def test_the_same_environment_gives_the_same_text(roots):
         "import sys, json, pathlib\n"
         "from doge_fast.pipeline import local_corpus\n"
         "stdlib, site = map(pathlib.Path, sys.argv[1:])\n"
-        "found = local_corpus.load(stdlib=stdlib, site=site)\n"
-        "print(json.dumps({n: [d.train, d.validation] for n, d in found.items()}))\n"
+        "print(json.dumps(local_corpus.load(stdlib=stdlib, site=site)))\n"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "12345"}
     words = (program, roots["stdlib"], roots["site"])
     output = printed_by(sys.executable, "-c", *words, env=environment)
-    here = {
-        name: [list(domain.train), list(domain.validation)]
-        for name, domain in local_corpus.load(**roots).items()
-    }
-    assert json.loads(output) == here
+    assert json.loads(output) == local_corpus.load(**roots)
 
 
 def test_near_copies_are_left_out(roots):
@@ -111,14 +101,14 @@ def test_near_copies_are_left_out(roots):
             f"package{index}-1.dist-info/LICENSE",
             f"Copyright (c) by somebody whose name is number {index}\n{licence}",
         )
-    text = all_text(local_corpus.load(**roots)["metadata"])
+    text = "\n".join(local_corpus.load(**roots)["metadata"])
     assert text.count("this is line 7 of the file called the licence") == 1
 
 
 def test_no_package_is_all_of_a_domain(roots):
     for index in range(60):
         write(roots["site"], f"package0/include/more{index}.h", lines(f"more {index}", 500))
-    text = all_text(local_corpus.load(**roots)["headers"])
+    text = "\n".join(local_corpus.load(**roots)["headers"])
     share = sum(len(line) + 1 for line in text.splitlines() if "more" in line)
     assert 500_000 < share <= 600_000
     assert "called header 11\n" in text
@@ -132,8 +122,8 @@ def test_what_cannot_be_read_is_left_out(roots):
     write(roots["site"], "package1/include/1.h", lines("too long", 5000))
     found = local_corpus.load(**roots)
     assert "stdlib" not in found
-    assert "binary" not in all_text(found["headers"])
-    assert "too long" not in all_text(found["headers"])
+    assert "binary" not in "\n".join(found["headers"])
+    assert "too long" not in "\n".join(found["headers"])
 
 
 def test_an_environment_without_sources_is_refused(tmp_path, monkeypatch):
@@ -156,7 +146,7 @@ def test_the_fingerprint_follows_the_installed_packages(monkeypatch):
 def test_installed_is_a_corpus_like_any_other(tmp_path, monkeypatch, installed):
     calls = []
 
-    def load() -> dict[str, LocalDomain]:
+    def load() -> dict[str, list[str]]:
         calls.append(1)
         return installed
 

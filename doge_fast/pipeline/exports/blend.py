@@ -7,7 +7,6 @@ remainder: the printed decimals sum to one.
 """
 
 import glob
-import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,11 +21,10 @@ from doge_fast.pipeline.config.ranges import Count, Seed
 Key = TypeVar("Key")
 Rows = Literal["blocks", "documents"]
 Split = Literal["train", "valid", "test"]
-Paths = Mapping[str, str | Sequence[str] | Mapping[str, float]]
-"""{domain: path, paths, or {path: its relative part of the domain}}."""
+Paths = Mapping[str, str | Sequence[str]]
+"""{domain: path or paths}."""
 Parts = Mapping[str, Fraction]
 """{domain: exact share}."""
-PathParts = dict[str, dict[str, Fraction | None]]
 
 # float64 repeats a decimal of so many places.
 MAX_DECIMALS = 15
@@ -91,8 +89,8 @@ class Blend:
 
     parts: Parts
     """{domain: exact share}, in the unit the framework counts; zeros included."""
-    paths: Mapping[Split, PathParts]
-    """{split: {domain: {path: its part of the domain, or None where unknown}}}."""
+    paths: Mapping[Split, Mapping[str, Sequence[str]]]
+    """{split: {domain: its paths}}."""
     rows: Rows
     """What the shares count."""
     mean_doc_tokens: Mapping[str, float] = field(default_factory=dict)
@@ -132,18 +130,18 @@ class Blend:
     def weighted_paths(self, split: Split = "train") -> list[tuple[Decimal, str]]:
         """[(share, path)] for a framework that weighs paths; sums to exactly 1.
 
-        A domain of several paths shares its weight by the parts given with them, or by the size of
-        the files where they can be seen. Validation and test sets take the training shares of the
-        domains they have; a split without paths has none. ValueError where a part is not known or
-        rounds to zero, or no domain of the split has a weight.
+        A domain of several paths shares its weight by the size of the files. Validation and test
+        sets take the training shares of the domains they have; a split without paths has none.
+        ValueError where a size is not known or a share rounds to zero, or no domain of the split
+        has a weight.
         """
         given = self.paths[split]
         if not given:
             return []
         exact: dict[tuple[str, str], Fraction] = {}
         for name in self.shares():
-            known = _known(name, given.get(name, {}))
-            exact |= {(name, path): self.parts[name] * part for path, part in known.items()}
+            parts = _parts_of(name, given.get(name, ()))
+            exact |= {(name, path): self.parts[name] * part for path, part in parts.items()}
         if not exact:
             raise ValueError(
                 f"The {split} paths are of domains without a weight: {', '.join(given)}."
@@ -164,25 +162,25 @@ class Blend:
             raise ValueError(f"This target needs {' and '.join(missing)}: {why}.")
 
 
-def path_parts(split: Split, given: Paths, names: Collection[str]) -> PathParts:
-    """{domain: {path: its part of the domain, or None where unknown}}, of what is given."""
+def listed_paths(split: Split, given: Paths, names: Collection[str]) -> dict[str, list[str]]:
+    """{domain: its paths}; ValueError where they are none, or one is there twice."""
     named.check("paths", given, names, "the weights")
-    parts = {name: _parts_of(name, paths) for name, paths in given.items()}
+    found = {name: _listed(name, paths) for name, paths in given.items()}
     owners: dict[str, str] = {}
-    for name, listed in parts.items():
-        for path in listed:
+    for name, paths in found.items():
+        for path in paths:
             owner = owners.setdefault(path.rstrip("/"), name)
             # It would count for both.
             if owner != name:
                 raise ValueError(
                     f"A path belongs to one domain; {path} is given to {owner}, {name} ({split})."
                 )
-    return parts
+    return found
 
 
-def _parts_of(name: str, given: Any) -> dict[str, Fraction | None]:
+def _listed(name: str, given: Any) -> list[str]:
     paths = [given] if isinstance(given, str) else given
-    is_listed = isinstance(paths, Sequence | Mapping) and len(paths) > 0
+    is_listed = isinstance(paths, Sequence) and len(paths) > 0
     if not is_listed or not all(isinstance(path, str) and path for path in paths):
         raise ValueError(f"A domain needs a path, or a list of them; {name} has {given!r}.")
     for path in paths:
@@ -190,31 +188,21 @@ def _parts_of(name: str, given: Any) -> dict[str, Fraction | None]:
             raise ValueError(
                 f"A path must be of characters that are written; {name} has {path!a}. Rename it."
             )
-    if isinstance(paths, Mapping):
-        parts = paths.values()
-        if not all(
-            isinstance(part, int | float) and not isinstance(part, bool) and 0 < part < math.inf
-            for part in parts
-        ):
-            raise ValueError(f"The parts of {name}'s paths must be above 0; they are {paths}.")
-        return dict(normalised(paths))
     if len(set(paths)) < len(paths):
         raise ValueError(f"The paths of {name} name one twice: {', '.join(paths)}.")
-    return {path: Fraction(1) if len(paths) == 1 else None for path in paths}
+    return list(paths)
 
 
-def _known(name: str, paths: Mapping[str, Fraction | None]) -> dict[str, Fraction]:
-    """The part of each of a domain's paths: as given, else by the bytes on disk."""
-    parts = {path: part for path, part in paths.items() if part is not None}
-    if len(parts) == len(paths):
-        return parts
+def _parts_of(name: str, paths: Sequence[str]) -> dict[str, Fraction]:
+    """The part of each of a domain's paths, by the bytes on disk."""
+    if len(paths) < 2:
+        return dict.fromkeys(paths, Fraction(1))
     sizes = {path: _bytes(path) for path in paths}
-    unseen = [path for path, size in sizes.items() if not size]
-    if unseen:
+    if unseen := [path for path, size in sizes.items() if not size]:
         raise ValueError(
             f"{name} has {len(paths)} paths, and this target needs a weight for each; the number "
-            f"of tokens in each is not known ({', '.join(unseen)} cannot be read here). "
-            f"Merge them, or call export(paths={{{name!r}: {{path: tokens, ...}}}}) in Python."
+            f"of tokens in each is not known ({', '.join(unseen)} cannot be read here). Merge "
+            "them, or make each a domain, with its part of the weight."
         )
     return normalised(sizes)
 

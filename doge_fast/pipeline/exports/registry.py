@@ -23,9 +23,9 @@ from doge_fast.pipeline.exports.blend import (
     Split,
     Target,
     by_document,
+    listed_paths,
     name_of_file,
     normalised,
-    path_parts,
 )
 from doge_fast.pipeline.exports.writers import WRITERS
 from doge_fast.pipeline.records.weights import check_fields
@@ -83,14 +83,14 @@ def export(
 ) -> Exported:
     """Write domain weights as a training framework takes them.
 
-    A pure function of its arguments, but for the sizes of a domain's several files where their
-    parts are not given. Domains are in the order of their names. Numbers are rounded by largest
-    remainder, so as decimals they sum to exactly 1.
+    A pure function of its arguments, but for the sizes of a domain's several files. Domains are in
+    the order of their names. Numbers are rounded by largest remainder, so as decimals they sum to
+    exactly 1.
 
     Args:
         weights: a record as `records.read_weights` returns it, or {domain: weight}, each >= 0.
         to: a name of `targets()`.
-        paths: {domain: path, list of paths, or {path: its relative part}}.
+        paths: {domain: path, or list of paths}.
         valid_paths: likewise of validation data, for the targets that take it.
         test_paths: likewise of test data.
         decimals: places of every number, 1 to 15.
@@ -123,7 +123,7 @@ def export(
     given: dict[Split, Paths | None] = {"train": paths, "valid": valid_paths, "test": test_paths}
     blend = Blend(
         parts=parts,
-        paths={split: path_parts(split, each or {}, entries) for split, each in given.items()},
+        paths={split: listed_paths(split, each or {}, entries) for split, each in given.items()},
         rows=rows,
         mean_doc_tokens=lengths,
         decimals=decimals,
