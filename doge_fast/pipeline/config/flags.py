@@ -120,8 +120,8 @@ def options_of(
             continue
         is_bare = (default is _UNSAID and is_positional) or (kind, name) in _POSITIONAL_FIELDS
         flag = name if is_bare else "--" + prefix + name.rstrip("_").replace("_", "-")
-        text = texts.get(name, "")
-        own.append(Option((*path, name), flag, hints[name], text, default, is_bare, kind))
+        # Every field is explained.
+        own.append(Option((*path, name), flag, hints[name], texts[name], default, is_bare, kind))
     # What must be given comes first.
     return sorted(own, key=lambda option: option.default is not _UNSAID) + inside
 

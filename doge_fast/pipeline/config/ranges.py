@@ -102,6 +102,7 @@ def bare(hint: Any) -> Any:
 
 def check_value(name: str, value: Any, hint: Any) -> None:
     """Raise ValueError, a sentence that begins with `name`, unless the value is of this type."""
+    assert hint not in (int, float), f"{name} has no range"
     kind, parts = get_origin(hint), get_args(hint)
     if isinstance(value, str | Path) and "\0" in str(value):
         raise ValueError(f"{name} must be text without a NUL, which no file has; got {value!r}.")

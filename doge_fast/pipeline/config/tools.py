@@ -164,7 +164,7 @@ class ExportConfig:
     """Paths of test data, likewise, if the target takes them."""
     out: Path | None = None
     """The file to write; None: print."""
-    decimals: int = 6
+    decimals: Annotated[int, Range(1, 15)] = 6
     """Decimals of the shares; they sum to exactly 1."""
     rows: Literal["blocks", "documents"] | None = None
     """What a row of your data is, if the framework draws rows. blocks: equally many tokens each.
