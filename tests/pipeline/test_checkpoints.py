@@ -16,7 +16,7 @@ from transformers import GPT2Config
 
 from doge_fast.pipeline import cache, records
 from doge_fast.pipeline.base import train_base
-from doge_fast.pipeline.config import BaseConfig, ProxyConfig
+from doge_fast.pipeline.config import ProxyConfig
 from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.records import manifest
 from tests.grids import grid
@@ -280,21 +280,14 @@ def test_files_and_folders_are_kept_before_the_checkpoint_has_its_name(
 # What says that a run is complete.
 
 
-@pytest.fixture
-def base_run(base: Callable[..., BaseConfig], trained_base: Path) -> BaseConfig:
-    """A copy of a complete run, to be damaged."""
+def test_an_emptied_model_is_not_complete_and_is_made_again(base, trained_base):
     config = base()
-    shutil.copytree(trained_base, config.out)
-    return config
-
-
-def test_an_emptied_model_is_not_complete_and_is_made_again(base_run):
-    model = base_run.out / "model"
+    model = shutil.copytree(trained_base, config.out) / "model"
     before = {file.name: file.read_bytes() for file in model.iterdir()}
     for file in model.iterdir():
         file.unlink()
-    assert not records.is_finished(base_run.out)
+    assert not records.is_finished(config.out)
     with pytest.raises(ValueError, match=r"its run is not complete\. Repeat the command"):
-        records.check_finished(base_run.out)
-    train_base(base_run)
+        records.check_finished(config.out)
+    train_base(config)
     assert {file.name: file.read_bytes() for file in model.iterdir()} == before

@@ -1,12 +1,13 @@
 """The command line says what the dataclasses say, and refuses in one sentence."""
 
-import dataclasses
 import io
 import logging
 import re
+import shlex
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,8 @@ from doge_fast.pipeline.config import (
     ModelConfig,
     ProxyConfig,
     ReportConfig,
+    TrainingConfig,
+    WeightsShowConfig,
     checks,
 )
 from doge_fast.pipeline.config.fields import filled
@@ -49,23 +52,38 @@ def test_the_verbs_run_one_after_the_other(proxy, base, capsys):
     assert float(told[0].split()[2].rstrip(",")) == pytest.approx(average, rel=0.1)
 
 
-def test_flags_are_the_fields():
-    words = "proxy --data DIR --target ca --out runs/x --model mini --steps 300 --mu 0.05"
-    config = cli.parse(words.split())
-    assert isinstance(config, ProxyConfig)
-    assert (config.corpus.data, config.target, config.mu) == ("DIR", ("ca",), 0.05)
-    assert (config.model.model, config.training.steps) == ("mini", 300)
-    assert config.out == Path("runs/x")
-    config = cli.parse(["report", "--runs", "a", "b"])
-    assert config == ReportConfig(runs=(Path("a"), Path("b")))
-    assert cli.parse(["experiment", "ood", "--seeds", "0", "1"]).seeds == (0, 1)
-    config = cli.parse(["evaluate", "a", "--domains", "x", "y"])
-    assert config == EvaluateConfig(run=Path("a"), domains=("x", "y"))
-    config = cli.parse(["base", "--out", "x y", "--pretrained", "--weights", "a b=1", "--stages=3"])
-    expected = BaseConfig(
-        Path("x y"), model=ModelConfig(pretrained=True), weights="a b=1", stages=3
-    )
-    assert config == expected
+PROXY_X, HERE = ProxyConfig(Path("x")), Path("a")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            "proxy --data DIR --target ca --out runs/x --model mini --steps 300 --mu 0.05",
+            ProxyConfig(
+                *(Path("runs/x"), CorpusConfig("DIR"), ModelConfig("mini")),
+                *(TrainingConfig(steps=300), ("ca",)),
+                mu=0.05,
+            ),
+        ),
+        ("report --runs a b", ReportConfig(runs=(HERE, Path("b")))),
+        ("evaluate a --domains x y", EvaluateConfig(run=HERE, domains=("x", "y"))),
+        (
+            "base --out 'x y' --pretrained --weights 'a b=1' --stages=3",
+            BaseConfig(Path("x y"), model=ModelConfig(pretrained=True), weights="a b=1", stages=3),
+        ),
+        # Numbers in thousands and billions.
+        (
+            "proxy --out x --max-tokens-per-domain 10k",
+            replace(PROXY_X, corpus=CorpusConfig(max_tokens_per_domain=10_000)),
+        ),
+        ("proxy --out x --steps 1.5e3", replace(PROXY_X, training=TrainingConfig(steps=1500))),
+        ("weights show a --budget-tokens 1.5B", WeightsShowConfig((HERE,), budget_tokens=1.5e9)),
+        ("proxy --out x --mu 2 --mu None", PROXY_X),
+    ],
+)
+def test_flags_are_the_fields(words, expected):
+    assert cli.parse(shlex.split(words)) == expected
 
 
 @pytest.mark.parametrize("verb", list(cli.VERBS))
@@ -105,18 +123,6 @@ def test_help_fits_one_screen_and_begins_with_what_must_be_given(width, capsys, 
 def test_runs_may_lie_in_a_folder_named_like_data_that_is_no_folder():
     for data in ("installed", "owner/name"):
         checks.check(ProxyConfig(Path(data, "proxy"), corpus=CorpusConfig(data)))
-
-
-def test_numbers_may_be_said_in_thousands_and_billions():
-    words = "proxy --out x --max-tokens-per-domain 10k --mu 1e-3 --min-learning-rate 0"
-    config = cli.parse(words.split())
-    assert config.corpus.max_tokens_per_domain == 10_000
-    assert (config.mu, config.training.min_learning_rate) == (1e-3, 0)
-    assert (
-        cli.parse(["weights", "show", "w.json", "--budget-tokens", "1.5B"]).budget_tokens == 1.5e9
-    )
-    assert cli.parse(["proxy", "--out", "x", "--steps", "1.5e3"]).training.steps == 1500
-    assert cli.parse(["proxy", "--out", "x", "--mu", "2", "--mu", "None"]).mu is None
 
 
 def test_the_version_and_what_there_is(capsys):
@@ -182,7 +188,7 @@ def test_a_runs_own_record_can_be_fed_back(tmp_path):
     records.write_json(file, record)
     assert cli.parse(["proxy", "--config", str(file)]) == config
     again = cli.parse(["proxy", "--config", str(file), "--out", "runs/y"])
-    assert again == dataclasses.replace(config, out=Path("runs/y"))
+    assert again == replace(config, out=Path("runs/y"))
     with pytest.raises(ValueError, match="is the record of a proxy run; it cannot configure base"):
         cli.parse(["base", "--config", str(file)])
 

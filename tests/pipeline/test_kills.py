@@ -42,8 +42,10 @@ _LEFT = {"config.json", "metrics.jsonl", "weights.json", "model", "evaluation.js
 SAMPLE = 4
 
 
-def run_verb(call: Call, config: Any, root: str, at: int | None) -> None:
+def run_verb(count_file: str, call: Call, config: Any, root: str, at: int | None) -> None:
     """Run it, and die at the change `at`; else leave their number."""
+    # Outside of the folder that is watched.
+    descriptor = os.open(count_file, os.O_WRONLY | os.O_CREAT)
     torch.set_num_threads(1)
     count = 0
 
@@ -65,7 +67,7 @@ def run_verb(call: Call, config: Any, root: str, at: int | None) -> None:
 
     sys.addaudithook(watch)
     call(config)
-    os.write(int(os.environ["DOGE_TEST_COUNT"]), str(count).encode())
+    os.write(descriptor, str(count).encode())
     os._exit(0)
 
 
@@ -73,17 +75,11 @@ def in_a_process(call: Call, config: Any, root: Path, at: int | None = None) -> 
     """The number of changes; None: it was killed."""
     told = root.parent / f"{root.name}-count"
     told.unlink(missing_ok=True)
-    process = FORKSERVER.Process(target=_child, args=(str(told), call, config, str(root), at))
+    process = FORKSERVER.Process(target=run_verb, args=(str(told), call, config, str(root), at))
     process.start()
     process.join(120)
     assert process.exitcode in (0, -signal.SIGKILL), process.exitcode
     return int(told.read_text()) if process.exitcode == 0 else None
-
-
-def _child(told: str, *arguments: Any) -> None:
-    # Outside of the folder that is watched.
-    os.environ["DOGE_TEST_COUNT"] = str(os.open(told, os.O_WRONLY | os.O_CREAT))
-    run_verb(*arguments)
 
 
 class Bench:

@@ -34,18 +34,14 @@ def test_a_lopsided_corpus_is_remembered_by_the_run(proxy, tmp_path):
     assert open_runs([run])[0].record.warnings == (warning,)
 
 
-def test_the_command_line_shows_no_bars_but_ours(proxy, capfd):
+def test_bars_of_transformers_are_off_on_the_command_line_and_back_in_python(proxy, capfd):
     logging.enable_progress_bar()
+    open_model(learn_weights(proxy("python")).path / records.MODEL)
+    assert "|" not in capfd.readouterr().err
+    assert logging.is_progress_bar_enabled()
     assert cli.main(["proxy", *words_of(proxy())]) == 0
     assert "|" not in capfd.readouterr().err
     assert not logging.is_progress_bar_enabled()
-
-
-def test_in_python_transformers_has_its_bars_back_after_a_run(proxy, capfd):
-    logging.enable_progress_bar()
-    open_model(learn_weights(proxy()).path / records.MODEL)
-    assert "|" not in capfd.readouterr().err
-    assert logging.is_progress_bar_enabled()
 
 
 def difficulties_of(run: Path) -> list[float]:

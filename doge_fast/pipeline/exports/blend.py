@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from doge_fast.pipeline import named
-from doge_fast.pipeline.config.ranges import Count, Seed
+from doge_fast.pipeline.config.ranges import Count, Range, Seed
 
 Key = TypeVar("Key")
 Rows = Literal["blocks", "documents"]
@@ -95,7 +95,7 @@ class Blend:
     """What the shares count."""
     mean_doc_tokens: Mapping[str, float] = field(default_factory=dict)
     """{domain: tokens of a document}, where the shares count documents."""
-    decimals: int = 6
+    decimals: Annotated[int, Range(1, MAX_DECIMALS)] = 6
     """Places of every number."""
     seq_length: Count | None = None
     """Tokens of a training sequence."""
