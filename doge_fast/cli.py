@@ -5,7 +5,6 @@ A stage is imported when its verb is called, so `--help` is quick and an install
 pipeline's dependencies can say which are missing.
 """
 
-import difflib
 import json
 import logging
 import os
@@ -205,11 +204,8 @@ def _verb_of(words: Sequence[str]) -> tuple[str, list[str]]:
     name = f"{first} {others[0]}" if members else first
     if name not in VERBS:
         known = members or [each.split()[0] for each in VERBS]
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = (
-            f"Did you mean {near[0]}?" if near else f"There are {', '.join(dict.fromkeys(known))}."
-        )
-        raise ValueError(f"{name} is no verb. {hint}")
+        all_of_them = f"There are {', '.join(dict.fromkeys(known))}."
+        raise ValueError(f"{name} is no verb. {named.nearest(name, known, all_of_them)}")
     return name, others[1:] if members else others
 
 

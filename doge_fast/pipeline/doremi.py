@@ -201,25 +201,12 @@ def _leave(trainer: DoReMiTrainer) -> None:
 
 
 def _open_reference(run: Path, corpus: Corpus) -> Reference:
-    """The model of a finished base run on the corpus; ValueError where it is none."""
+    """The model of a finished base run on the corpus, every domain of which has a weight.
+
+    Raises:
+        ValueError: it is none.
+    """
     record = records.read_config(run)
-    weights = _reference_weights(run, record, corpus)
-    model, config = open_model(run / records.MODEL), record["config"]
-    steps = config["training"]["steps"]
-    record_of_it = {
-        "run": str(run),
-        "model": config["model"]["model"],
-        "model_sha256": _model_sha256(run),
-        "parameters": model.num_parameters(),
-        "steps": steps,
-        "tokens": steps * config["batch_size"] * corpus.block_size,
-        "seed": config["training"]["seed"],
-    }
-    return Reference(model, weights, record_of_it)
-
-
-def _reference_weights(run: Path, record: Json, corpus: Corpus) -> dict[str, float]:
-    """What a finished base run on the corpus was trained at, every domain above zero."""
     if record["stage"] != "base":
         raise ValueError(
             f"reference must be a base run; {run} holds a {record['stage']} run. Train one with "
@@ -236,14 +223,24 @@ def _reference_weights(run: Path, record: Json, corpus: Corpus) -> dict[str, flo
                 "Give both the same data, domains, targets, tokenizer and block_size "
                 "(--block-size)."
             )
-    absent = [name for name, weight in weights.items() if weight <= 0]
-    if absent:
+    if absent := [name for name, weight in weights.items() if weight <= 0]:
         raise ValueError(
             f"Every domain needs a weight above zero in the reference run; {run} has none for "
             f"{', '.join(absent)}. Leave it out of domains in both runs, or train another "
             "reference."
         )
-    return weights
+    model, config = open_model(run / records.MODEL), record["config"]
+    steps = config["training"]["steps"]
+    told = {
+        "run": str(run),
+        "model": config["model"]["model"],
+        "model_sha256": _model_sha256(run),
+        "parameters": model.num_parameters(),
+        "steps": steps,
+        "tokens": steps * config["batch_size"] * corpus.block_size,
+        "seed": config["training"]["seed"],
+    }
+    return Reference(model, weights, told)
 
 
 def _model_sha256(run: Path) -> str:

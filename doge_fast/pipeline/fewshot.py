@@ -6,7 +6,6 @@ whole: a small model has few positions, and lm-eval drops what does not fit from
 first shots go first.
 """
 
-import difflib
 import functools
 import json
 import logging
@@ -24,7 +23,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from transformers import AutoTokenizer
 
-from doge_fast.pipeline import hub, records, tables, training
+from doge_fast.pipeline import hub, named, records, tables, training
 from doge_fast.pipeline.config import EvaluateConfig, TasksConfig, checks
 from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.failures import one_line, reading
@@ -172,10 +171,9 @@ def _check_name(name: str) -> None:
         return
     if name in manager.all_tasks:
         raise ValueError(f"{name} is a group of lm-eval's tasks; name the tasks in it.")
-    near = difflib.get_close_matches(name, manager.all_tasks, n=3)
-    guess = f"did you mean {' or '.join(near)}?" if near else "see `lm-eval ls tasks`."
+    guess = named.nearest(name, manager.all_tasks, "`lm-eval ls tasks` lists all.")
     raise ValueError(
-        f"lm-eval has no task {name!r}; {guess} The paper's are {','.join(PAPER_TASKS)}."
+        f"lm-eval has no task {name!r}. {guess} The paper's are {','.join(PAPER_TASKS)}."
     )
 
 

@@ -1,5 +1,6 @@
 """Domains that are named: what a name may hold, NAME=NUMBER words, and whether they are known."""
 
+import difflib
 import math
 import re
 import unicodedata
@@ -56,6 +57,17 @@ def check(what: str, names: Iterable[str], known: Collection[str], where: str) -
             f"{what} must name domains of {where}, which are {', '.join(known)}; "
             f"{', '.join(unknown)} is not among them."
         )
+
+
+def nearest(word: str, known: Iterable[str], otherwise: str = "") -> str:
+    """Which of the known words may have been meant, as a sentence; `otherwise` where none is near.
+
+    Those that begin with it come before those that are spelled alike.
+    """
+    known = list(known)
+    near = [each for each in known if word and each.startswith(word)]
+    near = near or difflib.get_close_matches(word, known, n=3)
+    return f"Did you mean {' or '.join(near[:3])}?" if near else otherwise
 
 
 def numbers(words: Sequence[str], what: str) -> dict[str, float]:

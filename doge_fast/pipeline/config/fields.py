@@ -157,13 +157,12 @@ def _unknown(key: str, config: Any, where: str) -> str:
     """The refusal of a key, with the fields nearest to it, wherever they are."""
     names = dict(_paths(config))
     word = key.replace("_", "-")
-    near = [name for name in names if word in ELSEWHERE.get(name.replace("_", "-"), ())]
-    near = near or difflib.get_close_matches(key, names, n=2, cutoff=0.6)
+    same = [name for name in names if word in ELSEWHERE.get(name.replace("_", "-"), ())]
+    near = same or difflib.get_close_matches(key, names, n=2, cutoff=0.6)
     told = ", ".join(names[name] for name in near)
     known = ", ".join(field.name for field in dataclasses.fields(config))
-    return f"{where}: {key} is no field. " + (
-        f"Nearest: {told}." if told else f"The fields are {known}."
-    )
+    way = f"Nearest: {told}." if told else f"The fields are {known}."
+    return f"{where}: {key} is no field. {way}"
 
 
 def _paths(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -6,7 +6,6 @@ the options that are typed. What is wrong is said in one sentence, with what was
 
 import argparse
 import dataclasses
-import difflib
 import functools
 import re
 import shutil
@@ -26,6 +25,7 @@ from doge_fast.pipeline.config.fields import (
     texts_of,
 )
 from doge_fast.pipeline.config.ranges import bare
+from doge_fast.pipeline.named import nearest
 
 # What an experiment says of one kind of run: several have steps or a model, so their options are
 # --proxy.steps, --base.steps; all other options are the fields' names alone.
@@ -153,11 +153,9 @@ class _Parser(argparse.ArgumentParser):
     def _nearest(self, flag: str, verb: str) -> str:
         known = list(self._option_string_actions)
         word = flag.lstrip("-").replace("_", "-")
-        near = [each for each in known if word in ELSEWHERE.get(each.lstrip("-"), ())]
-        near = near or difflib.get_close_matches(f"--{word}", known, n=1, cutoff=0.7)
-        if near:
-            return f"Did you mean {near[0]}?"
-        return _DASHED if flag[:2] != "--" else f"doge-fast {verb} --help-all lists all."
+        same = [each for each in known if word in ELSEWHERE.get(each.lstrip("-"), ())]
+        otherwise = _DASHED if flag[:2] != "--" else f"doge-fast {verb} --help-all lists all."
+        return f"Did you mean {same[0]}?" if same else nearest(f"--{word}", known, otherwise)
 
 
 def _parser(

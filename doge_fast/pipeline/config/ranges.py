@@ -1,13 +1,14 @@
 """The numbers that a field may hold: written at the field, checked here and by pydantic."""
 
 import dataclasses
-import difflib
 import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from doge_fast.pipeline.named import nearest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,13 +118,12 @@ def check_value(name: str, value: Any, hint: Any) -> None:
             check_value(name, each, parts[0])
     elif kind is Literal:
         if value not in parts:
+            told = f"{name} must be one of {', '.join(parts)}; got {value!r}."
             # As torch and others write a device.
             word, _, index = str(value).lower().replace("gpu", "cuda").partition(":")
-            near = difflib.get_close_matches(word, parts, n=1)
-            hint_told = f" Did you mean {near[0]}?" if near else ""
-            if near == ["cuda"] and index:
-                hint_told += f" CUDA_VISIBLE_DEVICES={index} in the environment chooses which."
-            raise ValueError(f"{name} must be one of {', '.join(parts)}; got {value!r}.{hint_told}")
+            if word == "cuda" in parts and index:
+                told += f" CUDA_VISIBLE_DEVICES={index} in the environment chooses which GPU."
+            raise ValueError(f"{told} {nearest(word, parts)}".rstrip())
     elif kind is Annotated:
         number, limits = parts[0], parts[1]
         if told := limits.refusal(value, is_whole=number is int):

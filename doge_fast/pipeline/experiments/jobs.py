@@ -1,12 +1,11 @@
 """Runs of a plan: what is done is left alone, what was killed goes on."""
 
-import difflib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from doge_fast.pipeline import records
+from doge_fast.pipeline import named, records
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import (
     BaseConfig,
@@ -79,9 +78,8 @@ def chosen(jobs: Sequence[Job], only: Sequence[str]) -> list[Job]:
     """The runs that `--only` names, or all; ValueError where it names none of them."""
     names = [job.name for job in jobs]
     for name in (name for name in only if name not in names):
-        near = difflib.get_close_matches(name, names, n=3, cutoff=0.5) or names[:3]
         raise ValueError(
-            f"only must name runs of the plan; {name} is none. Near it: {', '.join(near)}; --plan "
-            "lists all."
+            f"only must name runs of the plan, which --plan lists; {name} is none. "
+            f"{named.nearest(name, names, f'The first is {names[0]}.')}"
         )
     return [job for job in jobs if not only or job.name in only]

@@ -112,20 +112,7 @@ def _wiki40b(plan: Planner) -> Plan:
 
 
 def _out_of_domain(plan: Planner, targets: Sequence[str], domains: Sequence[str]) -> Plan:
-    table, learned = _targeted(plan, targets, domains)
-    return plan.plan(
-        "Out-of-domain generalization",
-        "Which mixture of the other domains lowers the loss on a target that nobody trains on, and "
-        "does it still help when training goes on with the target alone?",
-        table,
-        WeightsGroup("Domain weights by target", tuple(learned)),
-    )
-
-
-def _targeted(
-    plan: Planner, targets: Sequence[str], domains: Sequence[str]
-) -> tuple[TargetsGroup, list[ArmRecord]]:
-    """The table of every target against the same arms, and what `domains` but for it teach."""
+    """Every target against the same arms; `domains` but for it teach."""
     plan.check_known("targets", targets)
     if odd := [name for name in targets if "=" in name]:
         raise ValueError(f"A target's name may hold no '=', which gives weights; got {odd[0]!r}.")
@@ -142,16 +129,22 @@ def _targeted(
         doge = plan.base(f"doge-for-{target}", proxy, **without)
         tuned, then = "uniform, fine-tuned", "then on the target"
         oracle = plan.base(f"uniform-with-{target}", "uniform", domains=(*others, target))
-        arms = [
+        arms = (
             plan.arm("uniform", "without the target", uniform, is_baseline=True),
             plan.arm("DoGE", "learned for the target", doge),
             plan.arm(tuned, then, plan.finetuned(uniform, target)),
             plan.arm("DoGE, fine-tuned", then, plan.finetuned(doge, target), baseline=tuned),
             plan.arm("oracle", "uniform, target included", oracle),
-        ]
-        rows.append(TargetRow(target, tuple(arms)))
+        )
+        rows.append(TargetRow(target, arms))
         learned.append(plan.arm(f"for {target}", "average weights", proxy))
-    return TargetsGroup("Perplexity on the target", tuple(rows)), learned
+    return plan.plan(
+        "Out-of-domain generalization",
+        "Which mixture of the other domains lowers the loss on a target that nobody trains on, and "
+        "does it still help when training goes on with the target alone?",
+        TargetsGroup("Perplexity on the target", tuple(rows)),
+        WeightsGroup("Domain weights by target", tuple(learned)),
+    )
 
 
 def _scales(plan: Planner) -> Plan:

@@ -3,7 +3,6 @@
 export(weights, to=name, paths=...)  ->  what the framework takes, as text
 """
 
-import difflib
 import functools
 import math
 import string
@@ -55,16 +54,12 @@ def targets() -> Mapping[str, Target]:
 
 def _find(name: str) -> Target:
     known = targets()
-    if name in known:
-        return known[name]
-    near = [each for each in known if each.startswith(name)]
-    near = near or difflib.get_close_matches(name, known, n=3)
-    way = (
-        f"did you mean {' or '.join(near)}? doge-fast export --list names all."
-        if near
-        else f"there are {', '.join(known)}."
-    )
-    raise ValueError(f"There is no target {name!r}; {way}")
+    if name not in known:
+        near = named.nearest(name, known, f"There are {', '.join(known)}.")
+        raise ValueError(
+            f"There is no target {name!r}. {near} doge-fast export --list explains them."
+        )
+    return known[name]
 
 
 def export(
