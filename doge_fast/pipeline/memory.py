@@ -40,15 +40,13 @@ def batch(num_tokens: int) -> dict[str, int]:
     return {"tokens of a step": -(-num_tokens // ranks.number()) * INT64}
 
 
-def free_bytes(device: torch.device) -> int | None:
+def free_bytes(device: torch.device) -> int:
     """What is free for this process: of a GPU, or of the machine with its swap.
 
-    A container's limit counts for the machine. None: the device does not say.
+    A container's limit counts for the machine.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    if device.type != "cpu":
-        return None
     free: int = psutil.virtual_memory().available + psutil.swap_memory().free
     for path in map(Path, _LIMITS):
         text = path.read_text().strip() if path.is_file() else ""
@@ -65,7 +63,7 @@ def refuse_what_cannot_fit(parts: Mapping[str, int], device: torch.device, *, ad
     free = free_bytes(device)
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE") or 1) if device.type == "cpu" else 1
     needed = num_here * sum(parts.values())
-    if free is None or needed <= free:
+    if needed <= free:
         return
     told = ", ".join(f"{what} {size_text(size)}" for what, size in parts.items() if size)
     where = f"{num_here} processes on this machine need" if num_here > 1 else "This run needs"

@@ -3,13 +3,12 @@
 import itertools
 import statistics
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, cast
 
 import torch
-from transformers import TrainerCallback, TrainerControl
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl
 
 from doge_fast.pipeline import base, memory, proxy, stage, tables
 from doge_fast.pipeline.config import BaseConfig, ProxyConfig
@@ -53,29 +52,41 @@ def rehearse(config: ProxyConfig | BaseConfig) -> str:
     if existing.is_complete:
         return f"{config.out}: complete already, nothing to do"
     prepare: Any = proxy.prepare if isinstance(config, ProxyConfig) else base.prepare
-    trainer = prepare(config, existing)
-    parameters = trainer.model.num_parameters(only_trainable=True)
-    steps, of_step = config.training.steps, sum(trainer.tokens(1).values())
+    trainer: ProxyTrainer | MixtureTrainer = prepare(config, existing)
+    device, training = trainer.args.device, config.training
+    parameters = cast(PreTrainedModel, trainer.model).num_parameters(only_trainable=True)
+    of_step = sum(trainer.tokens(1).values())
+    resumed = ", which is resumed" if existing.record else ""
+    kept = memory.needed(parameters, trainer.num_rows)
+    checkpoints = f"and, until it is complete, two checkpoints ({size_text(12 * parameters)} each)"
     plan = [
         ("model", f"{config.model.model}, {parameters:,} parameters"),
         *_settings(trainer),
-        ("steps", f"{steps:,} of {of_step:,} tokens, {of_step * steps:,} in all"),
-        *_written(trainer, parameters, is_resumed=bool(existing.record)),
-        *_memory(trainer, parameters),
-        *_time(trainer),
+        ("steps", f"{training.steps:,} of {of_step:,} tokens, {of_step * training.steps:,} in all"),
+        ("writes", f"{config.out}{resumed}: config.json, metrics.jsonl, weights.json,"),
+        ("", f"model/ ({size_text(4 * parameters)})"),
+        *([("", checkpoints)] if training.save_every != 0 else []),
+        ("memory", f"{size_text(sum(kept.values()))} and activations, about:"),
+        *(("", f"{size_text(size)} {name}") for name, size in kept.items()),
+        ("", f"of {size_text(memory.free_bytes(device))} that are free on {device.type}"),
     ]
+    step = seconds_per_step(trainer)
+    total = timedelta(seconds=round(step * training.steps))
+    if device.type == "cuda":
+        most = size_text(torch.cuda.max_memory_allocated())
+        plan.append(("", f"{most} at the most in the steps timed"))
+    plan.append(("time", f"{total} at {step:.3g} s a step on {device.type},"))
+    plan.append(("", "and evaluations on held-out blocks"))
     both = (_domains(trainer), tables.text(tables.table_of(("", "dry run"), plan), left=[0]))
     return "\n\n".join(both)
 
 
-def _settings(trainer: ProxyTrainer | MixtureTrainer) -> Iterator[tuple[str, str]]:
+def _settings(trainer: ProxyTrainer | MixtureTrainer) -> list[tuple[str, str]]:
     """The stage's own."""
     if isinstance(trainer, ProxyTrainer):
-        yield "target", ", ".join(trainer.config.target)
-        yield "mu", f"{trainer.mu:g}"
-    else:
-        phases = f", {len(trainer.phases)} phases" if len(trainer.phases) > 1 else ""
-        yield "weights", cast(BaseConfig, trainer.config).weights + phases
+        return [("target", ", ".join(trainer.config.target)), ("mu", f"{trainer.mu:g}")]
+    phases = f", {len(trainer.phases)} phases" if len(trainer.phases) > 1 else ""
+    return [("weights", cast(BaseConfig, trainer.config).weights + phases)]
 
 
 def _domains(trainer: ProxyTrainer | MixtureTrainer) -> str:
@@ -95,28 +106,6 @@ def _domains(trainer: ProxyTrainer | MixtureTrainer) -> str:
     return tables.text(tables.table_of(header, rows))
 
 
-def _written(
-    trainer: ProxyTrainer | MixtureTrainer, parameters: int, *, is_resumed: bool
-) -> Iterator[tuple[str, str]]:
-    out = trainer.config.out
-    where = f"{out}, which is resumed" if is_resumed else str(out)
-    yield "writes", f"{where}: config.json, metrics.jsonl, weights.json,"
-    yield "", f"model/ ({size_text(4 * parameters)})"
-    if trainer.config.training.save_every != 0:
-        yield "", f"and, until it is complete, two checkpoints ({size_text(12 * parameters)} each)"
-
-
-def _memory(trainer: ProxyTrainer | MixtureTrainer, parameters: int) -> Iterator[tuple[str, str]]:
-    """Of what has the model's size."""
-    parts = memory.needed(parameters, trainer.num_rows)
-    known = {name: size for name, size in parts.items() if size}
-    yield "memory", f"{size_text(sum(known.values()))} and activations, about:"
-    yield from (("", f"{size_text(size)} {name}") for name, size in known.items())
-    device = trainer.args.device
-    if (free := memory.free_bytes(device)) is not None:
-        yield "", f"of {size_text(free)} that are free on {device.type}"
-
-
 def seconds_per_step(trainer: ProxyTrainer | MixtureTrainer) -> float:
     """The median of a few first steps, which are taken; the trainer is spent."""
     clock = _Clock()
@@ -124,14 +113,3 @@ def seconds_per_step(trainer: ProxyTrainer | MixtureTrainer) -> float:
     trainer.add_callback(clock)
     trainer.train()
     return statistics.median(after - before for before, after in itertools.pairwise(clock.times))
-
-
-def _time(trainer: ProxyTrainer | MixtureTrainer) -> Iterator[tuple[str, str]]:
-    """Of the first steps of the run."""
-    device = trainer.args.device.type
-    step = seconds_per_step(trainer)
-    total = timedelta(seconds=round(step * trainer.config.training.steps))
-    if device == "cuda":
-        yield "", f"{size_text(torch.cuda.max_memory_allocated())} at the most in the steps timed"
-    yield "time", f"{total} at {step:.3g} s a step on {device},"
-    yield "", "and evaluations on held-out blocks"

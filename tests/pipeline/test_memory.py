@@ -88,12 +88,9 @@ def test_a_containers_limit_counts(tmp_path, monkeypatch):
     (tmp_path / "max").write_text("12345\n")
     (tmp_path / "none").write_text("max\n")
     monkeypatch.setattr(memory, "_LIMITS", (str(tmp_path / "none"), str(tmp_path / "absent")))
-    whole = memory.free_bytes(CPU)
-    assert whole is not None
-    assert whole > 10**6
+    assert memory.free_bytes(CPU) > 10**6
     monkeypatch.setattr(memory, "_LIMITS", (str(tmp_path / "max"),))
     assert memory.free_bytes(CPU) == 12345
-    assert memory.free_bytes(torch.device("meta")) is None
 
 
 def test_an_allocation_that_fails_says_what_needs_less():
