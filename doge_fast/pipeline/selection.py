@@ -75,6 +75,7 @@ def is_scored(run: Path) -> bool:
 
 def prepare(config: SelectConfig, existing: ExistingRun) -> "SelectionTrainer":
     """The trainer of a run."""
+
     def check(model: nn.Module) -> None:
         number = sum(param.requires_grad for param in model.parameters())
         for strategy in config.strategies:

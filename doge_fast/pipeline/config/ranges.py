@@ -118,12 +118,14 @@ def check_value(name: str, value: Any, hint: Any) -> None:
             check_value(name, each, parts[0])
     elif kind is Literal:
         if value not in parts:
-            told = f"{name} must be one of {', '.join(parts)}; got {value!r}."
             # As torch and others write a device.
             word, _, index = str(value).lower().replace("gpu", "cuda").partition(":")
+            told = (
+                f"{name} must be one of {', '.join(parts)}; got {value!r}. {nearest(word, parts)}"
+            )
             if word == "cuda" in parts and index:
-                told += f" CUDA_VISIBLE_DEVICES={index} in the environment chooses which GPU."
-            raise ValueError(f"{told} {nearest(word, parts)}".rstrip())
+                told += f" CUDA_VISIBLE_DEVICES={index} in the environment chooses which."
+            raise ValueError(told.rstrip())
     elif kind is Annotated:
         number, limits = parts[0], parts[1]
         if told := limits.refusal(value, is_whole=number is int):
