@@ -21,7 +21,6 @@ from doge_fast.pipeline.records.shapes import PerplexityGroup
 from doge_fast.pipeline.reporting.runs import open_runs
 from doge_fast.pipeline.reporting.statistics import change_text
 from doge_fast.pipeline.reporting.study import open_study
-from doge_fast.pipeline.reporting.wording import as_ascii
 from doge_fast.pipeline.tables import table_of, text
 
 # Of the lines of one run's training.
@@ -126,10 +125,10 @@ def against_doge(experiment: Path) -> str:
     """
     study = open_study([experiment])
     tables = (study.lines(group) for group in study.of(PerplexityGroup))
-    (*_, average) = next(lines for lines in tables if lines and "DoGE" in lines[-1].arms)
-    labels = [label for label in average.arms if label != "DoGE"]
+    (*_, average) = next(lines for lines in tables if lines and "DoGE" in lines[-1].losses)
+    labels = [label for label in average.losses if label != "DoGE"]
     rows = [[label, change_text(average.difference(label, "DoGE"))] for label in labels]
-    return as_ascii(text(table_of(["weights", "average against DoGE"], rows)))
+    return text(table_of(["weights", "average against DoGE"], rows))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

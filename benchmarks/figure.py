@@ -6,10 +6,13 @@ python -m benchmarks.figure docs/_static/benchmarks/steps.svg
 import argparse
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from doge_fast.pipeline.reporting.figures import MUTED, PALETTE, canvas, drawing_of, style
+from matplotlib.figure import Figure
+
+from doge_fast.pipeline.reporting.figures import MUTED, PALETTE, Drawing, canvas
 
 RESULTS = Path(__file__).parent / "results"
 LABELS = {
@@ -22,35 +25,34 @@ LABELS = {
 }
 
 
-def drawn(records: Sequence[dict[str, Any]]) -> str:
-    """The figure as SVG: medians as points, quartiles as lines, a colour for each machine.
+def drawn(records: Sequence[dict[str, Any]]) -> Figure:
+    """Medians as points, quartiles as lines, a colour for each machine.
 
     Args:
         records: what `benchmarks.peers --json` wrote.
     """
-    with style():
-        figure, axes = canvas(2.9)
-        for place, record in enumerate(records):
-            rows = {row["peer"]: row for row in record["rows"] if "ratio" in row}
-            offset = 0.36 * (place - (len(records) - 1) / 2)
-            heights = [height + offset for height in range(len(LABELS))]
-            ratios = [rows[peer]["ratio"] for peer in LABELS]
-            axes.hlines(
-                heights,
-                [rows[peer]["low"] for peer in LABELS],
-                [rows[peer]["high"] for peer in LABELS],
-                color=PALETTE[place],
-            )
-            axes.plot(ratios, heights, "o", ms=5, color=PALETTE[place], label=record["device"])
-            for ratio, height in zip(ratios, heights, strict=True):
-                axes.text(6, height, f"{ratio:.2f}", color=PALETTE[place], va="center", ha="right")
-        axes.axvline(1, color=MUTED, lw=0.8, ls=":")
-        axes.set_xlim(0, 6)
-        axes.set_yticks(range(len(LABELS)), LABELS.values())
-        axes.invert_yaxis()
-        axes.set_xlabel("step over a plain step on the same tokens")
-        axes.legend(loc="upper center", fontsize=8, bbox_to_anchor=(0.62, 1))
-        return drawing_of("steps", "", "", figure).svg
+    figure, axes = canvas(2.9)
+    for place, record in enumerate(records):
+        rows = {row["peer"]: row for row in record["rows"] if "ratio" in row}
+        offset = 0.36 * (place - (len(records) - 1) / 2)
+        heights = [height + offset for height in range(len(LABELS))]
+        ratios = [rows[peer]["ratio"] for peer in LABELS]
+        axes.hlines(
+            heights,
+            [rows[peer]["low"] for peer in LABELS],
+            [rows[peer]["high"] for peer in LABELS],
+            color=PALETTE[place],
+        )
+        axes.plot(ratios, heights, "o", ms=5, color=PALETTE[place], label=record["device"])
+        for ratio, height in zip(ratios, heights, strict=True):
+            axes.text(6, height, f"{ratio:.2f}", color=PALETTE[place], va="center", ha="right")
+    axes.axvline(1, color=MUTED, lw=0.8, ls=":")
+    axes.set_xlim(0, 6)
+    axes.set_yticks(range(len(LABELS)), LABELS.values())
+    axes.invert_yaxis()
+    axes.set_xlabel("step over a plain step on the same tokens")
+    axes.legend(loc="upper center", fontsize=8, bbox_to_anchor=(0.62, 1))
+    return figure
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -60,7 +62,8 @@ def main(words: Sequence[str] | None = None) -> int:
     out: Path = parser.parse_args(words).out
     files = sorted(RESULTS.glob("peers-*.json"))
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(drawn([json.loads(file.read_text("utf-8")) for file in files]), "utf-8")
+    found = [json.loads(file.read_text("utf-8")) for file in files]
+    out.write_text(Drawing("steps", "", partial(drawn, found)).svg, "utf-8")
     return 0
 
 

@@ -39,7 +39,6 @@ from doge_fast.pipeline.config import (
 from doge_fast.pipeline.evaluation import evaluate
 from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.reporting.statistics import change_text, paired_difference
-from doge_fast.pipeline.reporting.wording import as_ascii
 from doge_fast.pipeline.tables import table_of, text
 from doge_fast.pipeline.temperature import sharpened, temperature
 
@@ -236,7 +235,8 @@ def table(record: records.Json) -> str:
     if "searches" in seeds[0]:
         return "\n".join(lengths_table(each) for each in seeds)
     losses = {
-        name: [each["methods"][name]["loss"] for each in seeds] for name in seeds[0]["methods"]
+        name: {s: each["methods"][name]["loss"] for s, each in enumerate(seeds)}
+        for name in seeds[0]["methods"]
     }
 
     def change(own: str, other: str) -> str:
@@ -245,12 +245,12 @@ def table(record: records.Json) -> str:
     rows = []
     for name, own in losses.items():
         cost = np.mean([each["methods"][name]["trainings"] for each in seeds])
-        perplexity = f"{math.exp(np.mean(own)):.1f}"
+        perplexity = f"{math.exp(np.mean(list(own.values()))):.1f}"
         changes = change(name, "uniform"), change(MEASURED, name)
         rows.append([name, perplexity, *changes, f"{cost:.1f}"])
     found = ", ".join(f"{each['inverse_temperature']:g}" for each in seeds)
     head = ["weights", "perplexity", "against uniform", "measured against it", "trainings"]
-    return as_ascii(f"1/T found: {found}\n{text(table_of(head, rows))}")
+    return f"1/T found: {found}\n{text(table_of(head, rows))}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

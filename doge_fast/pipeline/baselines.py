@@ -1,5 +1,6 @@
-"""Domain weights that need no proxy: what learned weights are compared with."""
+"""Domain weights that need no proxy, and how often weights read each domain."""
 
+import math
 from collections.abc import Callable, Mapping
 
 
@@ -19,3 +20,12 @@ BASELINES: dict[str, Callable[[Mapping[str, int]], dict[str, float]]] = {
     "natural": natural,
 }
 """Name -> how it weighs domains, given the number of training tokens of each."""
+
+# More than four epochs of a domain are worth clearly less than fresh text
+# (Muennighoff et al. 2023, "Scaling Data-Constrained Language Models").
+MAX_EPOCHS = 4.0
+
+
+def epochs(weight: float, tokens: float, budget: float) -> float:
+    """How often a training of `budget` tokens goes through a domain of so many at this weight."""
+    return weight * budget / tokens if tokens else math.inf if weight else 0.0

@@ -4,7 +4,6 @@ Reads run directories only, so a report can be made where the runs cannot. The p
 opens offline; `Run.figures()` gives its figures in Python.
 """
 
-import itertools
 import os
 import re
 from collections.abc import Sequence
@@ -20,8 +19,8 @@ from doge_fast.pipeline.records import check_out
 from doge_fast.pipeline.reporting.figures import VARIABLES, Drawing
 from doge_fast.pipeline.reporting.sections import Section, sections_of
 from doge_fast.pipeline.reporting.study import open_study
-from doge_fast.pipeline.reporting.wording import as_ascii, wrapped
-from doge_fast.pipeline.tables import Row, Table, text
+from doge_fast.pipeline.reporting.wording import wrapped
+from doge_fast.pipeline.tables import as_ascii, text
 
 
 def write_report(config: ReportConfig) -> Path:
@@ -42,16 +41,11 @@ def write_report(config: ReportConfig) -> Path:
     page = config.out or _default_page(config.runs)
     check_out(page, config.runs)
     page.parent.mkdir(parents=True, exist_ok=True)
-    # Names in the page.
-    names = (f"figure-{number}" for number in itertools.count(1))
     html = _template().render(
         css=Markup((Path(__file__).parent / "report.css").read_text(encoding="utf-8")),
         study=study,
         headlines=_headlines(sections),
-        sections=[
-            (section, [sketch.draw(next(names)) for sketch in section.sketches])
-            for section in sections
-        ],
+        sections=sections,
     )
     # Names in records of runs made elsewhere may hold anything.
     atomic_file.write(page, visible(html))
@@ -69,7 +63,7 @@ def terminal_table(runs: Sequence[Path]) -> str:
     told = _headlines(sections)
     blocks = [f"{study.title}\n{wrapped(study.question)}", *map(wrapped, told)]
     for section in sections:
-        tables = [f"{table.title}\n\n{text(_plain(table))}" for table in section.tables]
+        tables = [f"{table.title}\n\n{text(table)}" for table in section.tables]
         lines = [*(f"  {command}" for command in section.commands), *map(wrapped, section.remarks)]
         blocks += [*tables, "\n".join([*([] if tables else [section.title]), *lines])]
     return as_ascii("\n\n".join(block for block in blocks if block))
@@ -80,15 +74,6 @@ def _headlines(sections: Sequence[Section]) -> list[str]:
     return list(dict.fromkeys(told for section in sections for told in section.headlines))
 
 
-def _plain(table: Table) -> Table:
-    """As a terminal shows it, so that columns are as wide as what stands in them."""
-    rows = [
-        Row(as_ascii(label), [cell._replace(text=as_ascii(cell.text)) for cell in cells], is_total)
-        for label, cells, is_total in table.rows
-    ]
-    return table._replace(rows=rows)
-
-
 def _default_page(runs: Sequence[Path]) -> Path:
     """Inside the one directory that was named, or beside the runs."""
     if len(runs) == 1:
@@ -96,14 +81,14 @@ def _default_page(runs: Sequence[Path]) -> Path:
     return Path(os.path.commonpath([Path(run).resolve().parent for run in runs])) / "report.html"
 
 
-def _inline(drawing: Drawing) -> Markup:
-    """The figure as a part of the page: its colours and font, its own names, any width."""
+def _inline(drawing: Drawing, name: str) -> Markup:
+    """The figure as a part of the page: its colours and font, ids that begin with `name`."""
     svg = drawing.svg[drawing.svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"<style.*?</style>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font: \1px var(--font)", svg)
     # Several figures on one page must not share ids.
-    svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\1{drawing.name}-", svg)
+    svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\1{name}-", svg)
     for color, variable in VARIABLES.items():
         svg = svg.replace(color, variable)
     head, body = svg.split(">", 1)

@@ -16,6 +16,9 @@ PIPE_WIDTH = 100
 _NARROWEST = 40
 
 
+_ASCII = str.maketrans({"−": "-", "–": "-", "±": "+/-", "×": "x", "\N{NO-BREAK SPACE}": " "})
+
+
 class Cell(NamedTuple):
     """What stands in a place of a table, and whether it is to be seen."""
 
@@ -93,7 +96,7 @@ def text(table: Table, *, width: int | None = None, left: Sequence[int] = ()) ->
     for i, (head, _) in enumerate(table.columns):
         cells = [row.cells[i] for row in table.rows]
         mark = "  " if any(cell.is_strong for cell in cells) else ""
-        texts = [f"{cell.text} *" if cell.is_strong else cell.text + mark for cell in cells]
+        texts = [as_ascii(cell.text) + (" *" if cell.is_strong else mark) for cell in cells]
         texts = [head + mark, *texts]
         size = max(map(cell_len, texts))
         if i in left:
@@ -106,6 +109,11 @@ def text(table: Table, *, width: int | None = None, left: Sequence[int] = ()) ->
             [_block(each, size) if i in left else _right(each, size) for each in texts]
         )
     return "\n\n".join(_joined(labels, columns) for columns in parts)
+
+
+def as_ascii(text: str) -> str:
+    """Our own signs for a terminal that knows no more than ASCII; names may hold others."""
+    return text.translate(_ASCII)
 
 
 def _padded(text: str, size: int) -> str:

@@ -19,6 +19,7 @@ from statistics import fmean
 from typing import Any
 
 from doge_fast.pipeline import ranks, records, training
+from doge_fast.pipeline.baselines import MAX_EPOCHS, epochs
 from doge_fast.pipeline.config import (
     BaseConfig,
     ModelConfig,
@@ -42,7 +43,6 @@ from doge_fast.pipeline.records.shapes import (
     TemperaturePoint,
 )
 from doge_fast.pipeline.report import write_report
-from doge_fast.pipeline.reporting.mixtures import MAX_EPOCHS, epochs
 from doge_fast.pipeline.reporting.statistics import PairedDifference, paired_difference
 from doge_fast.pipeline.reporting.wording import to_float
 from doge_fast.pipeline.run import Run
@@ -174,9 +174,11 @@ class Point:
 
     def against(self, other: "Point") -> PairedDifference:
         """Mean of this point's loss less the other's, over the seeds where neither diverged."""
-        both = {seed: (loss, other.losses[seed]) for seed, loss in self.losses.items()}
-        pairs = [pair for pair in both.values() if all(map(math.isfinite, pair))]
-        return paired_difference([own for own, _ in pairs], [their for _, their in pairs])
+        own, their = (
+            {seed: loss for seed, loss in point.losses.items() if math.isfinite(loss)}
+            for point in (self, other)
+        )
+        return paired_difference(own, their)
 
 
 @dataclass
@@ -382,7 +384,7 @@ class _Search:
                     "losses": {str(seed): loss for seed, loss in point.losses.items()},
                     "loss": point.mean,
                     "change": change.mean,
-                    "interval": None if change.low is None else [change.low, change.high],
+                    "interval": [change.low, change.high] if change.pairs > 1 else None,
                     "epochs": self._epochs(point.weights),
                 }
             )

@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
+from doge_fast.pipeline.baselines import MAX_EPOCHS
 from doge_fast.pipeline.exports.blend import REMOTE, Blend, Split, name_of_file
-from doge_fast.pipeline.reporting.mixtures import MAX_EPOCHS
 
 # Megatron's: prefixes of indexed data sets, each after its weight. Weights count samples, which are
 # sequences of one length, so shares of tokens are taken as they are.

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,13 +21,11 @@ from doge_fast.pipeline.records.shapes import (
 )
 from doge_fast.pipeline.reporting.wording import listed, to_floats
 
+# Stages that end in weights.
+LEARNING = ("proxy", "doremi")
 # Do not change what a run computes, or are what arms and seeds are allowed to differ in.
 _FREE_TRAINING = ("seed", "eval_every", "eval_blocks", "save_every", "device", "compile")
 _FREE = ("out", "corpus", "weights", "log_every", "training")
-
-
-# Stages that end in weights.
-LEARNING = ("proxy", "doremi")
 
 
 @dataclass(frozen=True)
@@ -96,11 +94,6 @@ class RecordedRun:
         return self.steps * per_step * self.record.corpus.block_size
 
     @property
-    def train_tokens(self) -> dict[str, int]:
-        """Tokens of each training domain that the corpus holds."""
-        return {name: sizes.train_tokens for name, sizes in self.record.corpus.domains.items()}
-
-    @property
     def seconds_per_step(self) -> float:
         """Median over the logged steps; nan where none was logged."""
         seconds = [line.seconds for line in self.train if line.seconds is not None]
@@ -121,13 +114,11 @@ class RecordedRun:
         if self.record.parameters is not None:
             return self.record.parameters
         total = 0
-        for file in sorted((self.path / records.MODEL).glob("*.safetensors")):
-            with (
-                reading(file, "Train the model again, or take model/ away."),
-                safe_open(file, framework="np") as tensors,
-            ):
+        for file in (self.path / records.MODEL).glob("*.safetensors"):
+            way_out = "Train the model again, or take model/ away."
+            with reading(file, way_out), safe_open(file, framework="np") as tensors:
                 # Not a dictionary: it is no iterable itself.
-                names = list(tensors.keys())
+                names = tensors.keys()
                 total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
         return total
 
@@ -191,41 +182,36 @@ def _is_run(folder: Path) -> bool:
 
 def _read_run(path: Path) -> RecordedRun:
     record, asked = records.load_config(path)
-
-    def is_there(file: str) -> bool:
-        # A link to nothing is something that is lost.
-        return os.path.lexists(path / file)
-
+    # A link to nothing is among them, for something is lost.
+    files = os.listdir(path)
     run = RecordedRun(
         # A run named `.` has its name all the same.
         path=path.resolve(),
         record=record,
         asked=asked,
-        lines=records.read_lines(path) if is_there(records.METRICS) else [],
-        weights=records.read_weights(path) if is_there(records.WEIGHTS) else None,
-        evaluation=records.load_evaluation(path) if is_there(records.EVALUATION) else None,
+        lines=records.read_lines(path) if records.METRICS in files else [],
+        weights=records.read_weights(path) if records.WEIGHTS in files else None,
+        evaluation=records.load_evaluation(path) if records.EVALUATION in files else None,
     )
-    _check_one_run(run, path)
-    return run
-
-
-def _check_one_run(run: RecordedRun, path: Path) -> None:
-    """The records of a directory are of one run: they name the domains that config.json does."""
-    domains, odd = set(run.domains), {}
-    if run.weights is not None:
-        odd[records.WEIGHTS] = records.weights_by_name(run.weights).keys() ^ domains
-    if run.evaluation is not None:
-        odd[records.EVALUATION] = run.evaluation.loss.keys() - domains - set(run.targets)
-    for n, line in enumerate(run.lines, start=1):
-        where = f"{records.METRICS}, line {n}"
-        if line.alpha or line.alpha_mean:
-            names = (line.alpha.keys() ^ domains) | (line.alpha_mean.keys() ^ domains)
-            odd[where] = names
-        elif line.kind == "eval" and not isinstance(line.loss, dict):
-            odd[where] = {"no loss by domain"}
-    for file, names in odd.items():
+    for file, names in _odd_names(run):
         if names:
             raise FileFailure(
                 f"{path / file} is not of the run that {records.CONFIG} is of: "
                 f"{listed(sorted(names))}. {records.WAY_OUT}"
             )
+    return run
+
+
+def _odd_names(run: RecordedRun) -> Iterator[tuple[str, Set[str]]]:
+    """(record, domains that it names and config.json does not, or the other way round)."""
+    domains = set(run.domains)
+    if run.weights is not None:
+        yield records.WEIGHTS, records.weights_by_name(run.weights).keys() ^ domains
+    if run.evaluation is not None:
+        yield records.EVALUATION, run.evaluation.loss.keys() - domains - set(run.targets)
+    for n, line in enumerate(run.lines, start=1):
+        where = f"{records.METRICS}, line {n}"
+        if line.alpha or line.alpha_mean:
+            yield where, (line.alpha.keys() ^ domains) | (line.alpha_mean.keys() ^ domains)
+        elif line.kind == "eval" and not isinstance(line.loss, dict):
+            yield where, {"no loss by domain"}

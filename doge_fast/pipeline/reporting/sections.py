@@ -15,6 +15,7 @@ import numpy as np
 
 from doge_fast.pipeline import baselines
 from doge_fast.pipeline.records.shapes import (
+    ArmRecord,
     CostGroup,
     PerplexityGroup,
     TargetsGroup,
@@ -22,24 +23,19 @@ from doge_fast.pipeline.records.shapes import (
     WeightsGroup,
 )
 from doge_fast.pipeline.reporting import figures
-from doge_fast.pipeline.reporting.figures import Sketch
+from doge_fast.pipeline.reporting.figures import Drawing
 from doge_fast.pipeline.reporting.runs import RecordedRun
 from doge_fast.pipeline.reporting.statistics import (
-    Arm,
     Line,
     PairedDifference,
+    Stat,
     change_of,
     change_text,
-)
-from doge_fast.pipeline.reporting.study import Study, open_study
-from doge_fast.pipeline.reporting.wording import (
-    count_text,
-    listed,
-    perplexity_stat,
     perplexity_text,
-    plural,
     weight_text,
 )
+from doge_fast.pipeline.reporting.study import Study, mean_weights, open_study
+from doge_fast.pipeline.reporting.wording import count_text, listed, plural
 from doge_fast.pipeline.tables import Cell, Table, table_of
 from doge_fast.weights.projection import effective_domains
 
@@ -60,7 +56,7 @@ class Section:
     commands: Sequence[str] = ()
     """To copy."""
     tables: Sequence[Table] = ()
-    sketches: Sequence[Sketch] = ()
+    drawings: Sequence[Drawing] = ()
     remarks: Sequence[str] = ()
 
 
@@ -79,68 +75,65 @@ def sections_of(study: Study) -> list[Section]:
     return [section for section in found if section is not None]
 
 
-def sketches_of(path: Path) -> list[Sketch]:
+def drawings_of(path: Path) -> list[Drawing]:
     """The figures of a run's or an experiment's page."""
-    return [each for section in sections_of(open_study([path])) for each in section.sketches]
+    return [each for section in sections_of(open_study([path])) for each in section.drawings]
 
 
 def mixture_section(study: Study, group: WeightsGroup) -> Section | None:
     """The weights of the arms beside uniform and natural ones, and how to take them away."""
-    stats = {arm: found for arm in group.arms if (found := study.weights(arm))}
-    if not stats:
+    learned = {
+        arm: weights for arm in group.arms if (weights := mean_weights(study.runs_of(arm.runs)))
+    }
+    if not learned:
         return None
-    runs = {arm: study.runs_of(arm.runs) for arm in stats}
-    names = list(dict.fromkeys(name for weights in stats.values() for name in weights))
-    means = {arm.label: {n: s.mean for n, s in each.items()} for arm, each in stats.items()}
-    is_shared = all(len(weights) == len(names) for weights in stats.values())
-    others: dict[str, dict[str, float]] = {}
+    runs = {arm.label: study.runs_of(arm.runs) for arm in learned}
+    names = list(dict.fromkeys(name for weights in learned.values() for name in weights))
+    is_shared = all(len(weights) == len(names) for weights in learned.values())
+    columns = {(arm.label, arm.about): weights for arm, weights in learned.items()}
+    natural, totals = None, []
     if is_shared:
-        tokens = next(iter(runs.values()))[0].train_tokens
-        others = {"uniform": baselines.uniform(tokens), "natural": baselines.natural(tokens)}
-    rows = []
-    for name in names:
-        absent = {arm: "target" if name in runs[arm][0].targets else "–" for arm in stats}
-        own = (weight_text(each[name]) if name in each else absent[a] for a, each in stats.items())
-        rows.append((name, *own, *(f"{each[name]:.3f}" for each in others.values())))
-    totals = []
-    if not is_shared:
-        totals.append(("uniform would be", *(f"{1 / len(each):.3f}" for each in means.values())))
-    counts = [(effective_domains(each.values()), len(each)) for each in (means | others).values()]
-    totals.append(("effective domains", *(f"{count:.1f} of {n}" for count, n in counts)))
-    if group.reference in means:
-        gaps = [_gap_text(own, means[group.reference]) for own in means.values()]
-        label = f"mean absolute difference from {group.reference}"
-        totals.append((label, *gaps, *([""] * len(others))))
+        domains = next(iter(runs.values()))[0].record.corpus.domains
+        natural = baselines.natural({name: domains[name].train_tokens for name in names})
+        columns["uniform", "baseline"] = dict.fromkeys(names, Stat(1 / len(names)))
+        columns["natural", "by tokens"] = {name: Stat(share) for name, share in natural.items()}
+    else:
+        shares = (f"{1 / len(weights):.3f}" for weights in columns.values())
+        totals.append(("uniform would be", *shares))
+
+    def told(name: str, head: tuple[str, str]) -> str:
+        if name in columns[head]:
+            return weight_text(columns[head][name])
+        return "target" if name in runs[head[0]][0].targets else "–"
+
+    rows = [(name, *(told(name, head) for head in columns)) for name in names]
+    counts = (
+        f"{effective_domains(stat.mean for stat in weights.values()):.1f} of {len(weights)}"
+        for weights in columns.values()
+    )
+    totals.append(("effective domains", *counts))
+    for reference in (weights for arm, weights in learned.items() if arm.label == group.reference):
+        gaps = (_gap_text(weights, reference) for weights in columns.values())
+        totals.append((f"mean absolute difference from {group.reference}", *gaps))
     note = "Averages over the steps. Effective domains: exp of the entropy of the weights."
-    if any(stat.error is not None for each in stats.values() for stat in each.values()):
+    if any(stat.error is not None for each in learned.values() for stat in each.values()):
         note += f" Means over seeds.{ERRORS}"
-    heads = [(arm.label, arm.about) for arm in stats]
-    heads += [("uniform", "baseline"), ("natural", "by tokens")] if others else []
-    sketches = []
-    if len(stats) <= _MOST_BARS:
-        caption = "Dotted: uniform weights." + (
-            " Diamonds: natural weights, which follow the tokens there are." if others else ""
-        )
-        bars = {arm.label: each for arm, each in stats.items()}
-        make = partial(figures.mixture_figure, bars, others.get("natural"))
-        sketches = [Sketch(f"{group.title} as bars", caption, make)]
-    chosen = list(stats)[:1] if is_shared else list(stats)
-    commands = [line for arm in chosen for line in _export(runs[arm])]
+    drawings = []
+    if len(learned) <= _MOST_BARS:
+        marks = " Diamonds: natural weights, which follow the tokens there are."
+        caption = f"Dotted: uniform weights.{marks if natural else ''}"
+        bars = {arm.label: weights for arm, weights in learned.items()}
+        make = partial(figures.mixture_figure, bars, natural)
+        drawings = [Drawing(f"{group.title} as bars", caption, make)]
+    chosen = list(runs.values())[: 1 if is_shared else None]
+    commands = [line for each in chosen for line in _export(each)]
     return Section(
         group.title,
         commands=commands,
-        tables=[
-            table_of(["domain", *heads], rows, title=group.title, note=note, totals=totals),
-        ],
-        sketches=sketches,
+        tables=[table_of(["domain", *columns], rows, title=group.title, note=note, totals=totals)],
+        drawings=drawings,
         remarks=["doge-fast export --list names the frameworks that --to takes."] * bool(commands),
     )
-
-
-def _gap_text(own: Mapping[str, float], reference: Mapping[str, float]) -> str:
-    """Mean absolute difference of weights, over the domains of both."""
-    gaps = [abs(own[name] - reference[name]) for name in own.keys() & reference.keys()]
-    return "/" if own is reference else f"{100 * math.fsum(gaps) / len(gaps):.2f} %"
 
 
 def _export(runs: Sequence[RecordedRun]) -> Iterator[str]:
@@ -162,23 +155,29 @@ def _short(path: Path) -> str:
     return min(str(path), os.path.relpath(path), key=len)
 
 
+def _gap_text(own: Mapping[str, Stat], reference: Mapping[str, Stat]) -> str:
+    """Mean absolute difference of weights, over the domains of both."""
+    gaps = [abs(own[name].mean - reference[name].mean) for name in own.keys() & reference.keys()]
+    return f"{100 * math.fsum(gaps) / len(gaps):.2f} %"
+
+
 def temperature_section(study: Study, group: TemperatureGroup) -> Section:
     """The loss along the line from uniform weights through the proxy's, and what was chosen."""
-    arms = {point.inverse: study.arm(point.arm) for point in group.points}
-    uniform = arms.get(0.0, Arm("uniform", "", {}))
-    changes = {inverse: arm.against(uniform, group.aim) for inverse, arm in arms.items()}
-    points = [point for point in group.points if arms[point.inverse].losses]
-    losses = {point.inverse: arms[point.inverse].loss(group.aim) for point in points}
-    rows = []
+    labels = {point.inverse: point.arm.label for point in group.points}
+    losses = {point.arm.label: study.losses(point.arm) for point in group.points}
+    line = Line("", {"uniform": {}, **losses}, group.aim)
+    points = [point for point in group.points if losses[point.arm.label]]
+    means = {point.inverse: line.loss(point.arm.label).mean for point in points}
+    changes = {x: line.difference(label, labels.get(0.0, "uniform")) for x, label in labels.items()}
+    rows: list[tuple[str | Cell, ...]] = []
     for point in points:
-        change = changes[point.inverse]
-        told = change_text(change) if point.inverse else "/"
-        count = f"{effective_domains(point.weights.values()):.1f} of {len(point.weights)}"
-        is_chosen = "written" if point.inverse == group.chosen else ""
+        place, change = point.inverse, changes[point.inverse]
+        told = change_text(change) if place else "/"
         cell = Cell(told, change.is_lower, change.is_higher)
-        loss = f"{losses[point.inverse].mean:.4f}"
-        rows.append((f"{point.inverse:g}", loss, cell, count, is_chosen))
-    is_several = any(len(arm.losses) > 1 for arm in arms.values())
+        count = f"{effective_domains(point.weights.values()):.1f} of {len(point.weights)}"
+        is_chosen = "written" if place == group.chosen else ""
+        rows.append((f"{place:g}", f"{means[place]:.4f}", cell, count, is_chosen))
+    is_several = any(len(each) > 1 for each in losses.values())
     note = (
         f"Loss: mean over {_aim_text(group)}, nats per token. 1/T = 0: uniform weights; 1: the "
         "proxy's own. Change of perplexity with its 95 % interval over paired seeds."
@@ -187,32 +186,30 @@ def temperature_section(study: Study, group: TemperatureGroup) -> Section:
     header = ("1/T", "loss", "against uniform", "effective domains", "")
     measured = table_of(header, rows, title="Loss at each temperature", note=note)
     shown = [point for point in points if point.inverse in (0.0, 1.0, group.chosen)]
-    heads = [(point.arm.label, f"1/T = {point.inverse:g}") for point in shown]
+    heads, note = [(point.arm.label, f"1/T = {point.inverse:g}") for point in shown], ""
+    if group.epochs:
+        heads.append(("epochs", "of the written weights"))
+        note = "Epochs: passes over the text of a domain in the training that the weights are for."
     mixtures = []
     for name in shown[0].weights:
         epochs = [f"{group.epochs[name]:.2f}"] if name in group.epochs else []
         mixtures.append((name, *(f"{point.weights[name]:.3f}" for point in shown), *epochs))
-    note = ""
-    if group.epochs:
-        heads.append(("epochs", "of the written weights"))
-        note = "Epochs: passes over the text of a domain in the training that the weights are for."
-    label = next(point.arm.label for point in group.points if point.inverse == group.chosen)
     told = "uniform: no temperature tried has a lower loss"
     if group.chosen:
-        told = headline(label, "uniform", changes[group.chosen])
+        told = headline(labels[group.chosen], "uniform", changes[group.chosen])
     caption = (
         "Held-out loss of base models at alpha^(1/T). Dotted: uniform weights. Bars: 95 % "
         "intervals of the difference to uniform over paired seeds, where there are several. "
         "Diamond: the weights that were written."
     )
-    make = partial(figures.temperature_figure, losses, changes, group.chosen)
+    make = partial(figures.temperature_figure, means, changes, group.chosen)
     directory = _short(next(iter(study.runs.values())).path.parents[1])
     return Section(
         group.title,
         [told],
         commands=[shlex.join(["doge-fast", "export", directory, "--to", "json"])],
         tables=[measured, table_of(["domain", *heads], mixtures, title="Mixtures", note=note)],
-        sketches=[Sketch("Loss over 1/T", caption, make)],
+        drawings=[Drawing("Loss over 1/T", caption, make)],
     )
 
 
@@ -227,33 +224,35 @@ def course_section(study: Study) -> Section | None:
     """The weights over the steps, the number of effective domains, and the drift."""
     if not study.proxies:
         return None
-    sketches = []
-    for proxy in (proxy for proxy in study.proxies if proxy.has_steps):
-        number = len(proxy.runs)
+    drawings = []
+    for proxy in study.proxies:
+        seeds = f" Mean of {len(proxy.runs)} seeds; bands: ± one standard error."
         caption = (
             "Thick: the average so far; thin: the weights of each step; "
             "dotted: uniform. Below them how many domains the average amounts to, and how far the "
             "last fifth of the steps moved it (dotted: the most that counts as settled)."
-            f"{f' Mean of {number} seeds; bands: ± one standard error.' if number > 1 else ''}"
+            f"{seeds if len(proxy.runs) > 1 else ''}"
         )
-        title = f"{proxy.label}, for {proxy.target}"
-        sketches.append(Sketch(title, caption, partial(figures.course, proxy)))
+        if proxy.has_steps:
+            title, make = f"{proxy.label}, for {proxy.target}", partial(figures.course, proxy)
+            drawings.append(Drawing(title, caption, make))
     summaries = [proxy.summary() for proxy in study.proxies]
-    return Section("How the weights moved", sketches=sketches, remarks=summaries)
+    return Section("How the weights moved", drawings=drawings, remarks=summaries)
 
 
 def perplexity_section(study: Study, group: PerplexityGroup | TargetsGroup) -> Section:
     """Arms on each domain or target, and set against a baseline seed by seed."""
-    lines, title = study.lines(group), group.title
-    if not any(arm.losses for line in lines for arm in line.arms.values()):
+    title, lines = group.title, study.lines(group)
+    if not any(losses for line in lines for losses in line.losses.values()):
         why = "not measured yet on what it is about; doge-fast evaluate measures a base run"
         return Section(title, [f"{title}: {why}"])
+    planned = group.rows[0].arms if isinstance(group, TargetsGroup) else group.arms
     # Every line has the same arms.
-    arms = list(lines[0].arms.values())
+    arms = [arm for arm in planned if arm.label in lines[0].losses]
     baseline = next((arm.label for arm in arms if arm.is_baseline), "")
     rivals = [arm for arm in arms if baseline and not arm.is_baseline]
     others = {arm.label: arm.baseline or baseline for arm in rivals}
-    table = _perplexity_table(group, lines, others)
+    table = _perplexity_table(group, lines, arms, others)
     if not others:
         why = "nothing to compare; it takes base models at uniform weights and at others"
         return Section(title, [f"{title}: {why}"], tables=[table])
@@ -262,31 +261,24 @@ def perplexity_section(study: Study, group: PerplexityGroup | TargetsGroup) -> S
     wanted = "DoGE"
     if isinstance(group, PerplexityGroup):
         wanted, told = group.focus or wanted, lines[-1:]
-        pairs += [pair for pair in group.pairs if lines[0].arms.keys() >= set(pair)]
+        pairs += [pair for pair in group.pairs if lines[0].losses.keys() >= set(pair)]
     else:
         # Beside them stand what further steps do, and the oracle, which nobody can choose.
         pairs = [pair for pair in pairs if pair[0].startswith(wanted)] or pairs
     focus = next((label for label in others if label.startswith(wanted)), rivals[-1].label)
-    headlines = [
-        headline(
-            focus,
-            others[focus] + ("" if line.is_total else f" on {line.label}"),
-            line.difference(focus, others[focus]),
-        )
-        for line in told
-    ]
-    return Section(
-        title,
-        headlines,
-        tables=[table, _difference_table(group, lines, pairs, baseline)],
-    )
+    other, headlines = others[focus], []
+    for line in told:
+        against = other if line.is_total else f"{other} on {line.label}"
+        headlines.append(headline(focus, against, line.difference(focus, other)))
+    differences = _difference_table(group, lines, pairs, baseline)
+    return Section(title, headlines, tables=[table, differences])
 
 
 def headline(own: str, other: str, difference: PairedDifference) -> str:
     """DoGE: perplexity 0.6 % higher than uniform, undecided, one seed."""
     if not difference.pairs:
         return f"{own} and {other} have no seed in common"
-    if not difference.is_known:
+    if not math.isfinite(difference.mean):
         return f"{own} or {other} diverged"
     mean, low, high = (100 * each for each in change_of(difference))
     size = f"{abs(mean):.1f}" if abs(mean) >= 0.05 else "less than 0.1"
@@ -301,34 +293,33 @@ def headline(own: str, other: str, difference: PairedDifference) -> str:
 
 
 def _perplexity_table(
-    group: PerplexityGroup | TargetsGroup, lines: Sequence[Line], others: Mapping[str, str]
+    group: PerplexityGroup | TargetsGroup,
+    lines: Sequence[Line],
+    arms: Sequence[ArmRecord],
+    others: Mapping[str, str],
 ) -> Table:
     """Perplexity for every arm, as tab:universal_ppl and tab:ppl-ood."""
-    arms = list(lines[0].arms.values())
     rows: list[tuple[str | Cell, ...]] = []
     for line in lines:
         cells = []
-        for label, arm in line.arms.items():
-            told = perplexity_stat(arm.perplexity(line.names)) if arm.losses else "–"
+        for label, each in line.losses.items():
+            told = perplexity_text(line.perplexity(label)) if each else "–"
             is_better = label in others and line.difference(label, others[label]).is_lower
             cells.append(Cell(told, is_better))
         rows.append((line.label, *cells))
     title, about, totals = group.title, "", []
     if isinstance(group, PerplexityGroup):
-        *domains, total = lines
-        totals = [
-            rows.pop(),
-            ("worst case", *(perplexity_text(a.worst(total.names)) for a in arms)),
-        ]
-        if others:
-            (baseline,) = set(others.values())
+        domains = lines[:-1]
+        totals = [rows.pop(), ("worst case", *(_worst(domains, arm.label) for arm in arms))]
+        for baseline in set(others.values()):
             below = (_number_below(domains, arm, baseline) for arm in arms)
             totals.append((f"lower than {baseline}", *below))
         title = f"Perplexity per domain: {title}"
         about = f"; {group.about}" if group.about else ""
-    seeds = ERRORS if any(len(arm.losses) > 1 for arm in arms) else ONE_SEED
+    losses = lines[0].losses
+    seeds = ERRORS if _is_several(lines) else ONE_SEED
     note = f"Held-out text{about}. {MARKS} The average is the exponential of the mean loss.{seeds}"
-    heads = [(arm.label, f"{arm.about}, {plural(len(arm.losses), 'seed')}") for arm in arms]
+    heads = [(a.label, f"{a.about}, {plural(len(losses[a.label]), 'seed')}") for a in arms]
     return table_of([_corner(group), *heads], rows, title=title, note=note, totals=totals)
 
 
@@ -336,7 +327,16 @@ def _corner(group: PerplexityGroup | TargetsGroup) -> str:
     return "domain" if isinstance(group, PerplexityGroup) else "target"
 
 
-def _number_below(domains: Sequence[Line], arm: Arm, baseline: str) -> str:
+def _is_several(lines: Sequence[Line]) -> bool:
+    return any(len(losses) > 1 for losses in lines[0].losses.values())
+
+
+def _worst(domains: Sequence[Line], arm: str) -> str:
+    """The highest perplexity of a domain; not finite where one has diverged."""
+    return perplexity_text(Stat(float(np.max([line.perplexity(arm).mean for line in domains]))))
+
+
+def _number_below(domains: Sequence[Line], arm: ArmRecord, baseline: str) -> str:
     if arm.is_baseline:
         return "–"
     below = sum(line.difference(arm.label, baseline).mean < 0 for line in domains)
@@ -356,8 +356,7 @@ def _difference_table(
         cells = (Cell(change_text(each), each.is_lower, each.is_higher) for each in found)
         rows[line.is_total].append((line.label, *cells))
     heads = [own if other == baseline else f"{own} against {other}" for own, other in pairs]
-    is_several = any(len(arm.losses) > 1 for arm in lines[0].arms.values())
-    chance = " Of twenty such intervals one is wrong by chance." if is_several else ONE_SEED
+    chance = " Of twenty such intervals one is wrong by chance." if _is_several(lines) else ONE_SEED
     return table_of(
         [_corner(group), *heads],
         rows[False],

@@ -25,22 +25,14 @@ from doge_fast.pipeline.records.shapes import (
     WeightsGroup,
 )
 from doge_fast.pipeline.reporting.runs import LEARNING, RecordedRun, open_runs
-from doge_fast.pipeline.reporting.statistics import Arm, Line, lines_of, stat_of
-from doge_fast.pipeline.reporting.wording import (
-    Stat,
-    as_ascii,
-    count_text,
-    listed,
-    plural,
-    to_floats,
-    weight_text,
-    wrapped,
-)
+from doge_fast.pipeline.reporting.statistics import Line, Losses, Stat, stat_of, weight_text
+from doge_fast.pipeline.reporting.wording import count_text, listed, plural, to_floats, wrapped
+from doge_fast.pipeline.tables import as_ascii
 from doge_fast.weights.projection import effective_domains
 
 Kind = TypeVar("Kind")
 RUNS = "runs"
-_BASELINES = {"uniform": "baseline", "natural": "by tokens"}
+_BASELINES, _GIVEN = {"uniform": "baseline", "natural": "by tokens"}, "from a file"
 UNIVERSAL, MIX = "universal", "mix"
 
 # Nearly everything on one domain; the paper's most extreme weight is 0.72.
@@ -82,18 +74,21 @@ class Proxy:
     @property
     def target(self) -> str:
         """For whom the weights are, in words."""
-        names = [UNIVERSAL] if self.is_doremi else list(self.first.asked.target)
-        if names == [UNIVERSAL]:
+        items, told = self.first.asked.target, []
+        if self.is_doremi or items == (UNIVERSAL,):
             return "all domains"
-        return listed(_target_word(name, alone=len(names) == 1) for name in names)
+        for item in items:
+            name, _, weight = item.partition("=")
+            name = "a held-out mixture of all domains" if name == MIX else name
+            told.append(f"{name} ({weight})" if weight and len(items) > 1 else name)
+        return listed(told)
 
     @cached_property
     def weights(self) -> dict[str, Stat]:
         """{domain: average domain weight}; empty where no run has a step."""
-        found = mean_weights(known_weights(self.runs))
-        return {name: found[name] for name in self.domains if found}
+        return mean_weights(self.runs)
 
-    @cached_property
+    @property
     def has_steps(self) -> bool:
         """Whether there is something to draw: a step past the first line that all seeds logged."""
         return bool(len(self.series("alpha_mean")[0]) > 1)
@@ -124,10 +119,9 @@ class Proxy:
     def is_tied(self) -> bool:
         """Whether scores can be equal by construction: W_j = 1 + g_1 . g_2 for both of two domains
         whose gradients are of norm 1."""
-        is_universal = not self.is_doremi and tuple(self.first.asked.target) == (UNIVERSAL,)
-        return (
-            is_universal and len(self.domains) == 2 and bool(self.first.asked.domain_max_grad_norm)
-        )
+        asked = self.first.asked
+        is_cut = not self.is_doremi and bool(asked.domain_max_grad_norm)
+        return is_cut and len(self.domains) == 2 and asked.target == (UNIVERSAL,)
 
     def summary(self) -> str:
         """What it learned, and whether its average has settled."""
@@ -201,23 +195,17 @@ def _share(distance: float) -> str:
     return f"{percent:.{1 if percent >= 1 else 2}f}\N{NO-BREAK SPACE}%"
 
 
-def _target_word(item: str, *, alone: bool) -> str:
-    name, _, weight = item.partition("=")
-    word = "a held-out mixture of all domains" if name == MIX else name
-    return word if alone or not weight else f"{word} ({weight})"
+def mean_weights(runs: Sequence[RecordedRun]) -> dict[str, Stat]:
+    """{domain: weight that runs found or used}; where none is finished, of their averages so far.
 
-
-def known_weights(runs: Sequence[RecordedRun]) -> list[dict[str, float]]:
-    """The weights that each run found or used; where none is finished, their averages so far."""
+    Of the domains that all of them weigh.
+    """
     found = [records.weights_by_name(run.weights) for run in runs if run.weights is not None]
-    averages = ([line.alpha_mean for line in run.train if line.alpha_mean] for run in runs)
-    return found or [to_floats(each[-1]) for each in averages if each]
-
-
-def mean_weights(seeds: Sequence[dict[str, float]]) -> dict[str, Stat]:
-    """{domain: weight} over seeds, of the domains that all of them weigh."""
-    names = [name for name in (seeds or [{}])[0] if all(name in each for each in seeds)]
-    return {name: stat_of(each[name] for each in seeds) for name in names}
+    if not found:
+        averages = ([line.alpha_mean for line in run.train if line.alpha_mean] for run in runs)
+        found = [to_floats(each[-1]) for each in averages if each]
+    names = [name for name in (found or [{}])[0] if all(name in each for each in found)]
+    return {name: stat_of(each[name] for each in found) for name in names}
 
 
 @dataclass(frozen=True)
@@ -264,27 +252,34 @@ class Study:
         """Those that are there."""
         return [self.runs[name] for name in names if name in self.runs]
 
-    def arm(self, arm: ArmRecord) -> Arm:
-        """An arm with its losses at the end."""
-        losses = {
-            run.seed: found
-            for run in self.runs_of(arm.runs)
-            if run.name not in self.unmeasured and (found := run.losses()) is not None
-        }
-        return Arm(arm.label, arm.about, losses, arm.is_baseline, arm.baseline)
+    def losses(self, arm: ArmRecord) -> Losses:
+        """What the models of an arm lose at the end, of those that are measured."""
+        runs = [run for run in self.runs_of(arm.runs) if run.name not in self.unmeasured]
+        return {run.seed: found for run in runs if (found := run.losses()) is not None}
 
     def lines(self, group: PerplexityGroup | TargetsGroup) -> list[Line]:
-        """The lines of a table of perplexities, as far as they are known."""
-        if isinstance(group, PerplexityGroup):
-            return lines_of(group.aim, [self.arm(arm) for arm in group.arms])
-        return [
-            Line(row.target, {arm.label: self.arm(arm) for arm in row.arms}, [row.target])
-            for row in group.rows
-        ]
+        """A line a target; or a line a domain and their average, of the arms that are measured.
 
-    def weights(self, arm: ArmRecord) -> dict[str, Stat]:
-        """{domain: weight} of an arm over its seeds."""
-        return mean_weights(known_weights(self.runs_of(arm.runs)))
+        These arms are taken with the seeds that all of them have, or, without such, each with its
+        own; each difference is over the seeds of its two arms in any case. Domains that an arm was
+        not measured on are left out.
+        """
+        if isinstance(group, TargetsGroup):
+            return [
+                Line(row.target, {arm.label: self.losses(arm) for arm in row.arms}, {row.target: 1})
+                for row in group.rows
+            ]
+        arms = {arm.label: losses for arm in group.arms if (losses := self.losses(arm))}
+        if common := set.intersection(*map(set, arms.values())) if arms else set():
+            arms = {
+                label: {seed: each for seed, each in losses.items() if seed in common}
+                for label, losses in arms.items()
+            }
+        measured = [each for losses in arms.values() for each in losses.values()]
+        names = [name for name in group.aim if measured and all(name in each for each in measured)]
+        lines = [Line(name, arms, {name: 1}) for name in names]
+        total = Line("average", arms, dict.fromkeys(names, 1), is_total=True)
+        return [*lines, total] if names else []
 
 
 def open_study(runs: Sequence[Path]) -> Study:
@@ -295,14 +290,15 @@ def open_study(runs: Sequence[Path]) -> Study:
             weights or trains at them, base models differ in more than weights and seed, or a
             record is not what it should be.
     """
-    is_experiment = len(runs) == 1 and (Path(runs[0]) / records.EXPERIMENT).exists()
-    path = Path(runs[0]) if is_experiment else None
-    if path is not None and not any((path / RUNS).glob("*/config.json")):
-        raise ValueError(f"No run of the experiment in {path} has begun.")
-    plan = None if path is None else records.load(path, ExperimentRecord)
-    found = open_runs(runs if path is None else [path / RUNS])
-    if plan is not None and plan.settings.proxy and Path(plan.settings.proxy).is_dir():
-        found += open_runs([Path(plan.settings.proxy)])
+    plan = None
+    if len(runs) == 1 and (path := Path(runs[0]) / records.EXPERIMENT).exists():
+        runs = [path.parent / RUNS]
+        if not any(runs[0].glob("*/config.json")):
+            raise ValueError(f"No run of the experiment in {path.parent} has begun.")
+        plan = records.load(path.parent, ExperimentRecord)
+        if plan.settings.proxy and Path(plan.settings.proxy).is_dir():
+            runs = [*runs, Path(plan.settings.proxy)]
+    found = open_runs(runs)
     opened = {run.name: run for run in found}
     if all(run.record.stage == "select" for run in found):
         raise ValueError(
@@ -349,41 +345,40 @@ def _alike(runs: Iterable[RecordedRun]) -> list[list[RecordedRun]]:
 
 
 def _groups(bases: Sequence[RecordedRun], proxies: Sequence[Proxy]) -> Iterator[Group]:
-    learned = {
-        proxy.label: ArmRecord(proxy.label, proxy.about, tuple(run.name for run in proxy.runs))
+    arms = list(_arms(bases, proxies))
+    learned = [
+        ArmRecord(proxy.label, proxy.about, tuple(run.name for run in proxy.runs))
         for proxy in proxies
         if proxy.weights
-    }
-    sources = {run.name: _source(run, proxies) for run in bases}
-    # A text of many domains is no label.
-    typed = list(dict.fromkeys(each for each in sources.values() if records.is_typed(each)))
-    short = {each: f"typed weights {number + 1}" for number, each in enumerate(typed)}
-    if len(typed) == 1:
-        short = {typed[0]: "typed weights"}
-    sources = {name: short.get(each, each) for name, each in sources.items()}
-    # A baseline before what was learned, and that before weights of other files.
-    labels = dict.fromkeys((*_BASELINES, *learned, *sources.values()))
-    arms = []
-    for label in labels:
-        names = tuple(name for name, source in sources.items() if source == label)
-        about = learned[label].about if label in learned else _BASELINES.get(label, "from a file")
-        if names:
-            arms.append(ArmRecord(label, about, names, label == "uniform"))
-    given = [arm for arm in arms if arm.label not in learned and arm.label not in _BASELINES]
-    if learned or given:
-        yield WeightsGroup("Domain weights", (*learned.values(), *given))
+    ]
+    if given := [*learned, *(arm for arm in arms if arm.about == _GIVEN)]:
+        yield WeightsGroup("Domain weights", tuple(given))
     if bases:
         first = bases[0]
         about = f"{first.asked.model.model} models, {count_text(first.tokens)} tokens each"
         focus = next((arm.label for arm in arms if arm.label not in _BASELINES), "natural")
-        told = (tuple(arms), first.targets, about, focus)
         if first.targets:
-            yield PerplexityGroup(f"Base models on {listed(first.targets)}", *told)
-        told = (tuple(arms), first.domains, about, focus)
-        yield PerplexityGroup("Base models", *told)
+            title = f"Base models on {listed(first.targets)}"
+            yield PerplexityGroup(title, tuple(arms), first.targets, about, focus)
+        yield PerplexityGroup("Base models", tuple(arms), first.domains, about, focus)
     methods = [Method(proxy.label, _takes(proxy)) for proxy in proxies]
     trained = [Method("a base model", tuple((name,) for name in arm.runs)) for arm in arms[:1]]
     yield CostGroup("Cost", (*methods, *trained))
+
+
+def _arms(bases: Sequence[RecordedRun], proxies: Sequence[Proxy]) -> Iterator[ArmRecord]:
+    """Base models by their weights: baselines, what was learned, weights of other files."""
+    sources = {run.name: _source(run, proxies) for run in bases}
+    # A text of many domains is no label.
+    typed = list(dict.fromkeys(filter(records.is_typed, sources.values())))
+    for name, source in sources.items():
+        if source in typed:
+            number = f" {typed.index(source) + 1}" if len(typed) > 1 else ""
+            sources[name] = f"typed weights{number}"
+    about = _BASELINES | {proxy.label: proxy.about for proxy in proxies}
+    for label in dict.fromkeys((*about, *sources.values())):
+        if names := tuple(name for name, source in sources.items() if source == label):
+            yield ArmRecord(label, about.get(label, _GIVEN), names, label == "uniform")
 
 
 def _comparable(runs: Sequence[RecordedRun]) -> list[RecordedRun]:

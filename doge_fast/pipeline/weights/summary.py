@@ -13,9 +13,8 @@ from typing import Any
 
 from doge_fast.pipeline import baselines, named, records
 from doge_fast.pipeline.records import Json
-from doge_fast.pipeline.reporting.mixtures import epochs
-from doge_fast.pipeline.reporting.wording import as_ascii, count_text, plural
-from doge_fast.pipeline.tables import Table, table_of, text
+from doge_fast.pipeline.reporting.wording import count_text, plural
+from doge_fast.pipeline.tables import Table, as_ascii, table_of, text
 from doge_fast.weights.projection import effective_domains
 
 
@@ -143,7 +142,7 @@ def describe(
         name, weight = entry["name"], float(entry["weight"])
         held, prior, passes = available[name], priors[name], None
         if budget_tokens is not None and held is not None:
-            passes = epochs(weight, held, budget_tokens)
+            passes = baselines.epochs(weight, held, budget_tokens)
         shares.append(
             Share(
                 name=name,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from doge_fast.pipeline import failures, named, records, tables
+from doge_fast.pipeline.baselines import MAX_EPOCHS
 from doge_fast.pipeline.config import (
     WeightsAverageConfig,
     WeightsConstrainConfig,
@@ -16,7 +17,6 @@ from doge_fast.pipeline.config import (
     WeightsShowConfig,
 )
 from doge_fast.pipeline.records import Json
-from doge_fast.pipeline.reporting.mixtures import MAX_EPOCHS
 from doge_fast.pipeline.reporting.wording import domains_told, listed, wrapped
 from doge_fast.pipeline.tables import Table, text
 from doge_fast.pipeline.weights import bounds, summary
