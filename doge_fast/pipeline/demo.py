@@ -12,8 +12,8 @@ from doge_fast.pipeline.config import (
     TrainingConfig,
 )
 from doge_fast.pipeline.report import terminal_table
-from doge_fast.pipeline.reporting.wording import plural
 from doge_fast.pipeline.temperature import lines_of, temperature
+from doge_fast.pipeline.wording import plural
 
 # Of each seed: the three that a search begins with, and one that follows from them.
 MOST_RUNS = 4

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from doge_fast.pipeline.reporting.wording import domains_told as domains_told
+from doge_fast.pipeline.wording import domains_told as domains_told
 
 # Steps between looks at the counts, which make a host wait for its device.
 LOOK_EVERY = 16

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from doge_fast import atomic_file
@@ -17,36 +17,31 @@ from doge_fast.pipeline.config import ReportConfig
 from doge_fast.pipeline.named import visible
 from doge_fast.pipeline.records import check_out
 from doge_fast.pipeline.reporting.figures import VARIABLES, Drawing
-from doge_fast.pipeline.reporting.sections import Section, sections_of
-from doge_fast.pipeline.reporting.study import open_study
-from doge_fast.pipeline.reporting.wording import wrapped
+from doge_fast.pipeline.reporting.sections import page_of
 from doge_fast.pipeline.tables import as_ascii, text
+from doge_fast.pipeline.wording import wrapped
 
 
 def write_report(config: ReportConfig) -> Path:
     """Write the page for a set of runs, or for an experiment; the path of the page.
 
     Reads records only, so it can be made of what there is while runs are still missing. Runs that
-    differ in nothing but their seed are one arm, compared with others seed by seed. Base models of
-    an experiment are compared as its plan says; other ones share all but weights and seed.
+    differ in nothing but their seed are one arm. Base models of an experiment are compared as its
+    plan says; other ones share all but weights and seed.
 
     Raises:
         ValueError: as `open_study`; nothing has been written.
 
-    Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), tab:universal_ppl for the table of
-    perplexities, tab:dw and tab:ood-dw for those of domain weights.
+    Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), tab:universal_ppl, tab:dw and tab:ood-dw.
     """
-    study = open_study(config.runs)
-    sections = sections_of(study)
+    found = page_of(config.runs)
     page = config.out or _default_page(config.runs)
     check_out(page, config.runs)
     page.parent.mkdir(parents=True, exist_ok=True)
-    html = _template().render(
-        css=Markup((Path(__file__).parent / "report.css").read_text(encoding="utf-8")),
-        study=study,
-        headlines=_headlines(sections),
-        sections=sections,
-    )
+    templates = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=templates, autoescape=True, undefined=StrictUndefined)
+    environment.filters["inline"] = _inline
+    html = environment.get_template("report.html").render(page=found)
     # Names in records of runs made elsewhere may hold anything.
     atomic_file.write(page, visible(html))
     return page
@@ -58,20 +53,13 @@ def terminal_table(runs: Sequence[Path]) -> str:
     Raises:
         ValueError: as `write_report`.
     """
-    study = open_study(runs)
-    sections = sections_of(study)
-    told = _headlines(sections)
-    blocks = [f"{study.title}\n{wrapped(study.question)}", *map(wrapped, told)]
-    for section in sections:
+    page = page_of(runs)
+    blocks = [f"{page.title}\n{wrapped(page.question)}", *map(wrapped, page.headlines)]
+    for section in page.sections:
         tables = [f"{table.title}\n\n{text(table)}" for table in section.tables]
         lines = [*(f"  {command}" for command in section.commands), *map(wrapped, section.remarks)]
         blocks += [*tables, "\n".join([*([] if tables else [section.title]), *lines])]
     return as_ascii("\n\n".join(block for block in blocks if block))
-
-
-def _headlines(sections: Sequence[Section]) -> list[str]:
-    """What all sections come to, each once."""
-    return list(dict.fromkeys(told for section in sections for told in section.headlines))
 
 
 def _default_page(runs: Sequence[Path]) -> Path:
@@ -96,15 +84,3 @@ def _inline(drawing: Drawing, name: str) -> Markup:
     label = Markup.escape(f"{drawing.title}. {drawing.caption}")
     # Every name in it has been escaped by matplotlib.
     return Markup(f'{head} role="img" aria-label="{label}">{body}')
-
-
-def _template() -> Template:
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["inline"] = _inline
-    return environment.get_template("report.html")

@@ -7,7 +7,7 @@ from typing import Literal
 from doge_fast.pipeline import records
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.reporting.figures import Drawing
-from doge_fast.pipeline.reporting.sections import drawings_of
+from doge_fast.pipeline.reporting.sections import page_of
 from doge_fast.pipeline.weights.summary import WeightsSummary, describe, story
 
 
@@ -52,7 +52,7 @@ class Run:
 
     def figures(self) -> list[Drawing]:
         """Those of its page, as `svg`: learned weights, and their way over time."""
-        return drawings_of(self.path)
+        return [each for section in page_of([self.path]).sections for each in section.drawings]
 
     def __repr__(self) -> str:
         """Run('runs/proxy': doge, target universal, 300 steps, seed 0)."""

@@ -44,8 +44,8 @@ from doge_fast.pipeline.records.shapes import (
 )
 from doge_fast.pipeline.report import write_report
 from doge_fast.pipeline.reporting.statistics import PairedDifference, paired_difference
-from doge_fast.pipeline.reporting.wording import to_float
 from doge_fast.pipeline.run import Run
+from doge_fast.pipeline.wording import to_float
 
 _LEAST_STEPS = 200
 _FIRST = (0.0, 1.0, 2.0)

@@ -275,7 +275,7 @@ def test_base_models_that_differ_in_more_are_refused_by_name(tmp_path: Path) -> 
     ("weights", "label"),
     [
         (("a/mine.json", "b/mine.json", "somewhere/uniform"), "a/mine.json"),
-        (("stdlib=0.5,tests=0.5", "stdlib=0.2,tests=0.8"), "typed weights 1"),
+        (("stdlib=0.5,tests=0.5", "stdlib=0.2,tests=0.8"), "weights of run-1"),
     ],
 )
 def test_weights_of_files_and_typed_ones_are_arms_of_their_own(
@@ -316,7 +316,7 @@ def test_several_proxies_are_told_apart(tmp_path: Path) -> None:
     assert "mix, for a held-out mixture of all domains" in page.text
     assert "score published" in page.text
     table = cells(page.source, "Domain weights")
-    assert table["reference"][1] == "target"
+    assert table["reference"][1] == "–"
     assert table["uniform would be"] == ["0.143", "0.200"]
     assert page.text.count("doge-fast export /") == 2
 

@@ -16,7 +16,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
+from matplotlib.rcsetup import cycler
 
 from doge_fast.pipeline.reporting.statistics import PairedDifference, Stat
 from doge_fast.pipeline.reporting.study import Proxy
@@ -74,7 +74,7 @@ def canvas(height: float) -> tuple[Figure, Axes]:
 
 
 def mixture_figure(
-    mixtures: Mapping[str, Mapping[str, Stat]], natural: Mapping[str, float] | None
+    mixtures: Mapping[str, Mapping[str, Stat]], natural: Mapping[str, Stat] | None
 ) -> Figure:
     """A bar for each domain and mixture, with the standard error over seeds where it is known.
 
@@ -90,14 +90,13 @@ def mixture_figure(
         places = [names.index(name) + shift for name in weights]
         widths = [stat.mean for stat in weights.values()]
         errors = [stat.error or 0.0 for stat in weights.values()]
-        color = PALETTE[i % len(PALETTE)]
-        axes.barh(places, widths, height=0.9 * thick, color=color, label=label)
+        axes.barh(places, widths, height=0.9 * thick, color=PALETTE[i], label=label)
         if any(errors):
             axes.errorbar(widths, places, xerr=errors, fmt="none", ecolor=INK, elinewidth=1.1)
         axes.axvline(1 / len(weights), label="uniform" if i == 0 else None, **_DOTTED)
     if natural is not None:
         hollow: Any = {"markersize": 5, "markerfacecolor": PAGE, "markeredgecolor": INK}
-        shares = [natural[name] for name in names]
+        shares = [natural[name].mean for name in names]
         axes.plot(shares, range(len(names)), "D", label="natural", zorder=4, **hollow)
     axes.set_xlim(left=0)
     axes.locator_params(axis="x", nbins=5)
@@ -120,28 +119,25 @@ def course(proxy: Proxy) -> Figure:
     step = max(1, math.ceil(len(steps_T) / _MOST_POINTS))
     kept = np.unique([*range(0, len(steps_T), step), len(steps_T) - 1])
     steps, each, mean = steps_T[kept], alpha_STK[:, kept].mean(0), mean_STK[:, kept].mean(0)
-    error = np.zeros_like(mean)
-    if len(mean_STK) > 1:
-        error = mean_STK[:, kept].std(axis=0, ddof=1) / math.sqrt(len(mean_STK))
     num_domains = len(proxy.domains)
     heights = (max(2.4, 0.5 + 0.19 * num_domains), 0.9, 0.9)
     figure = Figure(figsize=(_WIDTH, sum(heights) + 0.5), layout="constrained")
     weights, count, drift = figure.subplots(3, sharex=True, height_ratios=heights)
-    handles = []
-    for j in range(num_domains):
-        color = PALETTE[j % len(PALETTE)]
-        line: Any = {"color": color, "linestyle": DASHES[j // len(PALETTE) % len(DASHES)]}
-        weights.plot(steps, each[:, j], linewidth=0.6, alpha=0.45, **line)
-        weights.plot(steps, mean[:, j], linewidth=1.8, **line)
-        low, high = mean[:, j] - error[:, j], mean[:, j] + error[:, j]
-        weights.fill_between(steps, low, high, color=color, alpha=0.25, linewidth=0)
-        handles.append(Line2D([], [], linewidth=1.8, **line))
+    styles = cycler(linestyle=DASHES) * cycler(color=PALETTE)
+    weights.set_prop_cycle(styles)
+    weights.plot(steps, each, linewidth=0.6, alpha=0.45)
+    weights.set_prop_cycle(styles)
+    lines = weights.plot(steps, mean, linewidth=1.8)
+    for j, line in enumerate(lines if len(mean_STK) > 1 else ()):
+        error = mean_STK[:, kept, j].std(axis=0, ddof=1) / math.sqrt(len(mean_STK))
+        low, high = mean[:, j] - error, mean[:, j] + error
+        weights.fill_between(steps, low, high, color=line.get_color(), alpha=0.25, linewidth=0)
     weights.axhline(1 / num_domains, zorder=1, **_DOTTED)
     _finish(weights, "domain weight (share of the tokens)", float(np.nanmax([mean, each])))
     # Names in the order of the lines' ends.
     order = [int(j) for j in np.argsort(-mean[-1], kind="stable") if math.isfinite(mean[-1, j])]
     figure.legend(
-        [handles[j] for j in order],
+        [lines[j] for j in order],
         _shortened(proxy.domains[j] for j in order),
         loc="outside right upper",
         handlelength=1.4,

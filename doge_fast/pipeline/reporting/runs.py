@@ -13,13 +13,7 @@ from safetensors import safe_open
 from doge_fast.pipeline import records
 from doge_fast.pipeline.failures import FileFailure, reading
 from doge_fast.pipeline.records import Json
-from doge_fast.pipeline.records.shapes import (
-    Asked,
-    ConfigRecord,
-    EvaluationRecord,
-    MetricsLine,
-)
-from doge_fast.pipeline.reporting.wording import listed, to_floats
+from doge_fast.pipeline.wording import listed, to_floats
 
 # Stages that end in weights.
 LEARNING = ("proxy", "doremi")
@@ -33,11 +27,11 @@ class RecordedRun:
     """One run directory, as its records tell it."""
 
     path: Path
-    record: ConfigRecord
-    asked: Asked
-    lines: Sequence[MetricsLine]
+    record: records.ConfigRecord
+    asked: records.Asked
+    lines: Sequence[records.MetricsLine]
     weights: Json | None
-    evaluation: EvaluationRecord | None
+    evaluation: records.EvaluationRecord | None
 
     @property
     def name(self) -> str:
@@ -47,7 +41,7 @@ class RecordedRun:
     @property
     def stem(self) -> str:
         """The name that its seeds share: ca-seed0 -> ca."""
-        return self.name.removesuffix(f"-seed{self.seed}")
+        return self.name.removesuffix(f"-seed{self.asked.training.seed}")
 
     @property
     def domains(self) -> tuple[str, ...]:
@@ -60,17 +54,7 @@ class RecordedRun:
         return tuple(self.record.corpus.targets)
 
     @property
-    def seed(self) -> int:
-        """Of initialisation and data order."""
-        return self.asked.training.seed
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps that were asked for."""
-        return self.asked.training.steps
-
-    @property
-    def train(self) -> list[MetricsLine]:
+    def train(self) -> list[records.MetricsLine]:
         """What was logged of training steps."""
         return [line for line in self.lines if line.kind == "train"]
 
@@ -83,7 +67,7 @@ class RecordedRun:
     def is_complete(self) -> bool:
         """Whether it came to its end, and left the weights that it learned."""
         is_lacking = self.record.stage in LEARNING and self.weights is None
-        return self.last_step >= self.steps and not is_lacking
+        return self.last_step >= self.asked.training.steps and not is_lacking
 
     @property
     def tokens(self) -> int:
@@ -91,21 +75,13 @@ class RecordedRun:
         per_step = self.asked.batch_size
         if per_step is None:
             per_step = (self.asked.sequences_per_domain or 0) * len(self.domains)
-        return self.steps * per_step * self.record.corpus.block_size
+        return self.asked.training.steps * per_step * self.record.corpus.block_size
 
     @property
     def seconds_per_step(self) -> float:
         """Median over the logged steps; nan where none was logged."""
         seconds = [line.seconds for line in self.train if line.seconds is not None]
         return float(np.median(seconds)) if seconds else math.nan
-
-    @property
-    def tokens_seen(self) -> int:
-        """Tokens that the run trains on or measures a gradient of, targets and mix included."""
-        if self.record.stage != "proxy":
-            return self.tokens
-        rows = len(self.domains) + len(self.targets) + ("mix" in self.asked.target)
-        return self.tokens * rows // len(self.domains)
 
     @property
     def num_parameters(self) -> int:
@@ -139,8 +115,9 @@ class RecordedRun:
         """Held-out loss per domain at the end; None where it was not measured."""
         if self.evaluation is not None:
             return to_floats(self.evaluation.loss)
+        steps = self.asked.training.steps
         for line in reversed(self.lines):
-            if line.kind == "eval" and line.step == self.steps and isinstance(line.loss, dict):
+            if line.kind == "eval" and line.step == steps and isinstance(line.loss, dict):
                 return to_floats(line.loss)
         return None
 
@@ -149,11 +126,8 @@ def open_runs(runs: Sequence[Path]) -> list[RecordedRun]:
     """Every run that `runs` names or holds, once, in order."""
     if not runs:
         raise ValueError("A report needs at least one run directory; none was named.")
-    paths: dict[Path, Path] = {}
-    for named in runs:
-        for path in _run_directories(Path(named)):
-            paths.setdefault(path.resolve(), path)
-    return [_read_run(path) for path in paths.values()]
+    paths = (path.resolve() for named in runs for path in _run_directories(Path(named)))
+    return [_read_run(path) for path in dict.fromkeys(paths)]
 
 
 def _run_directories(path: Path) -> list[Path]:
@@ -162,7 +136,14 @@ def _run_directories(path: Path) -> list[Path]:
         raise ValueError(f"A run is a directory; {path} {what}. Name directories that hold runs.")
     if (path / records.CONFIG).exists():
         return [path]
-    found = sorted(folder for folder in path.iterdir() if folder.is_dir() and _is_run(folder))
+    found = []
+    for folder in sorted(filter(Path.is_dir, path.iterdir())):
+        # Raises where nobody may look: what is left out of a report must not go without a word.
+        names = os.listdir(folder)
+        # Of models, which have a config.json too, none names a stage.
+        is_run = records.CONFIG in names and "stage" in records.read_json(folder / records.CONFIG)
+        if is_run or records.METRICS in names:
+            found.append(folder)
     if not found:
         raise ValueError(
             f"{path} is not a run directory and holds none: neither it nor a folder in it has a "
@@ -171,22 +152,12 @@ def _run_directories(path: Path) -> list[Path]:
     return found
 
 
-def _is_run(folder: Path) -> bool:
-    """Whether a run wrote in it; of models, which have a config.json too, none names a stage."""
-    # Raises where nobody may look: what is left out of a report must not go without a word.
-    names = os.listdir(folder)
-    if records.METRICS in names:
-        return True
-    return records.CONFIG in names and "stage" in records.read_json(folder / records.CONFIG)
-
-
 def _read_run(path: Path) -> RecordedRun:
     record, asked = records.load_config(path)
     # A link to nothing is among them, for something is lost.
     files = os.listdir(path)
     run = RecordedRun(
-        # A run named `.` has its name all the same.
-        path=path.resolve(),
+        path=path,
         record=record,
         asked=asked,
         lines=records.read_lines(path) if records.METRICS in files else [],

@@ -116,10 +116,6 @@ class Line:
             for seed, losses in self.losses[arm].items()
         }
 
-    def loss(self, arm: str) -> Stat:
-        """Mean loss over the aim."""
-        return stat_of(self.mean_losses(arm).values())
-
     def perplexity(self, arm: str) -> Stat:
         """exp of the mean loss: the paper's average, and one domain's perplexity."""
         return stat_of(map(exp_or_inf, self.mean_losses(arm).values()))

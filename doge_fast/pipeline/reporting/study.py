@@ -4,7 +4,7 @@ An experiment has planned its tables. Other runs are put into tables of the same
 models are one comparison, and differ in nothing but weights and seed.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,20 +14,10 @@ import numpy as np
 
 from doge_fast.pipeline import health, records
 from doge_fast.pipeline.records.movement import Floats, Movement, movement_of
-from doge_fast.pipeline.records.shapes import (
-    ArmRecord,
-    CostGroup,
-    ExperimentRecord,
-    Group,
-    Method,
-    PerplexityGroup,
-    TargetsGroup,
-    WeightsGroup,
-)
 from doge_fast.pipeline.reporting.runs import LEARNING, RecordedRun, open_runs
 from doge_fast.pipeline.reporting.statistics import Line, Losses, Stat, stat_of, weight_text
-from doge_fast.pipeline.reporting.wording import count_text, listed, plural, to_floats, wrapped
 from doge_fast.pipeline.tables import as_ascii
+from doge_fast.pipeline.wording import count_text, listed, plural, to_floats, wrapped
 from doge_fast.weights.projection import effective_domains
 
 Kind = TypeVar("Kind")
@@ -52,29 +42,19 @@ class Proxy:
     runs: tuple[RecordedRun, ...]
 
     @property
-    def first(self) -> RecordedRun:
-        """Stands for all seeds in what they share."""
-        return self.runs[0]
-
-    @property
     def domains(self) -> tuple[str, ...]:
         """Training domains, in the order of the simplex."""
-        return self.first.domains
+        return self.runs[0].domains
 
     @property
     def is_doremi(self) -> bool:
         """Whether excess loss over a reference moved its weights, the baseline, and not W."""
-        return self.first.record.stage == "doremi"
-
-    @property
-    def about(self) -> str:
-        """Where the weights come from, in words."""
-        return "learned by DoReMi" if self.is_doremi else f"learned for {self.target}"
+        return self.runs[0].record.stage == "doremi"
 
     @property
     def target(self) -> str:
         """For whom the weights are, in words."""
-        items, told = self.first.asked.target, []
+        items, told = self.runs[0].asked.target, []
         if self.is_doremi or items == (UNIVERSAL,):
             return "all domains"
         for item in items:
@@ -82,6 +62,12 @@ class Proxy:
             name = "a held-out mixture of all domains" if name == MIX else name
             told.append(f"{name} ({weight})" if weight and len(items) > 1 else name)
         return listed(told)
+
+    @cached_property
+    def arm(self) -> records.ArmRecord:
+        """As it stands in a table."""
+        about = "learned by DoReMi" if self.is_doremi else f"learned for {self.target}"
+        return records.ArmRecord(self.label, about, tuple(run.name for run in self.runs))
 
     @cached_property
     def weights(self) -> dict[str, Stat]:
@@ -115,14 +101,6 @@ class Proxy:
         furthest = max(abs(stat.mean - uniform) for stat in self.weights.values())
         return furthest >= _UNMOVED * uniform or len(self.domains) == 1
 
-    @property
-    def is_tied(self) -> bool:
-        """Whether scores can be equal by construction: W_j = 1 + g_1 . g_2 for both of two domains
-        whose gradients are of norm 1."""
-        asked = self.first.asked
-        is_cut = not self.is_doremi and bool(asked.domain_max_grad_norm)
-        return is_cut and len(self.domains) == 2 and asked.target == (UNIVERSAL,)
-
     def summary(self) -> str:
         """What it learned, and whether its average has settled."""
         if not self.has_steps:
@@ -137,15 +115,14 @@ class Proxy:
         least = f", least to {ranked[-1][0]} {weight_text(ranked[-1][1])}" if ranked[1:] else ""
         count = effective_domains(stat.mean for stat in self.weights.values())
         moved = self.movement
-        drift, distance = _share(moved.drift[-1]), _share(moved.distance[-1])
-        seeds = "" if moved.spread is None else f", and seeds differ by {_share(moved.spread[-1])}"
+        seeds = "" if moved.spread is None else f", and seeds differ by {_share(moved.spread)}"
         state = "has settled" if moved.is_settled else "is still moving"
         return (
             f"{self.label}, for {self.target}: most goes to {top}{least}; effectively "
             f"{count:.1f} of {plural(len(self.domains), 'domain')}. The running average "
             f"{state if self.has_moved else 'has hardly moved'}: the last fifth of the "
-            f"{int(moved.steps[-1])} steps moved {drift} of the tokens between domains; the "
-            f"average lies {distance} from uniform weights{seeds}."
+            f"{int(moved.steps[-1])} steps moved {_share(moved.drift)} of the tokens between "
+            f"domains; the average lies {_share(moved.distance)} from uniform weights{seeds}."
         )
 
     def warnings(self) -> Iterator[str]:
@@ -160,28 +137,33 @@ class Proxy:
                 "was not finite, so these weights mean nothing. Lower learning_rate."
             )
             return
-        largest = max(self.weights, key=lambda name: self.weights[name].mean)
-        weight, least = self.weights[largest].mean, _STARVED / len(self.domains)
-        starved = [name for name, stat in self.weights.items() if stat.mean < least]
-        if weight > _COLLAPSED and len(self.domains) > 1:
-            remedy = "A larger mu, smoothing or domain_max_grad_norm"
-            remedy = "A smaller step_size or more smoothing" if self.is_doremi else remedy
-            yield f"the weights collapsed onto {largest} ({weight:.2f}). {remedy} keeps them apart."
-        elif not self.has_moved and self.is_tied:
+        asked, number = self.runs[0].asked, len(self.domains)
+        is_universal = self.is_doremi or set(asked.target) <= {UNIVERSAL, MIX}
+        slower, faster, other = "larger mu", "smaller mu", " or --target mix"
+        if self.is_doremi:
+            slower, faster, other = "smaller step_size", "larger step_size", ""
+        largest, most = max(self.weights.items(), key=lambda item: item[1].mean)
+        starved = [name for name, stat in self.weights.items() if stat.mean < _STARVED / number]
+        if most.mean > _COLLAPSED and number > 1:
+            yield (
+                f"the weights collapsed onto {largest} ({most.mean:.2f}). A {slower} or more "
+                "smoothing keeps them apart."
+            )
+        elif self.has_moved:
+            if starved and is_universal:
+                yield (
+                    f"{listed(starved)} would be read less than a third as often as at uniform "
+                    f"weights, and a small model tends to pay for it there. Try a {slower}{other}, "
+                    "or set a floor: doge-fast weights constrain --floor."
+                )
+        # W_j = 1 + g_1 . g_2 for both of two domains whose gradients are of norm 1.
+        elif number == 2 and asked.domain_max_grad_norm and asked.target == (UNIVERSAL,):
             yield (
                 "the weights hardly left uniform: two domains whose gradients are cut to one norm "
                 "have equal scores, whatever mu is. Use --domain-max-grad-norm 0."
             )
-        elif not self.has_moved:
-            remedy = "larger step_size" if self.is_doremi else "smaller mu"
-            yield f"the weights hardly left uniform. A {remedy} or more steps would move them."
-        elif starved and (self.is_doremi or set(self.first.asked.target) <= {UNIVERSAL, MIX}):
-            milder = "a smaller step_size" if self.is_doremi else "a larger mu or --target mix"
-            yield (
-                f"{listed(starved)} would be read less than a third as often as at uniform "
-                f"weights, and a small model tends to pay for it there. Try {milder}, or set a "
-                "floor: doge-fast weights constrain --floor."
-            )
+        else:
+            yield f"the weights hardly left uniform. A {faster} or more steps would move them."
         if self.has_moved and not self.movement.is_settled:
             yield (
                 "the running average of the weights is still drifting; more steps would change "
@@ -189,9 +171,9 @@ class Proxy:
             )
 
 
-def _share(distance: float) -> str:
-    """A sum of absolute differences as a share of the tokens, to two digits."""
-    percent = 50 * distance
+def _share(distance_T: Floats) -> str:
+    """The last sum of absolute differences as a share of the tokens, to two digits."""
+    percent = 50 * distance_T[-1]
     return f"{percent:.{1 if percent >= 1 else 2}f}\N{NO-BREAK SPACE}%"
 
 
@@ -217,9 +199,9 @@ class Study:
     runs: Mapping[str, RecordedRun] = field(repr=False)
     """By their names."""
     proxies: tuple[Proxy, ...]
-    groups: tuple[Group, ...]
+    groups: tuple[records.Group, ...]
     """What is set against what."""
-    plan: ExperimentRecord | None = None
+    plan: records.ExperimentRecord | None = None
     """Of an experiment, which knows which runs are missing."""
 
     @property
@@ -236,8 +218,10 @@ class Study:
         """Runs of the plan whose end, or whose perplexities, are not known."""
         if self.plan is None:
             return []
-        arms = [arm for group in self.of(PerplexityGroup) for arm in group.arms]
-        arms += [arm for group in self.of(TargetsGroup) for row in group.rows for arm in row.arms]
+        arms = [arm for group in self.of(records.PerplexityGroup) for arm in group.arms]
+        arms += [
+            arm for group in self.of(records.TargetsGroup) for row in group.rows for arm in row.arms
+        ]
         needed = {name for arm in arms for name in arm.runs}
         blocks = self.plan.settings.eval_blocks
         return [
@@ -252,29 +236,24 @@ class Study:
         """Those that are there."""
         return [self.runs[name] for name in names if name in self.runs]
 
-    def losses(self, arm: ArmRecord) -> Losses:
+    def losses(self, arm: records.ArmRecord) -> Losses:
         """What the models of an arm lose at the end, of those that are measured."""
         runs = [run for run in self.runs_of(arm.runs) if run.name not in self.unmeasured]
-        return {run.seed: found for run in runs if (found := run.losses()) is not None}
+        return {
+            run.asked.training.seed: found for run in runs if (found := run.losses()) is not None
+        }
 
-    def lines(self, group: PerplexityGroup | TargetsGroup) -> list[Line]:
+    def lines(self, group: records.PerplexityGroup | records.TargetsGroup) -> list[Line]:
         """A line a target; or a line a domain and their average, of the arms that are measured.
 
-        These arms are taken with the seeds that all of them have, or, without such, each with its
-        own; each difference is over the seeds of its two arms in any case. Domains that an arm was
-        not measured on are left out.
+        Domains that one of them was not measured on are left out.
         """
-        if isinstance(group, TargetsGroup):
+        if isinstance(group, records.TargetsGroup):
             return [
                 Line(row.target, {arm.label: self.losses(arm) for arm in row.arms}, {row.target: 1})
                 for row in group.rows
             ]
         arms = {arm.label: losses for arm in group.arms if (losses := self.losses(arm))}
-        if common := set.intersection(*map(set, arms.values())) if arms else set():
-            arms = {
-                label: {seed: each for seed, each in losses.items() if seed in common}
-                for label, losses in arms.items()
-            }
         measured = [each for losses in arms.values() for each in losses.values()]
         names = [name for name in group.aim if measured and all(name in each for each in measured)]
         lines = [Line(name, arms, {name: 1}) for name in names]
@@ -295,25 +274,27 @@ def open_study(runs: Sequence[Path]) -> Study:
         runs = [path.parent / RUNS]
         if not any(runs[0].glob("*/config.json")):
             raise ValueError(f"No run of the experiment in {path.parent} has begun.")
-        plan = records.load(path.parent, ExperimentRecord)
+        plan = records.load(path.parent, records.ExperimentRecord)
         if plan.settings.proxy and Path(plan.settings.proxy).is_dir():
             runs = [*runs, Path(plan.settings.proxy)]
     found = open_runs(runs)
-    opened = {run.name: run for run in found}
     if all(run.record.stage == "select" for run in found):
         raise ValueError(
             "A report needs a run that learns weights or trains at them; got runs of select alone."
         )
-    if len(opened) < len(found):
-        names = [run.name for run in found]
-        twice = next(run.path for run in found if names.count(run.name) > 1)
+    opened = {run.name: run for run in found}
+    if twice := [run.path for run in found if opened[run.name] is not run]:
         raise ValueError(
-            f"Runs of one report need names of their own; {twice} shares its name. Rename it."
+            f"Runs of one report need names of their own; {twice[0]} shares its name. Rename it."
         )
-    proxies = _proxies_of(found)
+    # Such as differ in nothing but their seed, or in their weights.
+    alike: dict[str, list[RecordedRun]] = {}
+    for run in found:
+        alike.setdefault(run.settings(), []).append(run)
+    proxies = _proxies_of(alike.values())
     if plan is not None:
         return Study(plan.title, plan.question, opened, proxies, plan.groups, plan)
-    bases = _comparable(found)
+    bases = _comparable(alike.values())
     if len(proxies) == 1:
         proxies = (Proxy("learned weights", proxies[0].runs),)
     number = plural(sum(len(proxy.runs) for proxy in proxies), "proxy run")
@@ -321,9 +302,9 @@ def open_study(runs: Sequence[Path]) -> Study:
     return Study("Domain weights", question, opened, proxies, tuple(_groups(bases, proxies)))
 
 
-def _proxies_of(runs: Iterable[RecordedRun]) -> tuple[Proxy, ...]:
+def _proxies_of(alike: Iterable[list[RecordedRun]]) -> tuple[Proxy, ...]:
     """Runs that learned weights, the seeds of each together."""
-    groups = _alike(run for run in runs if run.record.stage in LEARNING)
+    groups = [group for group in alike if group[0].record.stage in LEARNING]
     # What is asked of all domains comes before what is asked of one, the baseline after both.
     groups.sort(key=lambda group: (group[0].record.stage == "doremi", bool(group[0].targets)))
     labels = [group[0].stem for group in groups]
@@ -333,74 +314,64 @@ def _proxies_of(runs: Iterable[RecordedRun]) -> tuple[Proxy, ...]:
     )
 
 
-def _alike(runs: Iterable[RecordedRun]) -> list[list[RecordedRun]]:
-    """Such as differ in nothing but their seed, or in their weights."""
-    groups: dict[str, list[RecordedRun]] = {}
-    for run in runs:
-        groups.setdefault(run.settings(), []).append(run)
-    return list(groups.values())
-
-
 # The tables of runs that no experiment has planned.
 
 
-def _groups(bases: Sequence[RecordedRun], proxies: Sequence[Proxy]) -> Iterator[Group]:
+def _groups(bases: Sequence[RecordedRun], proxies: Sequence[Proxy]) -> Iterator[records.Group]:
     arms = list(_arms(bases, proxies))
-    learned = [
-        ArmRecord(proxy.label, proxy.about, tuple(run.name for run in proxy.runs))
-        for proxy in proxies
-        if proxy.weights
-    ]
+    learned = [proxy.arm for proxy in proxies if proxy.weights]
     if given := [*learned, *(arm for arm in arms if arm.about == _GIVEN)]:
-        yield WeightsGroup("Domain weights", tuple(given))
+        yield records.WeightsGroup("Domain weights", tuple(given))
     if bases:
         first = bases[0]
         about = f"{first.asked.model.model} models, {count_text(first.tokens)} tokens each"
         focus = next((arm.label for arm in arms if arm.label not in _BASELINES), "natural")
         if first.targets:
             title = f"Base models on {listed(first.targets)}"
-            yield PerplexityGroup(title, tuple(arms), first.targets, about, focus)
-        yield PerplexityGroup("Base models", tuple(arms), first.domains, about, focus)
-    methods = [Method(proxy.label, _takes(proxy)) for proxy in proxies]
-    trained = [Method("a base model", tuple((name,) for name in arm.runs)) for arm in arms[:1]]
-    yield CostGroup("Cost", (*methods, *trained))
-
-
-def _arms(bases: Sequence[RecordedRun], proxies: Sequence[Proxy]) -> Iterator[ArmRecord]:
-    """Base models by their weights: baselines, what was learned, weights of other files."""
-    sources = {run.name: _source(run, proxies) for run in bases}
-    # A text of many domains is no label.
-    typed = list(dict.fromkeys(filter(records.is_typed, sources.values())))
-    for name, source in sources.items():
-        if source in typed:
-            number = f" {typed.index(source) + 1}" if len(typed) > 1 else ""
-            sources[name] = f"typed weights{number}"
-    about = _BASELINES | {proxy.label: proxy.about for proxy in proxies}
-    for label in dict.fromkeys((*about, *sources.values())):
-        if names := tuple(name for name, source in sources.items() if source == label):
-            yield ArmRecord(label, about.get(label, _GIVEN), names, label == "uniform")
-
-
-def _comparable(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
-    """Base models that differ in weights and seed alone; references of DoReMi beside."""
-    references = {Path(run.asked.reference).name for run in runs if run.asked.reference}
-    alike = [
-        group
-        for group in _alike(run for run in runs if run.record.stage == "base")
-        if not {run.name for run in group} <= references
+            yield records.PerplexityGroup(title, tuple(arms), first.targets, about, focus)
+        yield records.PerplexityGroup("Base models", tuple(arms), first.domains, about, focus)
+    methods = [
+        records.Method(proxy.label, tuple(map(_with_reference, proxy.runs))) for proxy in proxies
     ]
-    if len(alike) > 1:
+    trained = [
+        records.Method("a base model", tuple((name,) for name in arm.runs)) for arm in arms[:1]
+    ]
+    yield records.CostGroup("Cost", (*methods, *trained))
+
+
+def _with_reference(run: RecordedRun) -> tuple[str, ...]:
+    """Names of DoReMi's two runs, or of a proxy's one."""
+    return tuple(filter(None, (Path(run.asked.reference).name, run.name)))
+
+
+def _arms(bases: Sequence[RecordedRun], proxies: Sequence[Proxy]) -> Iterator[records.ArmRecord]:
+    """Base models by their weights: baselines, what was learned, weights of other files."""
+    about = _BASELINES | {proxy.label: proxy.arm.about for proxy in proxies}
+    by_source: dict[str, list[RecordedRun]] = {label: [] for label in about}
+    for run in bases:
+        by_source.setdefault(_source(run, proxies), []).append(run)
+    for source, runs in by_source.items():
+        if runs:
+            # A text of many domains is no label.
+            label = f"weights of {runs[0].name}" if records.is_typed(source) else source
+            names = tuple(run.name for run in runs)
+            yield records.ArmRecord(label, about.get(label, _GIVEN), names, label == "uniform")
+
+
+def _comparable(alike: Collection[list[RecordedRun]]) -> list[RecordedRun]:
+    """Base models that differ in weights and seed alone; references of DoReMi beside."""
+    references = {Path(run.asked.reference).name for group in alike for run in group}
+    bases = [
+        group
+        for group in alike
+        if group[0].record.stage == "base" and not {run.name for run in group} <= references
+    ]
+    if len(bases) > 1:
         raise ValueError(
             "Base models of one report share corpus, model, settings and number of tokens; "
-            f"{alike[0][0].name} and {alike[1][0].name} do not. Name the runs of one comparison."
+            f"{bases[0][0].name} and {bases[1][0].name} do not. Name the runs of one comparison."
         )
-    return [run for group in alike for run in group]
-
-
-def _takes(proxy: Proxy) -> tuple[tuple[str, ...], ...]:
-    """Names of DoReMi's two runs for every seed, or of a proxy's one."""
-    names = ((Path(run.asked.reference).name, run.name) for run in proxy.runs)
-    return tuple(pair[not pair[0] :] for pair in names)
+    return bases[0] if bases else []
 
 
 def _source(run: RecordedRun, proxies: Sequence[Proxy]) -> str:

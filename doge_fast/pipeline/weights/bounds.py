@@ -6,8 +6,8 @@ from typing import Any
 
 from doge_fast.pipeline import named, records
 from doge_fast.pipeline.records import Json
-from doge_fast.pipeline.reporting.wording import listed
 from doge_fast.pipeline.weights.summary import check_budget, tokens_of
+from doge_fast.pipeline.wording import listed
 from doge_fast.weights.projection import BOUNDS_TOLERANCE, project
 
 # {bound: (what its numbers must be, the number that binds nothing)}.

@@ -13,8 +13,8 @@ from typing import Any
 
 from doge_fast.pipeline import baselines, named, records
 from doge_fast.pipeline.records import Json
-from doge_fast.pipeline.reporting.wording import count_text, plural
 from doge_fast.pipeline.tables import Table, as_ascii, table_of, text
+from doge_fast.pipeline.wording import count_text, plural
 from doge_fast.weights.projection import effective_domains
 
 

@@ -17,7 +17,6 @@ from doge_fast.pipeline.config import (
     WeightsShowConfig,
 )
 from doge_fast.pipeline.records import Json
-from doge_fast.pipeline.reporting.wording import domains_told, listed, wrapped
 from doge_fast.pipeline.tables import Table, text
 from doge_fast.pipeline.weights import bounds, summary
 from doge_fast.pipeline.weights.summary import (
@@ -28,6 +27,7 @@ from doge_fast.pipeline.weights.summary import (
     tokens_text,
     weight_text,
 )
+from doge_fast.pipeline.wording import domains_told, listed, wrapped
 
 # Lines longer than this are hard to read, however wide the window is.
 _LONGEST_LINE = 100
