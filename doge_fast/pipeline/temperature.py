@@ -33,15 +33,6 @@ from doge_fast.pipeline.experiments.jobs import Job, chosen
 from doge_fast.pipeline.health import Diverged
 from doge_fast.pipeline.model import check_model
 from doge_fast.pipeline.records import Json
-from doge_fast.pipeline.records.shapes import (
-    ArmRecord,
-    CostGroup,
-    Group,
-    Method,
-    PerplexityGroup,
-    TemperatureGroup,
-    TemperaturePoint,
-)
 from doge_fast.pipeline.report import write_report
 from doge_fast.pipeline.reporting.statistics import PairedDifference, paired_difference
 from doge_fast.pipeline.run import Run
@@ -171,6 +162,13 @@ class Point:
     def mean(self) -> float:
         """Of the objective, over seeds."""
         return fmean(self.losses.values())
+
+    @property
+    def arm(self) -> records.ArmRecord:
+        """As it stands in a table."""
+        about = f"1/T = {self.inverse:g}"
+        label = {0.0: "uniform", 1.0: "DoGE"}.get(self.inverse, about)
+        return records.ArmRecord(label, about, self.runs, is_baseline=self.inverse == 0)
 
     def against(self, other: "Point") -> PairedDifference:
         """Mean of this point's loss less the other's, over the seeds where neither diverged."""
@@ -409,12 +407,6 @@ class _Search:
     def experiment(self, points: Sequence[Point], best: Point | None) -> Json:
         """experiment.json: what a report is made of."""
         config, base = self.config, self.base(1.0, 0)
-        labels = {0.0: "uniform", 1.0: "DoGE"}
-        arms = {}
-        for point in points:
-            about = f"1/T = {point.inverse:g}"
-            label, is_uniform = labels.get(point.inverse, about), point.inverse == 0
-            arms[point.inverse] = ArmRecord(label, about, point.runs, is_baseline=is_uniform)
         return {
             "name": "temperature",
             "preset": "",
@@ -430,34 +422,28 @@ class _Search:
             "data": self.proxy.corpus.data,
             "config": config,
             "runs": [job.name for each in self.begun for job in self.jobs_at(each).values()],
-            "groups": [] if best is None else self._groups(points, best, arms),
+            "groups": [] if best is None else self._groups(points, best),
             "versions": records.versions(),
         }
 
-    def _groups(
-        self, points: Sequence[Point], best: Point, arms: Mapping[float, ArmRecord]
-    ) -> list[Group]:
+    def _groups(self, points: Sequence[Point], best: Point) -> list[records.Group]:
         """The tables that the search ends in."""
-        measured = [
-            TemperaturePoint(point.inverse, arms[point.inverse], dict(point.weights))
+        measured = (
+            records.TemperaturePoint(point.inverse, point.arm, dict(point.weights))
             for point in points
-        ]
-        focus = arms[best.inverse].label if best.inverse else None
+        )
+        many = self._epochs(best.weights)
+        title, arms = "How far to follow the proxy", tuple(point.arm for point in points)
+        focus = best.arm.label if best.inverse else None
         seeds = tuple(zip(*(point.runs for point in points), strict=True))
         methods = (
-            Method(f"{len(points)} base models", seeds),
-            Method("one of them", tuple((name,) for name in points[0].runs)),
+            records.Method(f"{len(points)} base models", seeds),
+            records.Method("one of them", tuple((name,) for name in points[0].runs)),
         )
         return [
-            TemperatureGroup(
-                "How far to follow the proxy",
-                tuple(measured),
-                self.aim,
-                best.inverse,
-                self._epochs(best.weights),
-            ),
-            PerplexityGroup("Base models", tuple(arms.values()), tuple(self.aim), focus=focus),
-            CostGroup("Cost", methods),
+            records.TemperatureGroup(title, tuple(measured), self.aim, best.inverse, many),
+            records.PerplexityGroup("Base models", arms, tuple(self.aim), focus=focus),
+            records.CostGroup("Cost", methods),
         ]
 
 

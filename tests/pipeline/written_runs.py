@@ -33,22 +33,21 @@ BLOCKS = 10
 TRAINING = TrainingConfig(steps=STEPS, learning_rate=2e-3)
 
 
-def entry(name: str, tokens: Mapping[str, int]) -> dict[str, int]:
-    blocks = tokens[name] // BLOCK_SIZE
-    return {
-        "train_tokens": tokens[name],
-        "train_blocks": blocks,
-        "validation_blocks": max(1, blocks // 20),
-        "documents": max(1, blocks // 6),
-    }
-
-
 def corpus(
     domains: Sequence[str], targets: Sequence[str] = (), tokens: Mapping[str, int] = TOKENS
 ) -> dict[str, Any]:
+    def sizes(name: str) -> records.DomainSizes:
+        blocks = tokens[name] // BLOCK_SIZE
+        return records.DomainSizes(
+            train_tokens=tokens[name],
+            train_blocks=blocks,
+            validation_blocks=max(1, blocks // 20),
+            documents=max(1, blocks // 6),
+        )
+
     return {
-        "domains": {name: entry(name, tokens) for name in domains},
-        "targets": {name: entry(name, tokens) for name in targets if name != "mix"},
+        "domains": {name: sizes(name) for name in domains},
+        "targets": {name: sizes(name) for name in targets if name != "mix"},
         "tokenizer_sha256": "ab" * 32,
         "block_size": BLOCK_SIZE,
         "vocab_size": 4096,
@@ -107,27 +106,19 @@ def write_proxy(
         return out
     records.append_metrics(out, {"step": steps, "kind": "eval", "loss": dict.fromkeys(rows, 3.1)})
     natural = sum(tokens[name] for name in names)
-    records.write_weights(
-        out,
+    entries = [
         {
-            "method": "doge",
-            "score": score,
-            "target": "universal" if not targets else dict.fromkeys(targets, 1.0),
-            "domains": [
-                {
-                    "name": name,
-                    "weight": average[j],
-                    "weight_last": alpha[j],
-                    "prior": tokens[name] / natural,
-                    "tokens": tokens[name],
-                }
-                for j, name in enumerate(names)
-            ],
-            "model": "tiny",
-            "steps": steps,
-            "seed": seed,
-        },
-    )
+            "name": name,
+            "weight": average[j],
+            "weight_last": alpha[j],
+            "prior": tokens[name] / natural,
+            "tokens": tokens[name],
+        }
+        for j, name in enumerate(names)
+    ]
+    record = {"method": "doge", "score": score, "domains": entries, "model": "tiny"}
+    record |= {"target": dict.fromkeys(targets, 1.0) if targets else "universal"}
+    records.write_weights(out, record | {"steps": steps, "seed": seed})
     return out
 
 
@@ -159,27 +150,15 @@ def write_base(
         targets=tuple(targets),
     )
     records.open_run(out, stage="base", config=config, corpus=corpus(names, targets, tokens))
-    drawn = dict.fromkeys(names, steps * 28 * BLOCK_SIZE // len(names))
     for step in range(10, steps + 1, 10):
-        records.append_metrics(
-            out,
-            {
-                "step": step,
-                "kind": "train",
-                "lr": 1e-3,
-                "loss": 3 + 4 * math.exp(-step / 50),
-                "tokens": drawn,
-                "seconds": 0.3,
-            },
-        )
-    given = given_weights(weights, names)
-    records.write_weights(
-        out,
-        {
-            "method": weights if weights in ("uniform", "natural") else "given",
-            "domains": [{"name": name, "weight": given[name]} for name in names],
-        },
-    )
+        line = {"step": step, "kind": "train", "lr": 1e-3, "loss": 3 + 4 * math.exp(-step / 50)}
+        records.append_metrics(out, line | {"seconds": 0.3})
+    given = dict.fromkeys(names, 1 / len(names))
+    if (Path(weights) / records.WEIGHTS).exists():
+        given = records.weights_by_name(records.read_weights(Path(weights)))
+    method = weights if weights in ("uniform", "natural") else "given"
+    entries = [{"name": name, "weight": given[name]} for name in names]
+    records.write_weights(out, {"method": method, "domains": entries})
     if is_evaluated:
         measured = records.evaluation(
             step=steps, blocks=dict.fromkeys(rows, blocks), loss=losses, block_size=BLOCK_SIZE
@@ -188,21 +167,14 @@ def write_base(
     return out
 
 
-def given_weights(weights: str, names: Sequence[str]) -> dict[str, float]:
-    if (Path(weights) / records.WEIGHTS).exists():
-        return records.weights_by_name(records.read_weights(Path(weights)))
-    return dict.fromkeys(names, 1 / len(names))
-
-
 def write_experiment(folder: Path, changes: Sequence[float]) -> Path:
     """An experiment whose learned arm's losses differ from uniform's by `changes`, one a seed."""
     seeds = range(len(changes))
-    arms = [
-        {"label": "uniform", "about": "baseline", "is_baseline": True}
-        | {"runs": [f"uniform-seed{seed}" for seed in seeds]},
-        {"label": "DoGE", "about": "learned", "runs": [f"doge-seed{seed}" for seed in seeds]},
-    ]
-    group = {"kind": "perplexity", "title": "Base models", "arms": arms}
+    names = {arm: tuple(f"{arm}-seed{seed}" for seed in seeds) for arm in ("uniform", "doge")}
+    arms = (
+        records.ArmRecord("uniform", "baseline", names["uniform"], is_baseline=True),
+        records.ArmRecord("DoGE", "learned", names["doge"]),
+    )
     records.write_experiment(
         folder,
         {
@@ -213,10 +185,8 @@ def write_experiment(folder: Path, changes: Sequence[float]) -> Path:
             "settings": {"seeds": list(seeds), "eval_blocks": BLOCKS},
             "config": {},
             "data": "installed",
-            "runs": [
-                f"{name}-seed{seed}" for name in ("uniform", "proxy", "doge") for seed in seeds
-            ],
-            "groups": [group | {"aim": list(DOMAINS)}],
+            "runs": [*names["uniform"], *(f"proxy-seed{seed}" for seed in seeds), *names["doge"]],
+            "groups": [records.PerplexityGroup("Base models", arms, DOMAINS)],
             "versions": {},
         },
     )
