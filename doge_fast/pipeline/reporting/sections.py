@@ -253,16 +253,17 @@ def _perplexities(study: Study, group: records.PerplexityGroup | records.Targets
     baseline = next((label for label, arm in arms.items() if arm.is_baseline), "")
     rivals = {label: arm for label, arm in arms.items() if baseline and not arm.is_baseline}
     others = {label: arm.baseline or baseline for label, arm in rivals.items()}
-    pairs = list(others.items())
     # Experiments are about DoGE.
-    corner, wanted, name, about = "target", "DoGE", title, ""
-    if isinstance(group, records.PerplexityGroup):
-        corner, wanted = "domain", group.focus or wanted
-        name, about = f"Perplexity per domain: {title}", f"; {group.about}" if group.about else ""
-        pairs += [pair for pair in group.pairs if arms.keys() >= set(pair)]
-    else:
+    wanted, pairs = "DoGE", list(others.items())
+    if isinstance(group, records.TargetsGroup):
+        corner, name, about = "target", title, ""
         # Beside them stand what further steps do, and the oracle, which nobody can choose.
         pairs = [pair for pair in pairs if pair[0].startswith(wanted)] or pairs
+    else:
+        corner, name = "domain", f"Perplexity per domain: {title}"
+        about = f"; {group.about}" if group.about else ""
+        wanted = group.focus or wanted
+        pairs += [pair for pair in group.pairs if arms.keys() >= set(pair)]
     rows: list[Sequence[str | Cell]] = []
     changes: list[Sequence[str | Cell]] = []
     for line in lines:
