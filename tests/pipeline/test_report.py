@@ -316,7 +316,7 @@ def test_several_proxies_are_told_apart(tmp_path: Path) -> None:
     assert "mix, for a held-out mixture of all domains" in page.text
     assert "score published" in page.text
     table = cells(page.source, "Domain weights")
-    assert table["reference"][1] == "–"
+    assert table["reference"][1] == "target"
     assert table["uniform would be"] == ["0.143", "0.200"]
     assert page.text.count("doge-fast export /") == 2
 

@@ -108,8 +108,15 @@ def _mixture(study: Study, group: records.WeightsGroup) -> Section:
     else:
         uniform = (f"{1 / len(weights):.3f}" for weights in columns.values())
         totals.append(("uniform would be", *uniform))
+    targets = {arm.label: runs[arm][0].targets for arm in learned}
+
+    def told(name: str, label: str, weights: Mapping[str, Stat]) -> str:
+        if name in weights:
+            return weight_text(weights[name])
+        return "target" if name in targets[label] else "–"
+
     rows = [
-        (name, *(weight_text(each[name]) if name in each else "–" for each in columns.values()))
+        (name, *(told(name, label, weights) for (label, _), weights in columns.items()))
         for name in names
     ]
     totals.append(("effective domains", *map(_effective, columns.values())))
