@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from doge_fast import info
 from doge_fast.alternation import Call, Ratio, alternated, ratio_of
 
 # Data this many times as large as the last cache come from memory whatever ran before.
@@ -108,9 +109,9 @@ def release(device: torch.device | str) -> None:
 
 def device_name(device: torch.device | str) -> str:
     """Of the GPU, or of the CPU with the instructions that torch uses there."""
-    if torch.device(device).type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{_cpu()} ({torch.backends.cpu.get_cpu_capability()})"
+    device = torch.device(device)
+    name = info.device_name(device)
+    return name if device.type == "cuda" else f"{name} ({torch.backends.cpu.get_cpu_capability()})"
 
 
 def package_version(name: str) -> str | None:
@@ -150,15 +151,6 @@ def commit() -> str:
     except OSError:
         return "unknown"
     return done.stdout.strip() or "unknown"
-
-
-def _cpu() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def _parsed_size(text: str) -> int:
