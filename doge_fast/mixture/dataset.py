@@ -276,7 +276,6 @@ class DomainMixture(Dataset[Any]):
                 )
             step = self.step
         totals = self._counts.totals(step)
-        changes = zip(self._counts.first_steps, self._counts.weights_PK, strict=True)
         return {
             "version": STATE_VERSION,
             "domains": list(self.names),
@@ -284,7 +283,7 @@ class DomainMixture(Dataset[Any]):
             "seed": self.seed,
             "batch_size": self.batch_size,
             "step": step,
-            "history": [[first_step, weights_K.tolist()] for first_step, weights_K in changes],
+            "history": [[first_step, [*weights.values()]] for first_step, weights in self.history],
             "drawn": totals.drawn_K.tolist(),
         }
 
