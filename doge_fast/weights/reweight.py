@@ -165,7 +165,7 @@ def reweight(
     if score not in NAMED_SCORES.values():
         implementation = "torch"
     outputs = choose("reweight", gram_BB.device, implementation)(tensors, score)
-    return _step_views(*outputs, num_rows=len(tau_R), num_slots=len(gram_BB))
+    return _step_views(tensors, *outputs)
 
 
 def in_torch(tensors: StepTensors, score: Score) -> tuple[Tensor, Tensor, Tensor]:
@@ -245,8 +245,9 @@ def _with_all_pairs(gram_RR: Tensor, num_domains: int, num_drawn: int) -> Tensor
 
 
 def _step_views(
-    values_V: Tensor, skipped: Tensor, found_inf: Tensor, *, num_rows: int, num_slots: int
+    tensors: StepTensors, values_V: Tensor, skipped: Tensor, found_inf: Tensor
 ) -> LastStep:
+    num_rows, _, num_slots = tensors.sizes
     sizes = [num_rows**2, num_slots, num_rows]
     sizes += [len(values_V) - sum(sizes) - 1, 1]
     gram, coefficients, norms, vectors, combined_norm = torch.split(values_V, sizes)
@@ -263,14 +264,6 @@ def _step_views(
         skipped=skipped,
         found_inf=found_inf,
     )
-
-
-def empty_outputs(tensors: StepTensors) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty results: [V] float64, a bool and a float32 scalar; V = R^2 + B + R + 4 K + 1."""
-    num_rows, num_domains, num_slots = tensors.sizes
-    size = num_rows**2 + num_slots + num_rows + 4 * num_domains + 1
-    empty = tensors.gram_BB.new_empty
-    return empty(size), empty((), dtype=torch.bool), empty((), dtype=torch.float32)
 
 
 def check_arguments(tensors: StepTensors, score: Score) -> None:

@@ -9,13 +9,14 @@ output and loaded from there after a barrier.
 # Triton's own compiler types device code.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment, var-annotated"
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from doge_fast.kernels.triton_support import on_device
 from doge_fast.weights import scores
-from doge_fast.weights.reweight import StepSettings, StepTensors, empty_outputs
+from doge_fast.weights.reweight import StepSettings, StepTensors
 
 # Float64 elements of a slab; 128 threads then hold 32 each, in 64 registers.
 SLAB = 4096
@@ -35,7 +36,11 @@ SMOOTHING = tl.constexpr(_ORDER("smoothing"))
 
 def reweight(tensors: StepTensors, score: scores.Score) -> tuple[Tensor, Tensor, Tensor]:
     """As `doge_fast.weights.reweight.in_torch`, for "paper" and "published"."""
-    outputs = empty_outputs(tensors)
+    num_rows, num_domains, num_slots = tensors.sizes
+    # What `LastStep` views: [V] float64, a bool and a float32 scalar.
+    size = num_rows**2 + num_slots + num_rows + 4 * num_domains + 1
+    empty = tensors.gram_BB.new_empty
+    outputs = empty(size), empty((), dtype=torch.bool), empty((), dtype=torch.float32)
     constants = constants_of(*tensors.sizes, score.name)
     with on_device(tensors.gram_BB.device):
         reweight_once[(1,)](*tensors, *outputs, **constants, num_warps=NUM_WARPS)
