@@ -11,14 +11,13 @@ import re
 import sys
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from doge_fast.step.parameters import weakly
 from doge_fast.tracing import outside_graphs
 
 NUM_NAMED = 3
@@ -147,17 +146,6 @@ class OneStep:
         self._depth -= 1
         if not self._depth:
             self._stepped.add(id(optimizer))
-
-
-def weakly(method: Callable[[Any], None]) -> Callable[..., None]:
-    """A hook that calls a method with its first argument, and does not keep the owner alive."""
-    ref, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
-
-    def hook(argument: Any, *_: Any) -> None:
-        if (owner := ref()) is not None:
-            function(owner, argument)
-
-    return hook
 
 
 def _level_of_the_caller() -> int:

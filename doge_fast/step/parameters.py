@@ -287,6 +287,17 @@ def resolve(
     return selected
 
 
+def weakly(method: Callable[[Any], None]) -> Callable[..., None]:
+    """A hook that calls a method with its first argument, and does not keep the owner alive."""
+    ref, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
+
+    def hook(argument: Any, *_: Any) -> None:
+        if (owner := ref()) is not None:
+            function(owner, argument)
+
+    return hook
+
+
 def _remove(hooks: dict[int, tuple[Tensor, Any]]) -> None:
     for _, handle in hooks.values():
         handle.remove()

@@ -38,7 +38,7 @@ from doge_fast.distributed import (
 from doge_fast.flat_buffer import FlatBuffer, local_gradient
 from doge_fast.stacked.stacked import StackedModel, segments_of, sizes_of
 from doge_fast.step import ownership
-from doge_fast.step.parameters import TrackedParameters, on_host
+from doge_fast.step.parameters import TrackedParameters, on_host, weakly
 from doge_fast.tracing import outside_graphs, phase
 from doge_fast.weights import checkpoint, simplex
 from doge_fast.weights.state import DomainWeights
@@ -148,7 +148,7 @@ class Step:
         # Whether a state that appears in the wrapped optimizer was loaded in its place.
         self._may_be_loaded = not self._inner.state
         self._one_step = ownership.OneStep(each_of(self._inner), self.buffer.is_combined)
-        self.parameters.receive = torch.compiler.disable(ownership.weakly(self.receive))  # type: ignore[no-untyped-call]
+        self.parameters.receive = torch.compiler.disable(weakly(self.receive))  # type: ignore[no-untyped-call]
         self.parameters.scan()
 
     _LASTING = (
