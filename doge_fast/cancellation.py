@@ -209,7 +209,7 @@ class CancellationEffect:
             return
         norms_P, sum_P = self._watched[:2]
         change_P = self._norms_of(
-            {name: self._copies[name].sub_(p.detach()) for name, p in self._params.items()}
+            {name: self._copies.pop(name).sub_(p.detach()) for name, p in self._params.items()}
         )
         # In the order of READINGS.
         above_RP = torch.stack([norms_P, sum_P, change_P, change_P])
