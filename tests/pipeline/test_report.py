@@ -238,6 +238,15 @@ def test_arms_without_a_common_seed_are_shown_and_not_compared(tmp_path: Path) -
     assert "24.78 22.42" in text
 
 
+def test_means_are_over_the_seeds_that_all_arms_have(tmp_path: Path) -> None:
+    """A seed that one arm lacks would move the other's mean by what seeds differ by."""
+    two = write_experiment(tmp_path / "two", (-0.02, -0.03))
+    three = write_experiment(tmp_path / "three", (-0.02, -0.03, -0.04))
+    (three / "runs" / "doge-seed2" / records.EVALUATION).unlink()
+    title = "Perplexity per domain: Base models"
+    assert cells(page_of(three).source, title) == cells(page_of(two).source, title)
+
+
 def test_perplexities_and_their_counts(page: Page) -> None:
     table = cells(page.source, "Perplexity per domain: Base models")
     # uniform, natural, learned.

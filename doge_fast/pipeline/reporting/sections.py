@@ -155,10 +155,7 @@ def _gap_text(own: Mapping[str, Stat], reference: Mapping[str, Stat]) -> str:
 
 
 def _export(runs: Sequence[RecordedRun]) -> Iterator[str]:
-    """The commands that write weights as another program reads them; of seeds their mean.
-
-    None while a run has not written them.
-    """
+    """The commands that export weights, of seeds their mean; none while a run lacks them."""
     if any(run.weights is None for run in runs):
         return
     source, *others = [_short(run.path) for run in runs]
@@ -246,10 +243,7 @@ def _course(study: Study) -> Section:
 
 
 def _perplexities(study: Study, group: records.PerplexityGroup | records.TargetsGroup) -> Section:
-    """Arms on each domain or target, and set against a baseline seed by seed.
-
-    The first table is tab:universal_ppl or tab:ppl-ood.
-    """
+    """Arms on each domain or target (tab:universal_ppl, tab:ppl-ood), and against a baseline."""
     title, lines = group.title, study.lines(group)
     if not any(losses for line in lines for losses in line.losses.values()):
         why = "not measured yet on what it is about; doge-fast evaluate measures a base run"

@@ -246,6 +246,7 @@ class Study:
     def lines(self, group: records.PerplexityGroup | records.TargetsGroup) -> list[Line]:
         """A line a target; or a line a domain and their average, of the arms that are measured.
 
+        These are taken with the seeds that all of them have, or, without such, each with its own.
         Domains that one of them was not measured on are left out.
         """
         if isinstance(group, records.TargetsGroup):
@@ -254,6 +255,9 @@ class Study:
                 for row in group.rows
             ]
         arms = {arm.label: losses for arm in group.arms if (losses := self.losses(arm))}
+        common = set.intersection(*map(set, arms.values())) if arms else set()
+        for label, losses in arms.items():
+            arms[label] = {s: each for s, each in losses.items() if s in (common or losses)}
         measured = [each for losses in arms.values() for each in losses.values()]
         names = [name for name in group.aim if measured and all(name in each for each in measured)]
         lines = [Line(name, arms, {name: 1}) for name in names]
@@ -314,10 +318,8 @@ def _proxies_of(alike: Iterable[list[RecordedRun]]) -> tuple[Proxy, ...]:
     )
 
 
-# The tables of runs that no experiment has planned.
-
-
 def _groups(bases: Sequence[RecordedRun], proxies: Sequence[Proxy]) -> Iterator[records.Group]:
+    """The tables of runs that no experiment has planned."""
     arms = list(_arms(bases, proxies))
     learned = [proxy.arm for proxy in proxies if proxy.weights]
     if given := [*learned, *(arm for arm in arms if arm.about == _GIVEN)]:
