@@ -399,7 +399,7 @@ def _provenance(study: Study) -> Section:
             "run": run.name,
             "stage": run.record.stage,
             "what": _what(run),
-            "model": run.asked.model.model,
+            "model": _run_or(run.asked.model.model, records.MODEL),
             "steps": str(run.asked.training.steps),
             "tokens": count_text(run.tokens),
             "peak lr": f"{run.asked.training.learning_rate:g}",
@@ -422,10 +422,14 @@ def _provenance(study: Study) -> Section:
     return Section("Where this comes from", tables=tables, remarks=remarks)
 
 
+def _run_or(path: str, file: str) -> str:
+    """Name of the run that a path of such a file is in, or the path as it is."""
+    return Path(path).parent.name if Path(path).name == file else path
+
+
 def _what(run: RecordedRun) -> str:
     if run.record.stage == "base":
-        weights = Path(run.asked.weights)
-        return f"weights {weights.parent.name if weights.name == 'weights.json' else weights.name}"
+        return f"weights {Path(_run_or(run.asked.weights, records.WEIGHTS)).name}"
     if run.record.stage == "doremi":
         return f"reference {Path(run.asked.reference).name}"
     mu = "" if run.asked.mu is None else f", mu {run.asked.mu:g}"
