@@ -472,6 +472,12 @@ class DoGETrainer(_StepByDomain):
 
     def _prepare_input(self, data: Any) -> Any:
         """Trainer's; the host does not wait for the copy of a tensor to a GPU."""
+        if isinstance(data, RankBatch):
+            raise TypeError(
+                f"{type(self).__name__}.training_step takes a batch of all domains, {{domain: "
+                "batch}, for that of one. Have it call super().training_step(model, inputs, "
+                "num_items_in_batch), which runs a pass for each domain."
+            )
         is_copied = isinstance(data, Tensor) and data.device.type == "cpu"
         if is_copied and self.args.device.type == "cuda":
             return on_device(data, self.args.device, data.dtype)

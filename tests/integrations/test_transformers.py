@@ -363,6 +363,15 @@ def test_the_step_of_another_trainer_runs_around_that_of_the_domains(tmp_path):
     assert torch.equal(parameters(trainer.model), parameters(alone.model))
 
 
+def test_a_step_of_another_trainer_that_leaves_out_that_of_the_domains_is_refused(tmp_path):
+    class Instead(DoGETrainer):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            return self.compute_loss(model, self._prepare_inputs(inputs))
+
+    with pytest.raises(TypeError, match=r"call super\(\).training_step"):
+        trainer_for(tmp_path, kind=Instead).train()
+
+
 @pytest.mark.parametrize(
     ("micro", "replays"), [(1, True), (1, False), pytest.param(2, False, marks=EXHAUSTIVE)]
 )
