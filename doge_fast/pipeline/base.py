@@ -48,7 +48,13 @@ def train_base(config: BaseConfig) -> Run:
         return Run(config.out)
     trainer = prepare(config, existing)
     mean, changes = _used(config, trainer.phases)
-    _check_began_with(config, mean, changes)
+    if (config.out / records.WEIGHTS).exists():
+        kept = records.read_weights(config.out)
+        if (records.weights_by_name(kept), kept.get("stages", [])) != (mean, changes):
+            raise ValueError(
+                f"{config.out} began with other weights than {config.weights} has now; its "
+                f"{records.WEIGHTS} holds them. Restore them, or start anew in another directory."
+            )
     with stage.directory(trainer, existing) as checkpoint:
         from_first(
             lambda: stage.write_weights(
@@ -96,18 +102,6 @@ def _used(config: BaseConfig, phases: Sequence[Phase]) -> tuple[dict[str, float]
         for name in mean:
             mean[name] += phase.weights[name] * share
     return mean, [asdict(phase) for phase in phases] if len(phases) > 1 else []
-
-
-def _check_began_with(config: BaseConfig, mean: Json, changes: Sequence[Json]) -> None:
-    """Raise ValueError where the run that is resumed began with other weights than these."""
-    if not (config.out / records.WEIGHTS).exists():
-        return
-    kept = records.read_weights(config.out)
-    if (records.weights_by_name(kept), kept.get("stages", [])) != (mean, changes):
-        raise ValueError(
-            f"{config.out} began with other weights than {config.weights} has now; its "
-            f"{records.WEIGHTS} holds them. Restore them, or start anew in another directory."
-        )
 
 
 def resolve_phases(config: BaseConfig, corpus: Corpus) -> tuple[Phase, ...]:

@@ -230,21 +230,17 @@ def _open_reference(run: Path, corpus: Corpus) -> Reference:
             "reference."
         )
     model, config = open_model(run / records.MODEL), record["config"]
+    files = records.read_manifest(run / records.MODEL, is_hashed=False)["files"]
+    # Of its weights, all files of them.
+    digests = [files[name]["sha256"] for name in sorted(files) if name.endswith(".safetensors")]
     steps = config["training"]["steps"]
     told = {
         "run": str(run),
         "model": config["model"]["model"],
-        "model_sha256": _model_sha256(run),
+        "model_sha256": hashlib.sha256(b"".join(map(bytes.fromhex, digests))).hexdigest(),
         "parameters": model.num_parameters(),
         "steps": steps,
         "tokens": steps * config["batch_size"] * corpus.block_size,
         "seed": config["training"]["seed"],
     }
     return Reference(model, weights, told)
-
-
-def _model_sha256(run: Path) -> str:
-    """Of its weights, all files of them."""
-    files = records.read_manifest(run / records.MODEL, is_hashed=False)["files"]
-    digests = [files[name]["sha256"] for name in sorted(files) if name.endswith(".safetensors")]
-    return hashlib.sha256(b"".join(map(bytes.fromhex, digests))).hexdigest()

@@ -90,7 +90,14 @@ def _check(config: EvaluateConfig, record: Json) -> None:
     if config.data is None:
         known = [*record["corpus"]["domains"], *record["corpus"]["targets"]]
         named.check("domains", config.domains, known, str(config.run))
-        _refuse_to_lose(config)
+        # A result of more domains is not written over.
+        if config.out is None and config.domains and (config.run / records.EVALUATION).exists():
+            measured = records.load_evaluation(config.run).loss
+            if lost := [name for name in measured if name not in config.domains]:
+                raise ValueError(
+                    f"{config.run / records.EVALUATION} holds {', '.join(lost)} too. Name another "
+                    "file for these domains (--out), or leave out domains (--domains)."
+                )
     elif os.path.realpath(Path(config.data).expanduser()) == os.path.realpath(own):
         raise ValueError(
             f"{config.run} was trained on {own}. Leave out data (--data) to measure what was held "
@@ -100,17 +107,6 @@ def _check(config: EvaluateConfig, record: Json) -> None:
         if config.out.is_dir():
             raise ValueError(f"out must be a file; {config.out} is a directory. Name one in it.")
         records.check_out(config.out, [])
-
-
-def _refuse_to_lose(config: EvaluateConfig) -> None:
-    """A result of more domains is not written over."""
-    if config.out is None and config.domains and (config.run / records.EVALUATION).exists():
-        measured = records.load_evaluation(config.run).loss
-        if lost := [name for name in measured if name not in config.domains]:
-            raise ValueError(
-                f"{config.run / records.EVALUATION} holds {', '.join(lost)} too. Name another file "
-                "for these domains (--out), or leave out domains (--domains)."
-            )
 
 
 def _own(config: EvaluateConfig, record: Json) -> Mapping[str, datasets.Dataset]:

@@ -205,7 +205,10 @@ def _open_task(name: str, folder: Path | None) -> Any:
     asked: Any = [name]
     if folder is not None:
         read = datasets.Dataset.from_list
-        splits = {split: _read_documents(file) for split, file in _files(folder, name).items()}
+        splits = {
+            split: _read_documents(folder / name / f"{split}.jsonl")
+            for split in ("train", "validation")
+        }
         changes = {
             "custom_dataset": lambda **_: datasets.DatasetDict(
                 {split: read(rows) for split, rows in splits.items()}
@@ -233,10 +236,6 @@ def _open_task(name: str, folder: Path | None) -> Any:
             f"lm-eval's {name} cannot read the documents in {folder / name}: {one_line(error)}. "
             "They need the columns that the task's data set has on the Hub."
         ) from error
-
-
-def _files(folder: Path, name: str) -> dict[str, Path]:
-    return {split: folder / name / f"{split}.jsonl" for split in ("train", "validation")}
 
 
 def _read_documents(path: Path) -> list[dict[str, Any]]:

@@ -102,9 +102,7 @@ def corpus_and_model(
         num_rows = rows_of(names)
 
         def check_memory(num_parameters: int) -> None:
-            needed = memory.needed(num_parameters, num_rows)
-            tokens = memory.batch(_tokens_of_step(config, num_rows))
-            _refuse_what_cannot_fit(config, needed | tokens, num_rows=num_rows)
+            _check_memory(config, num_rows, memory.needed(num_parameters, num_rows))
 
         _log.info("%s: building the model %s", config.out, config.model.model)
         # A run of this seed always begins with the same numbers.
@@ -116,7 +114,7 @@ def corpus_and_model(
     check_model(config.model, block_size=config.corpus.block_size)
     # How many domains there are may be in the data alone.
     num_known = max(1, len({*config.corpus.domains, *config.targets}))
-    _refuse_what_cannot_fit(config, memory.batch(_tokens_of_step(config, num_known)))
+    _check_memory(config, num_known, {})
     _log.info("%s: reading %s", config.out, config.corpus.data)
     corpus = domains.load_corpus(config.corpus, targets=config.targets, before_packing=make)
     if existing.record:
@@ -124,22 +122,18 @@ def corpus_and_model(
     return corpus, made[0]
 
 
-def _tokens_of_step(config: StageConfig, num_rows: int) -> int:
-    """Of all ranks; a stage takes so many blocks of every row, or so many in all."""
+def _check_memory(config: StageConfig, num_rows: int, kept: Mapping[str, int]) -> None:
+    """Refuse what cannot fit: {what: bytes} of the model's size, and the tokens of a step."""
+    # Of all ranks; a stage takes so many blocks of every row, or so many in all.
     of_each: int | None = getattr(config, "sequences_per_domain", None)
     num_blocks = cast(Any, config).batch_size if of_each is None else of_each * num_rows
-    return int(num_blocks) * config.corpus.block_size
-
-
-def _refuse_what_cannot_fit(
-    config: StageConfig, parts: Mapping[str, int], *, num_rows: int = 0
-) -> None:
-    flag = "--sequences-per-domain" if hasattr(config, "sequences_per_domain") else "--batch-size"
+    tokens = memory.batch(int(num_blocks) * config.corpus.block_size)
+    flag = "--batch-size" if of_each is None else "--sequences-per-domain"
     advice = f"Take a smaller model (--model) or step ({flag})"
-    if num_rows:
+    if num_rows and kept:
         advice += ", fewer domains, or share them among processes (torchrun)"
     device = training.device_of(config.training.device)
-    memory.refuse_what_cannot_fit(parts, device, advice=f"{advice}.")
+    memory.refuse_what_cannot_fit({**kept, **tokens}, device, advice=f"{advice}.")
 
 
 @contextmanager

@@ -171,10 +171,6 @@ def _check_base(config: configs.BaseConfig) -> None:
         )
 
 
-def _check_doremi(config: configs.DoReMiConfig) -> None:
-    _check_run("reference", config.reference)
-
-
 def _check_seeds(seeds: Sequence[int]) -> None:
     if not seeds or len(set(seeds)) < len(seeds):
         raise ValueError(
@@ -227,7 +223,7 @@ _CHECKS: dict[Any, Callable[[Any], None]] = {
     configs.TrainingConfig: _check_training,
     configs.ProxyConfig: _check_proxy,
     configs.BaseConfig: _check_base,
-    configs.DoReMiConfig: _check_doremi,
+    configs.DoReMiConfig: lambda config: _check_run("reference", config.reference),
     configs.ExperimentConfig: _check_experiment,
     configs.TemperatureConfig: _check_temperature,
     configs.EvaluateConfig: _check_evaluate,

@@ -47,8 +47,11 @@ def run_experiment(config: ExperimentConfig) -> list[str]:
         return plan_lines(config, f"doge-fast experiment {config.name}")
     plan = _plan(config)
     jobs = chosen(plan.jobs, config.only)
-    if config.only:
-        _check_needed(plan, config.only)
+    by_name = {job.name: job for job in plan.jobs}
+    for name in config.only:
+        needed = [each for each in plan.needed_by(by_name[name]) if each not in config.only]
+        if missing := [each for each in needed if not by_name[each].is_made()]:
+            raise ValueError(f"{name} reads {', '.join(missing)}, not complete yet: run it first.")
     record = _record(plan)
     out = _directory(config)
     records.check_experiment(out, record)
@@ -87,15 +90,6 @@ def _plan(config: ExperimentConfig) -> Plan:
 
 def _directory(config: ExperimentConfig) -> Path:
     return config.out or Path("experiments") / config.name
-
-
-def _check_needed(plan: Plan, only: Sequence[str]) -> None:
-    """Raise ValueError where a run reads another that is neither complete nor made with it."""
-    by_name = {job.name: job for job in plan.jobs}
-    for name in only:
-        needed = [each for each in plan.needed_by(by_name[name]) if each not in only]
-        if missing := [each for each in needed if not by_name[each].is_made()]:
-            raise ValueError(f"{name} reads {', '.join(missing)}, not complete yet: run it first.")
 
 
 def _make_all(plan: Plan, jobs: Sequence[Job]) -> None:

@@ -197,7 +197,11 @@ def _parts_of(name: str, paths: Sequence[str]) -> dict[str, Fraction]:
     """The part of each of a domain's paths, by the bytes on disk."""
     if len(paths) < 2:
         return dict.fromkeys(paths, Fraction(1))
-    sizes = {path: _bytes(path) for path in paths}
+    sizes = {}
+    for path in paths:
+        # A file, or a Megatron prefix's tokens.
+        here = [file for file in (Path(path), Path(f"{path}.bin")) if file.is_file()]
+        sizes[path] = here[0].stat().st_size if here and REMOTE not in path else 0
     if unseen := [path for path, size in sizes.items() if not size]:
         raise ValueError(
             f"{name} has {len(paths)} paths, and this target needs a weight for each; the number "
@@ -205,12 +209,6 @@ def _parts_of(name: str, paths: Sequence[str]) -> dict[str, Fraction]:
             "them, or make each a domain, with its part of the weight."
         )
     return normalised(sizes)
-
-
-def _bytes(path: str) -> int:
-    """Size of a file, or of a Megatron prefix's tokens; 0 where there is none here."""
-    found = [file for file in (Path(path), Path(f"{path}.bin")) if file.is_file()]
-    return found[0].stat().st_size if found and REMOTE not in path else 0
 
 
 _MAGIC = re.compile(r"[*?\[]")

@@ -133,7 +133,10 @@ def export(
             f"Every domain with a weight needs a path; there is none for {', '.join(missing)}. "
             "Give them as paths={name: path} (--paths NAME=PATH ...)."
         )
-    _check_names(target, blend)
+    listed = [path for each in blend.paths.values() for paths in each.values() for path in paths]
+    for path in listed if target.names != "plain" else ():
+        # Of another path the framework would read another file.
+        name_of_file(path, target.name, is_pattern=target.names == "patterns")
     warnings = _left_out(blend)
     if stages := record.get("stages"):
         warnings.append(
@@ -144,15 +147,6 @@ def export(
     made = target.write(blend)
     text = made if isinstance(made, str) else string.Template(target.template).substitute(made)
     return Exported(text, tuple(warnings), notes)
-
-
-def _check_names(target: Target, blend: Blend) -> None:
-    """Refuse a path of which the framework would read another file."""
-    if target.names == "plain":
-        return
-    for domains in blend.paths.values():
-        for path in (path for paths in domains.values() for path in paths):
-            name_of_file(path, target.name, is_pattern=target.names == "patterns")
 
 
 def _record(weights: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -271,26 +271,18 @@ def check_schema(record: Json, path: str | Path, *, way_out: str = "") -> None:
 
 def check_empty(out: Path) -> None:
     """A directory with somebody else's files is not made a run."""
-    if not out.is_dir():
-        return
-    # What a run leaves that was killed while it wrote its very first file.
-    torn = (f".{CONFIG}.", f".{EXPERIMENT}.")
-    held = sorted(
-        entry.name
-        for entry in out.iterdir()
-        if not (entry.name.startswith(torn) or _is_a_lock(entry))
-    )
+    held = []
+    for entry in sorted(out.iterdir()) if out.is_dir() else ():
+        # What a run leaves that was killed while it wrote its very first file, or before.
+        is_torn = entry.name.startswith((f".{CONFIG}.", f".{EXPERIMENT}."))
+        hidden = (each.name.startswith(".") for each in entry.glob("*"))
+        if not (is_torn or (entry.name == CHECKPOINTS and all(hidden))):
+            held.append(entry.name)
     if held:
         raise ValueError(
             f"A new run needs an empty directory; {out} holds {', '.join(held[:3])}"
             f"{', ...' if len(held) > 3 else ''} and no {CONFIG}. Name another directory."
         )
-
-
-def _is_a_lock(entry: Path) -> bool:
-    """A folder of checkpoints without any: of a run that has only just begun."""
-    hidden = (each.name.startswith(".") for each in entry.glob("*"))
-    return entry.name == CHECKPOINTS and all(hidden)
 
 
 def append_metrics(run: Path, line: Mapping[str, Any]) -> None:
