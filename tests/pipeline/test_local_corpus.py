@@ -67,16 +67,11 @@ def test_every_file_goes_where_it_belongs(roots):
         assert f"called header {index}\n" in texts["headers"]
         assert f"called metadata {index}\n" in texts["metadata"]
         assert all(f"called data {index}\n" not in text for text in texts.values())
-
-
-def test_a_source_file_gives_its_code_or_its_prose(roots):
-    found = local_corpus.load(**roots)
-    docstrings, packages = "\n".join(found["docstrings"]), "\n".join(found["packages"])
-    assert "code" not in docstrings
-    for index in range(12):
         for part in range(3):
+            # Of a source file its code or its prose.
             mark = f"called prose {index} {part}\n"
-            assert (mark in docstrings) != (mark in packages)
+            assert (mark in texts["docstrings"]) != (mark in texts["packages"])
+    assert "code" not in texts["docstrings"]
 
 
 def test_the_same_environment_gives_the_same_text(roots):

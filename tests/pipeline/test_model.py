@@ -8,12 +8,11 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     BertConfig,
     BloomConfig,
     GPT2Config,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     set_seed,
@@ -57,35 +56,6 @@ def test_there_is_no_dropout_and_one_embedding():
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
 
 
-@pytest.fixture
-def llama(tmp_path: Path) -> Path:
-    config = LlamaConfig(
-        vocab_size=192,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=32,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "llama")
-    return tmp_path / "llama"
-
-
-def test_any_causal_model_starts_afresh_with_the_corpus_tokenizer(llama):
-    model = built(llama)
-    assert isinstance(model, LlamaForCausalLM)
-    assert model.config.vocab_size == 128
-
-
-def test_pretraining_continues_from_the_saved_weights_in_float32(llama):
-    model = built(llama, 192, pretrained=True)
-    saved = LlamaForCausalLM.from_pretrained(llama, dtype=torch.float32)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    assert torch.equal(model.lm_head.weight, saved.lm_head.weight)
-
-
 def folder_of(tmp_path: Path, **changes: object) -> str:
     """A config.json as the Hub has them."""
     told = {
@@ -102,6 +72,28 @@ def folder_of(tmp_path: Path, **changes: object) -> str:
     tmp_path.mkdir(exist_ok=True)
     (tmp_path / "config.json").write_text(json.dumps({**told, **changes}))
     return str(tmp_path)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> str:
+    """A model with its weights, in bfloat16."""
+    name = folder_of(tmp_path / "saved", vocab_size=192)
+    config = AutoConfig.from_pretrained(name)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(name)
+    return name
+
+
+def test_any_causal_model_starts_afresh_with_the_corpus_tokenizer(saved):
+    model = built(saved)
+    assert model.config.model_type == "qwen2"
+    assert model.config.vocab_size == 128
+
+
+def test_pretraining_continues_from_the_saved_weights_in_float32(saved):
+    model = built(saved, 192, pretrained=True)
+    saved = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert torch.equal(model.lm_head.weight, saved.lm_head.weight)
 
 
 def test_a_fresh_model_is_in_float32_whatever_its_config_says(tmp_path):
@@ -244,6 +236,6 @@ def test_a_model_that_does_not_is_left_as_it_was_drawn(tmp_path, architecture, b
     assert model.config.use_cache
 
 
-def test_pretrained_weights_know_every_token_of_the_corpus(llama):
+def test_pretrained_weights_know_every_token_of_the_corpus(saved):
     with pytest.raises(ValueError, match="knows 192 tokens and the corpus's tokenizer has 500"):
-        built(llama, 500, pretrained=True)
+        built(saved, 500, pretrained=True)

@@ -54,21 +54,10 @@ def test_a_curriculum_changes_weights_and_keeps_positions():
     assert len(set(seen["b"])) == len(seen["b"]) == 60
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: BlockSampler(0, {"a": 1.0}, 1, {"a": 1}).blocks(-1), "step >= 0"),
-        (lambda: domain_blocks(0, 0, domain="a", num_blocks=0, size=1), "a has no blocks"),
-        (
-            lambda: BlockSampler(0, {"a": 1.0}, 1, {"b": 1}),
-            "must name exactly the domains b; from step 0 on they name a",
-        ),
-        (
-            lambda: BlockSampler(0, [Phase(1, {"a": 1.0})], 1, {"a": 1}),
-            "begin at step 0 and go on at increasing steps; they begin at \\[1\\]",
-        ),
-    ],
-)
-def test_samplers_refuse(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
+def test_samplers_refuse():
+    with pytest.raises(ValueError, match="step >= 0"):
+        BlockSampler(0, {"a": 1.0}, 1, {"a": 1}).blocks(-1)
+    with pytest.raises(ValueError, match="a has no blocks"):
+        domain_blocks(0, 0, domain="a", num_blocks=0, size=1)
+    with pytest.raises(ValueError, match="must name exactly the domains b; from step 0 on they"):
+        BlockSampler(0, {"a": 1.0}, 1, {"b": 1})
