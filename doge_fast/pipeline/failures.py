@@ -143,11 +143,7 @@ def ending_of(error: BaseException, directory: Path | None = None) -> Ending | N
             f"Another process of this run has ended, or no longer answers: {one_line(error)}. What "
             f"ended it stands in its own output. {_AGAIN}.",
         )
-    return _of_the_system(error, directory)
-
-
-def _of_the_system(error: BaseException, directory: Path | None) -> Ending | None:
-    """What the operating system did not do, in whatever disguise."""
+    # What the operating system did not do, in whatever disguise.
     number, file = error_number(error), getattr(error, "filename", None)
     where = file if isinstance(file, str) else (directory or "A file")
     if number is None and _OF_TORCH.search(str(error)):

@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -283,7 +282,13 @@ def profile(config: ProfileConfig) -> Profile:
     config = replace(config, device=cast(Device, device_of(config.device).type))
     if config.json is not None:
         check_out(config.json, [])
-        _check_writable(config.json)
+        # What cannot be written is refused before anything is measured.
+        with failures.writing(config.json):
+            was_there = config.json.exists()
+            config.json.open("a").close()
+            if not was_there:
+                # Not the link that leads there.
+                config.json.resolve().unlink()
     # The plain side is built first, and refuses what cannot fit.
     plain_step, doge_step = (ProfiledStep(config, is_doge=each) for each in (False, True))
     device = plain_step.device
@@ -395,16 +400,6 @@ def _phases(
         fraction = traffic.seconds(limits) / seconds if seconds > 0 else 0.0
         phases.append(TimedPhase(name, 1e3 * seconds, seconds / whole, sum(traffic), fraction))
     return tuple(phases)
-
-
-def _check_writable(file: Path) -> None:
-    """What cannot be written is refused before anything is measured."""
-    with failures.writing(file):
-        was_there = file.exists()
-        file.open("a").close()
-        if not was_there:
-            # Not the link that leads there.
-            file.resolve().unlink()
 
 
 def table(measured: Profile) -> str:

@@ -413,7 +413,12 @@ class Recorder(TrainerCallback):
         self.lost.add(trainer.is_lost())
         if too_many := self.lost.too_many(step):
             self._add_line(step)
-            self._end_as_lost(self._lost_in_a_row(step, too_many))
+            names = trainer.lost_domains()
+            whose = f" of {health.domains_told(names)}" if names else ""
+            self._end_as_lost(
+                f"up to step {step}, {too_many} steps in a row were lost, for the loss or the "
+                f"gradient{whose} is not finite"
+            )
         if step % trainer.config.log_every == 0 or is_last:
             self._add_line(step)
         every = trainer.config.training.eval_every
@@ -466,15 +471,6 @@ class Recorder(TrainerCallback):
         # A launcher ends the others as soon as one has ended.
         self.trainer.accelerator.wait_for_everyone()
         raise health.diverged(self.run, what)
-
-    def _lost_in_a_row(self, step: int, number: int) -> str:
-        """How many steps were lost up to this one, and whose."""
-        names = self.trainer.lost_domains()
-        whose = f" of {health.domains_told(names)}" if names else ""
-        return (
-            f"up to step {step}, {number} steps in a row were lost, for the loss or the "
-            f"gradient{whose} is not finite"
-        )
 
     def _add_line(self, step: int) -> None:
         now = time.monotonic()

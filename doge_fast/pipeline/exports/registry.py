@@ -104,7 +104,12 @@ def export(
             would not take what it was given; the text says what to do.
     """
     target, record = _find(to), _record(weights)
-    rows = _rows(target, rows)
+    if rows is not None and rows not in target.rows:
+        raise ValueError(
+            f"{target.name} counts {' or '.join(target.rows)}, by its own decision; rows={rows!r} "
+            "cannot change that. Leave it out."
+        )
+    rows = rows or target.rows[0]
     entries = {entry["name"]: entry for entry in record["domains"]}
     parts = normalised({name: float(entry["weight"]) for name, entry in entries.items()})
     lengths, given_lengths = dict[str, float](), mean_doc_tokens or {}
@@ -156,16 +161,6 @@ def _record(weights: Mapping[str, Any]) -> Mapping[str, Any]:
         record = {"domains": [{"name": name, "weight": value} for name, value in weights.items()]}
     check_fields(record, "The weights")
     return record
-
-
-def _rows(target: Target, asked: Rows | None) -> Rows:
-    """What the target's numbers count: as asked, or its default; ValueError where it cannot."""
-    if asked is not None and asked not in target.rows:
-        raise ValueError(
-            f"{target.name} counts {' or '.join(target.rows)}, by its own decision; rows={asked!r} "
-            "cannot change that. Leave it out."
-        )
-    return asked or target.rows[0]
 
 
 def _left_out(blend: Blend) -> list[str]:

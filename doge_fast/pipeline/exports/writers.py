@@ -177,8 +177,8 @@ def _maxtext(blend: Blend) -> str:
     )
 
 
-def _datasets(blend: Blend) -> dict[str, Decimal]:
-    """{data set: share}, by its name in dataset_info.json: the path given, or else the domain's."""
+def _factory(blend: Blend) -> str:
+    # {data set: share}, by its name in dataset_info.json: the path given, or else the domain's.
     found = {
         blend.one_path(name) if blend.paths_of(name) else name: share
         for name, share in blend.shares().items()
@@ -189,11 +189,6 @@ def _datasets(blend: Blend) -> dict[str, Decimal]:
             f"LLaMA-Factory splits the names of data sets at commas; {', '.join(split)} holds one. "
             "Give it another name in dataset_info.json, and here as --paths NAME=DATASET."
         )
-    return found
-
-
-def _factory(blend: Blend) -> str:
-    found = _datasets(blend)
     return _to_yaml(
         {
             "dataset": _literal(",".join(found)),
@@ -247,20 +242,19 @@ def _opened(paths: Sequence[str]) -> str:
         name_of_file(path, "load_dataset", is_pattern=False, can_escape=reader is not None)
         for path in paths
     ]
-    return f"{_string(reader)}, data_files=[{_strings(names)}]" if reader else _string(names[0])
-
-
-def _streams(blend: Blend) -> str:
-    """{domain: the call that opens it as a stream}."""
-    opened = {name: _opened(blend.paths_of(name)) for name in blend.shares()}
-    return _mapping(
-        {n: f'load_dataset({each}, split="train", streaming=True)' for n, each in opened.items()}
-    )
+    if reader is None:
+        return _string(names[0])
+    return f"{_string(reader)}, data_files=[{', '.join(map(_string, names))}]"
 
 
 def _interleaved(blend: Blend) -> dict[str, object]:
+    opened = {name: _opened(blend.paths_of(name)) for name in blend.shares()}
+    # {domain: the call that opens it as a stream}.
+    streams = {
+        n: f'load_dataset({each}, split="train", streaming=True)' for n, each in opened.items()
+    }
     return {
-        "streams": _streams(blend),
+        "streams": _mapping(streams),
         "shares": _mapping(blend.shares()),
         "seed": blend.seed,
     }
@@ -339,11 +333,6 @@ def _to_yaml(value: Any) -> str:
     return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100_000))
 
 
-def _to_json(value: Any) -> str:
-    """Indented JSON; a decimal is written as a float."""
-    return json.dumps(value, indent=2, ensure_ascii=False, default=float) + "\n"
-
-
 def _plain(value: Decimal | str) -> str:
     """A decimal without an exponent; source text as it is."""
     return f"{value:f}" if isinstance(value, Decimal) else value
@@ -352,11 +341,6 @@ def _plain(value: Decimal | str) -> str:
 def _string(value: str) -> str:
     """A Python literal, quoted as this project quotes."""
     return json.dumps(value, ensure_ascii=False)
-
-
-def _strings(values: Iterable[str]) -> str:
-    """Python literals between commas."""
-    return ", ".join(map(_string, values))
 
 
 def _mapping(items: Mapping[str, Decimal | str]) -> str:
@@ -383,7 +367,7 @@ WRITERS: Mapping[str, Callable[[Blend], str | Mapping[str, object]]] = {
     "maxtext": _maxtext,
     "llama-factory": _factory,
     "ms-swift": _swift,
-    "json": lambda blend: _to_json(blend.shares()),
+    "json": lambda blend: json.dumps(blend.numbers(), indent=2, ensure_ascii=False) + "\n",
     "mosaic-streaming": _mosaic,
     "datasets": _interleaved,
     "torchdata": _interleaved,
