@@ -62,11 +62,11 @@ def check(what: str, names: Iterable[str], known: Collection[str], where: str) -
 def nearest(word: str, known: Iterable[str], otherwise: str = "") -> str:
     """Which of the known words may have been meant, as a sentence; `otherwise` where none is near.
 
-    Those that begin with it come before those that are spelled alike.
+    Those that begin with it, or else the one that is spelled most alike.
     """
     known = list(known)
     near = [each for each in known if word and each.startswith(word)]
-    near = near or difflib.get_close_matches(word, known, n=3)
+    near = near or difflib.get_close_matches(word, known, n=1)
     return f"Did you mean {' or '.join(near[:3])}?" if near else otherwise
 
 
