@@ -343,6 +343,15 @@ def test_cost_counts_the_gram_matrix_and_the_reference(tmp_path: Path) -> None:
     assert table["hours"][0] == f"{200 * 0.21 / 3600:.3g}  (1.00 ×)"
 
 
+def test_a_model_of_another_run_goes_by_its_name(tmp_path: Path) -> None:
+    run = write_base(tmp_path / "tuned", weights="runs/proxy/weights.json")
+    config = records.read_json(run / records.CONFIG)
+    config["config"]["model"]["model"] = "runs/first/model"
+    records.write_json(run / records.CONFIG, config)
+    row = cells(page_of(run).source, "Runs")["tuned"]
+    assert row[:4] == ["base", "weights proxy", "first", str(STEPS)]
+
+
 # What it says of a proxy.
 
 
