@@ -2,6 +2,8 @@
 
 import json
 import math
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -41,14 +43,31 @@ def test_the_table_pairs_the_seeds():
     assert f"{math.exp(5.4):.1f}" in text
 
 
-@pytest.mark.exhaustive
-def test_every_method_is_judged_by_a_seed_that_chose_nothing(tmp_path, monkeypatch):
+@pytest.fixture
+def measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., records.Json]:
+    """Runs the program on a corpus whose answer is known, of one seed; gives that seed's record."""
     monkeypatch.setenv("DOGE_FAST_CACHE", str(tmp_path / "cache"))
     assert known.main([str(tmp_path / "known")]) == 0
-    words = ["--steps", "2", "--vocab-size", "320", "--seeds", "0"]
-    words += ["--data", str(tmp_path / "known" / "noise")]
-    assert temperature.main([str(tmp_path / "out"), *words]) == 0
-    (seed,) = json.loads((tmp_path / "out" / temperature.RECORD).read_text())["seeds"]
+
+    def run(*words: str) -> records.Json:
+        of_all = [
+            "--vocab-size",
+            "320",
+            "--seeds",
+            "0",
+            "--data",
+            str(tmp_path / "known" / "noise"),
+        ]
+        assert temperature.main([str(tmp_path / "out"), *of_all, *words]) == 0
+        (seed,) = json.loads((tmp_path / "out" / temperature.RECORD).read_text())["seeds"]
+        return seed
+
+    return run
+
+
+@pytest.mark.exhaustive
+def test_every_method_is_judged_by_a_seed_that_chose_nothing(tmp_path, measure):
+    seed = measure("--steps", "2")
     judged = tmp_path / "out" / "runs"
     assert len(list(judged.glob("judge-*-seed200"))) == len(seed["methods"]) == 7
     number = len(seed["points"])
@@ -61,13 +80,8 @@ def test_every_method_is_judged_by_a_seed_that_chose_nothing(tmp_path, monkeypat
 
 
 @pytest.mark.exhaustive
-def test_longer_models_are_measured_where_short_ones_found_the_best(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("DOGE_FAST_CACHE", str(tmp_path / "cache"))
-    assert known.main([str(tmp_path / "known")]) == 0
-    words = ["--steps", "2", "--longer", "4", "--vocab-size", "320", "--seeds", "0"]
-    words += ["--data", str(tmp_path / "known" / "noise")]
-    assert temperature.main([str(tmp_path / "out"), *words]) == 0
-    (seed,) = json.loads((tmp_path / "out" / temperature.RECORD).read_text())["seeds"]
+def test_longer_models_are_measured_where_short_ones_found_the_best(measure, capsys):
+    seed = measure("--steps", "2", "--longer", "4")
     short, longer = seed["searches"]["2"], seed["searches"]["4"]
     assert f"{short['found']:g}" in longer["points"]
     assert {"0", "1", "2"} <= set(short["points"]) & set(longer["points"])

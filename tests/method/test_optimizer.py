@@ -12,7 +12,7 @@ from torch import nn
 
 from doge_fast import DoGEOptimizer
 from tests.integrations.small import assert_same, everything
-from tests.models import domain_tokens, tied_transformer
+from tests.models import domain_tokens, enter, tied_transformer
 
 DOMAINS = ("a", "b", "c")
 # The paper's text to the letter.
@@ -25,11 +25,9 @@ def build(model: nn.Module | None = None, **kwargs: Any) -> tuple[nn.Module, DoG
     return model, DoGEOptimizer(inner, domains=DOMAINS, **(AS_IN_THE_PAPER | kwargs))
 
 
-def fill(model: nn.Module, optimizer: DoGEOptimizer, step: int = 0, skip: str = "") -> None:
-    for row, name in enumerate(optimizer.rows):
-        if name not in skip:
-            with optimizer.domain(name):
-                model(domain_tokens(row, step)).backward()
+def fill(model: nn.Module, optimizer: DoGEOptimizer, step: int = 0) -> None:
+    rows = {name: row for row, name in enumerate(optimizer.rows)}
+    enter(optimizer, rows, lambda name: model(domain_tokens(rows[name], step)))
 
 
 # Arguments. Ranges have their tests beside the code that knows them; here each is reached.
