@@ -232,7 +232,8 @@ def _refuse_two_kinds(kinds: Mapping[type, tuple[Any, str]], config: CorpusConfi
 
 
 def _name_of(value: Any, where: str, config: CorpusConfig) -> str | None:
-    if _is_nothing(value):
+    # As csv writes what is missing.
+    if _is_nothing(value) or (isinstance(value, str) and not value.strip()):
         return None
     if isinstance(value, Mapping | list | bytes):
         what = "another column"

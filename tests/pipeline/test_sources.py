@@ -361,7 +361,8 @@ def test_a_line_of_deep_lists_is_named(tmp_path, config):
 def test_rows_without_text_or_domain_are_counted(tmp_path, config):
     rows = [{"text": text, "source": "web"} for text in texts("web")]
     rows += [{"text": text, "source": None} for text in texts("null", 30)]
-    rows += [{"text": text} for text in texts("absent", 20)]
+    rows += [{"text": text, "source": " "} for text in texts("empty", 5)]
+    rows += [{"text": text} for text in texts("absent", 15)]
     rows += [{"body": "x", "source": "web"}] * 7 + [{"text": " \n", "source": "web"}] * 3
     # As pandas writes what is missing.
     rows += [{"text": math.nan, "source": math.nan}]
