@@ -321,6 +321,8 @@ def _compile(library: Path, recipe: Recipe) -> None:
     }
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(sys.path),
+        # Or `-c` would import from the current directory first.
+        "PYTHONSAFEPATH": "1",
         # Ninja of this Python environment, which may not be on PATH.
         "PATH": os.pathsep.join([ninja.BIN_DIR, os.environ.get("PATH", "")]),
         # English messages: the first "error:" is searched below.

@@ -117,7 +117,10 @@ class TestCache:
     """What is built is kept, for one user, whole."""
 
     # Each build takes a process with torch; so one serves several questions.
-    def test_a_library_is_built_once_privately_and_again_when_damaged(self, workshop):
+    def test_a_library_is_built_once_privately_and_again_when_damaged(self, workshop, monkeypatch):
+        # The building process imports nothing from the current directory.
+        (workshop.sources / "torch.py").write_text("raise SystemExit('the wrong torch')\n")
+        monkeypatch.chdir(workshop.sources)
         assert not build.is_built("tiny")
         assert workshop.calls() == []
         mask = os.umask(0)
