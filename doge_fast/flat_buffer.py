@@ -46,7 +46,7 @@ class Block:
         self._allocate(num_rows, dtype)
         # Bit r: row r holds a gradient of this step.
         self.written = 0
-        # {row without a gradient: its memory, for whom it is reserved}
+        # {row without a gradient: the view of its memory that `reserve` returned last}
         self.reserved: dict[int, Tensor] = {}
         self.combined: Tensor | None = None
 
@@ -143,8 +143,8 @@ def _new_rows(param: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
 class FlatBuffer:
     """Rows of domain gradients, filled during backward passes and read by the operators.
 
-    `num_rows` is the number of rows that each block has at least; B in one process. A dtype of None
-    is that of each gradient. Sums over micro-batches round to the dtype.
+    Each block has at least `num_rows` rows; in one process that is B. A dtype of None is that of
+    each gradient. Sums over micro-batches round to the dtype.
     """
 
     def __init__(self, num_rows: int, dtype: torch.dtype | None = None) -> None:
@@ -267,7 +267,7 @@ class FlatBuffer:
             block = self._block(param, dtype)
             if block.written >> row & 1 or block.rows_BN.dtype.itemsize < dtype.itemsize:
                 return None
-            # A view of its own: whose it is can be told.
+            # A new view each time, by which `is_reserved` knows the caller.
             memory = block.reserved[row] = block.rows[row].view_as(block.rows[row])
             return memory
 

@@ -212,7 +212,7 @@ class _LinearLosses(torch.autograd.Function):
 
 
 def _reserved(head: _Head, weight: Tensor | None, dtype: torch.dtype) -> list[Tensor] | None:
-    """Memory of the weight's row of each domain; none for no weight; None if a row has none."""
+    """Memory of each domain's row of the weight, if it has one; None if a row's is not free."""
     if not head.is_trained or dtype == torch.float16:
         return None
     if weight is None:
@@ -248,8 +248,8 @@ def _row(head: _Head, weight: Tensor, domain: int, dtype: torch.dtype) -> tuple[
 def _multiply(
     grad_D: Tensor, head: _Head, weight: Tensor, grad_TH: Tensor | None, rows: Sequence[Tensor]
 ) -> None:
-    """Make gradients of the means those of the loss; reserved memory becomes rows."""
-    # The host knows the numbers of a CPU.
+    """Turn gradients of the means into those of the loss, and reserved memory into rows."""
+    # On a CPU the host reads numbers without waiting.
     is_one = grad_D.is_cpu and bool((grad_D == 1).all())
     for domain, span in enumerate(head.spans):
         values = [] if grad_TH is None else [grad_TH[span]]

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from doge_fast.kernels.schema import STORAGE_DTYPES
 
-# Seconds to wait before missing ranks are named, so that a rank which is only slower is not.
+# Seconds to wait before missing ranks are named, so that one that is merely slow is not named.
 STRAGGLER_SECONDS = 2.0
 # Largest number of settings. A message is padded to it: a rank that fails sends one of the same
 # length without knowing the settings.

@@ -61,10 +61,10 @@ def without_reduction() -> Iterator[None]:
                 "DistributedDataParallel(static_graph=True) reduces gradients in every backward "
                 "pass; inside a domain they must not be reduced. Leave static_graph out."
             )
-        # In every forward pass: a no_sync() inside the domain switches it off, and on again.
+        # In every forward pass, since a no_sync() inside the domain switches it on when it ends.
         before[module] = before.get(module, False) or module.require_backward_grad_sync
         module.require_backward_grad_sync = False
-        # Or the first forward pass would broadcast buffers, and a rank without a domain runs none.
+        # Otherwise the first forward pass broadcasts buffers, and waits for a rank that runs none.
         module.require_forward_param_sync = False
 
     handle = nn.modules.module.register_module_forward_pre_hook(switch_off)

@@ -25,7 +25,7 @@ NUM_NAMED = 3
 _IS_BETWEEN = re.compile(r"(doge_fast|torch|contextlib)\b").match
 
 
-# Its `owner` has a domain open on this thread. Two threads may train two models.
+# `owner` is the Step whose domain is open on this thread. Two threads may train two models.
 _open = threading.local()
 
 
@@ -82,7 +82,7 @@ def _modules_with(owned: set[int]) -> Iterable[nn.Module]:
     """All living modules that have one of these parameters, directly or in a submodule."""
     # The garbage collector knows all modules. A hook on every forward would find them too, but
     # compiled models would be compiled again.
-    # Not isinstance, on which lazy proxies import what they stand for.
+    # Not isinstance, for which a lazy proxy would import its module.
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
     return [
         module for module in modules if any(id(param) in owned for param in module.parameters())
@@ -118,7 +118,7 @@ class OneStep:
         self._is_combined = is_combined
         self.begin()
         for optimizer in optimizers:
-            # Not there if a class leaves out torch's __init__.
+            # A class that does not call torch's __init__ has no hooks.
             if hasattr(optimizer, "_optimizer_step_pre_hooks"):
                 optimizer.register_step_pre_hook(weakly(self._enter))
                 optimizer.register_step_post_hook(weakly(self._leave))
@@ -126,7 +126,7 @@ class OneStep:
     def begin(self) -> None:
         """A new gradient is in `p.grad`."""
         self._stepped: set[int] = set()
-        # A step may call that of the class above it, whose hooks run too.
+        # A step may call that of its base class, whose hooks run too.
         self._depth = 0
 
     @outside_graphs

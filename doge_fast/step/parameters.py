@@ -6,7 +6,7 @@ replaces the list, and a layer may be frozen.
 On a CPU a hook passes each gradient on as soon as autograd has finished it, while it is in the
 cache. On a GPU one Python call for each parameter and domain would take longer than the device's
 work. There the hook is the `append` of a deque of length one, which runs no Python and notes only
-that a gradient has come; those of the first and the last parameter also note which one it is.
+that a gradient has come. The hooks of the first and the last parameter also keep that gradient.
 Gradients stay in `p.grad` until `take` collects them all.
 """
 
@@ -229,7 +229,7 @@ class TrackedParameters:
 def _watcher(noted: deque[Tensor], finished: dict[int, tuple[Tensor, int]]) -> Receive:
     """A hook that notes the gradient and its version as well."""
 
-    # In the names of its own variables: a reference to their owner would keep it alive.
+    # It refers to the two containers, not to their owner, which it would keep alive.
     def hook(param: Tensor) -> None:
         grad = param.grad
         if type(grad) is Tensor:
@@ -241,7 +241,7 @@ def _watcher(noted: deque[Tensor], finished: dict[int, tuple[Tensor, int]]) -> R
 
 
 def _is_foreign(grad: Tensor, finished: tuple[Tensor, int] | None) -> bool:
-    """Whether it is not the gradient that was finished, or has changed since."""
+    """Whether it is another tensor than the one that autograd finished, or has changed since."""
     if finished is None:
         return False
     known, version = finished

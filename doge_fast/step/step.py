@@ -90,12 +90,12 @@ class Received:
     """
     is_dropped: bool = False
     """Whether an exception has dropped the step: in a domain, or on several ranks before one."""
-    is_told: bool = False
-    """Whether the other ranks know that."""
+    is_reported: bool = False
+    """Whether this rank has reported that to the others."""
 
 
 class Step:
-    """The step under way; arguments are those of `DoGEOptimizer`, checked here or made of them."""
+    """The step under way. Arguments are those of `DoGEOptimizer`, or are made from them."""
 
     def __init__(
         self,
@@ -198,13 +198,13 @@ class Step:
             opened.has_received = stacked_model.has_written
 
     def _entering(self) -> AbstractContextManager[None]:
-        # Inside an open domain, the block of that domain tells the other ranks. Between combine()
-        # and step() they have nothing to drop, and would drop their next step.
+        # Inside an open domain, `_opened` reports the failure. Between combine() and step() the
+        # other ranks have no step to drop: they would drop their next one.
         is_due = self.state is StepState.COMBINED and any(
             param.grad is not None for param in self.parameters.params
         )
-        is_told = self._open is not None or is_due
-        return nullcontext() if is_told else self._failure_reaches_all_ranks()
+        is_silent = self._open is not None or is_due
+        return nullcontext() if is_silent else self._failure_reaches_all_ranks()
 
     def _stacked_model_of(self, model: nn.Module) -> StackedModel:
         tracked = {id(param): param for param in self.parameters.params}
@@ -514,8 +514,8 @@ class Step:
                 # Clear `p.grad` of what backward passes inside the domain have left.
                 self.parameters.take()
             self.clear()
-            # An interruption ends this rank; nobody waits for what it would say.
-            self._received = Received(is_dropped=True, is_told=isinstance(error, Exception))
+            # An Exception has reached the other ranks; an interruption ends this rank unreported.
+            self._received = Received(is_dropped=True, is_reported=isinstance(error, Exception))
             raise
 
     # Other ranks.
@@ -543,12 +543,12 @@ class Step:
         try:
             yield
         except Exception as error:
-            # Each rank raises once for a step; a second word would meet its next one.
-            if not self._received.is_told and (unreachable := self.exchange.fail()):
+            # One report for a step: the others would take a second one for their next step.
+            if not self._received.is_reported and (unreachable := self.exchange.fail()):
                 error.add_note(unreachable)
             if self.exchange.num_ranks > 1:
-                # Who catches this must not combine a step that the others have dropped.
-                self._received.is_dropped = self._received.is_told = True
+                # A loop that catches this must not combine a step that the others have dropped.
+                self._received.is_dropped = self._received.is_reported = True
             raise
 
     # What is refused.
@@ -623,7 +623,7 @@ def _gram_matrices(
     gram_BB = exchange.gram(inside)
     if not outside:
         return gram_BB, gram_BB
-    # They may be on other devices.
+    # The other parameters may be on another device.
     return gram_BB, gram_BB + exchange.gram(outside).to(gram_BB.device)
 
 

@@ -31,9 +31,9 @@ from doge_fast.weights.scores import PAPER, Score
 # A run has collapsed if fewer than 1 + COLLAPSED (K - 1) domains are in effective use.
 COLLAPSED = 0.1
 
-# A learning rate may still be warming up before.
+# In fewer steps a learning rate may still be warming up.
 _STEPS_OF_A_RATE = 50
-# Steps after which weights that have stood still do so for a reason: equal scores, a rate of zero.
+# Weights that have not moved in so many steps never will: their scores are equal, or the rate is 0.
 _STEPS_OF_A_STANDSTILL = 10
 
 # Weights that were printed or read from a file are rounded.
@@ -148,7 +148,7 @@ class DomainWeights:
     def load(self, parts: Mapping[str, Tensor]) -> None:
         """Restore what `state` returned."""
         self._are_loaded = True
-        # Steps that this object has not seen had rates of their own.
+        # The rates of the steps before the checkpoint are not known.
         self._rates = (math.inf, math.inf, 1)
         for name, view in state_views(self.state_S)._asdict().items():
             view.copy_(parts[name])
@@ -246,10 +246,10 @@ class DomainWeights:
             largest_there, total_there, count_there = self._rates_there.tolist()
             largest = max(largest, largest_there)
             total, count = total + total_there, count + count_there
-        # Not over the steps: the host sees none of those that a CUDA graph replays.
+        # By the rates seen, not by the steps: the host sees none that a CUDA graph replays.
         mean = total / max(count, 1)
         latest = None if self.last is None else self.last.lr
-        # A rate that still warms up has hardly been at its height yet.
+        # While a rate warms up, the mean is far below the peak.
         usual = mean if latest is None or float(latest) < largest else largest
         is_settled = steps >= _STEPS_OF_A_RATE
         if steps >= _STEPS_OF_A_STANDSTILL and largest == 0:
@@ -292,7 +292,7 @@ class DomainWeights:
         """W_j = 1 + g_1 . g_2 for both of two domains whose gradients are clipped to norm 1."""
         norm, count = self.rule.domain_max_grad_norm, int(state.num_steps)
         is_pair = len(self.objective.domains) == 2 and self._is_for_all and norm is not None
-        # What is not finite is told as skipped, and no score at all as unmoved.
+        # Without any score the weights are unmoved, which has a warning of its own.
         has_scores = bool(state.gain.any())
         is_still = torch.allclose(state.alpha_mean, self._start_K, rtol=1e-3)
         if not (is_pair and has_scores and is_still and count >= _STEPS_OF_A_STANDSTILL):

@@ -24,7 +24,7 @@ class Subset:
     """The domains of a step, and the buffer's row of each.
 
     `num_domains` is S, the number of training domains of a step; None: all. ValueError if it is no
-    integer in [2, K] (in [1, K] if no training domain is a target), or the seed none >= 0.
+    integer in [2, K] (in [1, K] if no training domain is a target), or `seed` is none >= 0.
     """
 
     def __init__(self, objective: Objective, num_domains: int | None, seed: int) -> None:

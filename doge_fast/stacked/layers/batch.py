@@ -50,12 +50,12 @@ class DomainRun:
         ]
 
     def tokens(self, values: Tensor, *last: int) -> Tensor:
-        """[T, *last], contiguous, for all tokens of the run; of [B, ..., *last], [B * T, *last]."""
+        """The run's T tokens, [T, *last] contiguous; `values` are [B, ..., *last] or flattened."""
         # A plain reshape: einops here costs the step of a tiny model 9 % of its host time.
         return self._of_run(values).reshape(-1, *last).contiguous()
 
     def by_domain(self, values: Tensor, *last: int) -> Tensor:
-        """[G, tokens of a domain, *last] for the run's G domains of equal size, of the same."""
+        """[G, tokens of a domain, *last]: `tokens` of a run whose G domains have equal sizes."""
         return self._of_run(values).reshape(len(self.rows), -1, *last)
 
     def _of_run(self, values: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ class LayerRule(ABC):
         return own.keys() <= set(self.params) and not is_computed and not is_shared
 
     def prepare(self, module: Any, x: Tensor) -> Tensor:
-        """The methods' x, computed from the module's input; autograd differentiates it."""
+        """The x of the other methods, from the module's input; autograd differentiates this."""
         return x
 
     @abstractmethod
