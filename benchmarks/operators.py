@@ -50,7 +50,10 @@ CALLS_PER_SAMPLE = 50
 YARDSTICK_SIZE = {"cpu": 1024, "cuda": 8192}
 # Below this arithmetic is no limit anywhere, and its yardstick need not run.
 MIN_FLOPS_PER_BYTE = 1.0
-OPERATORS = ("gram", "weighted_sum", "accumulate", "segment_sum", "reweight")
+# {operator: its case}, for each shape and number of rows, or for each number of domains.
+BY_SHAPE = {"gram": cases.gram_case, "weighted_sum": cases.weighted_sum_case}
+BY_NUMBER = {"segment_sum": cases.segment_sum_case}
+OPERATORS = (*BY_SHAPE, "accumulate", *BY_NUMBER, "reweight")
 
 
 def all_cases(
@@ -89,12 +92,10 @@ def _cases_of(
     num_rows: Sequence[int],
     shapes: Sequence[str],
 ) -> Iterator[Case]:
-    makers = {"gram": cases.gram_case, "weighted_sum": cases.weighted_sum_case}
-    for operator in (name for name in makers if name in operators):
+    for operator in filter(operators.__contains__, BY_SHAPE):
         for shape in shapes:
             for each in num_rows:
-                problem = arena.problem(each, shape)
-                yield makers[operator](arena, problem, names)
+                yield BY_SHAPE[operator](arena, arena.problem(each, shape), names)
     if arena.dtype == torch.float32:
         small = cases.bias_cases(arena, names)
         yield from (case for case in small if case.operator in operators)
@@ -104,9 +105,9 @@ def _cases_of(
         if arena.dtype == torch.bfloat16:
             yield cases.accumulate_case(arena, names, add=False, row_dtype=torch.float32)
             yield cases.accumulate_case(arena, names, add=True, row_dtype=torch.float32)
-    if "segment_sum" in operators:
+    for operator in filter(operators.__contains__, BY_NUMBER):
         for each in num_rows:
-            case = cases.segment_sum_case(arena, each, names)
+            case = BY_NUMBER[operator](arena, each, names)
             # On a CPU plain torch is all there is.
             if case.ours:
                 yield case

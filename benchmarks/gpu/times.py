@@ -80,18 +80,19 @@ def step_problem(session: Session, shape: Shape, num_domains: int, mode: str) ->
 def operator_times(session: Session) -> Iterator[Row]:
     """The ratio table of `benchmarks.operators`, all implementations side by side."""
     # What is asked first comes first: a section that is cut has seen it.
-    large = ("gram", "weighted_sum")
+    large = tuple(operators.BY_SHAPE)
+    others = tuple(name for name in operators.OPERATORS if name not in large)
     rounds: list[tuple[tuple[str, ...], tuple[int, ...], tuple[torch.dtype, ...]]] = [
         (large, (7, 22), (torch.bfloat16,)),
         (large, (7, 22), (torch.float32,)),
-        (("accumulate", "segment_sum", "reweight"), (7, 22, 50), (torch.float32, torch.bfloat16)),
+        (others, (7, 22, 50), (torch.float32, torch.bfloat16)),
         (large, (50, 128, 2), (torch.bfloat16, torch.float32)),
         ((*large, "accumulate"), (7, 22, 50), (torch.float16,)),
         (large, (7, 22), (torch.float64,)),
     ]
     if session.quick:
         quick = (torch.float32, torch.bfloat16)
-        rounds = [(large, (7,), quick), (("accumulate", "segment_sum", "reweight"), (7,), quick)]
+        rounds = [(large, (7,), quick), (others, (7,), quick)]
     num_bytes = min(OPERATOR_BYTES, int(session.free_bytes() * OPERATOR_SHARE))
     for names, num_rows, dtypes in rounds:
         found = operators.all_cases(
