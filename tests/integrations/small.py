@@ -1,6 +1,6 @@
 """A model of a few numbers and its training, for checks of what stands around a step."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -64,14 +64,16 @@ def collect(
     step: int,
     *,
     absent: str = "",
+    spoilt: Collection[str] = (),
     backward: Callable[[Tensor], object] = Tensor.backward,
 ) -> None:
-    """One backward pass for each domain of the step."""
+    """One backward pass for each domain of the step; losses of `spoilt` ones are infinite."""
     for row, name in enumerate(optimizer.rows):
         is_measured = name not in optimizer.domains
         if name not in absent and (is_measured or name in optimizer.domains_of_step):
+            factor = float("inf") if name in spoilt else 1.0
             with optimizer.domain(name):
-                backward(loss_of(model, step, row))
+                backward(factor * loss_of(model, step, row))
 
 
 def train(model: nn.Module, optimizer: DoGEOptimizer, steps: Iterable[int]) -> None:

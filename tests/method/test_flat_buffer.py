@@ -139,16 +139,20 @@ def test_rows_have_the_dtypes_of_all_ranks_and_are_zeros_where_another_alone_has
     assert wide.dtypes_of([here]) == [torch.float64]
 
 
-def test_a_parameter_that_has_moved_is_lent_no_rows():
-    """Nor takes it gradients: test_step."""
+def test_a_parameter_that_has_moved_is_refused_by_everything():
     p = param(3)
     buffer = FlatBuffer(1)
     buffer.receive(0, p, grad(p, 0))
     buffer.clear()
     p.data = torch.zeros(3, dtype=torch.float64)
     said = r"had rows of 3 elements on cpu for torch.float32 and is now torch.float64, \[3\] on cpu"
-    with pytest.raises(RuntimeError, match=said):
-        buffer.slots(0, 1, p, torch.float64)
+    for use in (
+        lambda: buffer.receive(0, p, torch.zeros(3, dtype=torch.float64)),
+        lambda: buffer.slots(0, 1, p, torch.float64),
+        lambda: buffer.receive_all(0, [p], [torch.zeros(3, dtype=torch.float64)]),
+    ):
+        with pytest.raises(RuntimeError, match=said):
+            use()
 
 
 def test_gradients_in_the_memory_order_of_their_parameters():
