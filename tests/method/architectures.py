@@ -1,6 +1,6 @@
 """Small models of every kind in one table, each from token ids [B, L] to logits [B, L, V]."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -302,7 +302,7 @@ def rows_by_autograd(model: nn.Module, ids_BL: Tensor, sizes: dict[str, int] = S
     }
 
 
-def optimizer_of(model: nn.Module, domains: Mapping[str, int] = SIZES) -> DoGEOptimizer:
+def optimizer_of(model: nn.Module, domains: Iterable[str] = SIZES, **options: Any) -> DoGEOptimizer:
     """Of the parameters that take a gradient; the loop says when a step ends."""
     return DoGEOptimizer(
         torch.optim.SGD([p for p in model.named_parameters() if p[1].requires_grad], lr=0.1),
@@ -310,6 +310,7 @@ def optimizer_of(model: nn.Module, domains: Mapping[str, int] = SIZES) -> DoGEOp
         absent="keep",
         micro_batches=None,
         domain_max_grad_norm=None,
+        **options,
     )
 
 

@@ -8,10 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from doge_fast import DoGEOptimizer
 from doge_fast.losses import IGNORED, domain_losses, linear_domain_losses, token_losses
-from tests.launches import LaunchCounter
-from tests.method.architectures import VOCABULARY, Tiny
+from tests.method.architectures import VOCABULARY, Tiny, losses_of, optimizer_of
 
 SIZES = {"a": 2, "nobody": 0, "b": 3}
 LENGTH, WIDTH = 7, 5
@@ -25,16 +23,8 @@ def batch() -> tuple[Tensor, Tensor]:
 def test_each_domain_has_its_own_mean():
     logits_BLV, labels_BL = batch()
     labels_BL[0, 2:] = IGNORED
-    losses = domain_losses(logits_BLV, labels_BL, SIZES)
-    expected = torch.stack(
-        [
-            F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-            for logits, labels in zip(
-                logits_BLV.split([2, 3]), labels_BL.split([2, 3]), strict=True
-            )
-        ]
-    )
-    torch.testing.assert_close(losses, expected)
+    expected = losses_of(logits_BLV, labels_BL, SIZES)
+    torch.testing.assert_close(domain_losses(logits_BLV, labels_BL, SIZES), expected)
 
 
 def test_micro_batches_add_up_to_the_mean_of_the_step():
@@ -74,24 +64,6 @@ def test_counts_of_host_and_device_are_one_vector():
     mixed = {"a": torch.tensor(1), "b": 2, "c": torch.tensor(3)}
     mixed_D = domain_losses(logits_BLV, labels_BL, sizes, num_targets=mixed)
     torch.testing.assert_close(mixed_D, sums_D / torch.tensor([1, 2, 3]))
-
-
-@pytest.mark.parametrize("counts", ["none", "ints", "tensors"])
-@pytest.mark.parametrize("is_ragged", [False, True], ids=["equal", "ragged"])
-def test_operators_do_not_grow_with_the_number_of_domains(counts, is_ragged):
-    numbers = []
-    for num_domains in (4, 12):
-        sizes = {str(row): 2 + (is_ragged and row % 2) for row in range(num_domains)}
-        one: int | Tensor = torch.zeros((), dtype=torch.int64, device="meta")
-        one = 3 if counts == "ints" else one
-        num_targets = None if counts == "none" else dict.fromkeys(sizes, one)
-        with torch.device("meta"):
-            logits_BLV = torch.zeros(sum(sizes.values()), 5, 7)
-            labels_BL = torch.zeros(sum(sizes.values()), 5, dtype=torch.int64)
-        with LaunchCounter() as counter:
-            domain_losses(logits_BLV, labels_BL, sizes, num_targets=num_targets)
-        numbers.append(len(counter.names))
-    assert numbers[0] == numbers[1]
 
 
 Case = tuple[Tensor, Tensor, Tensor]
@@ -208,23 +180,17 @@ def rows_of_passes(
     `weigh` makes the loss of the domains' losses, and may call a function for those of another
     head with the same weight.
     """
-    optimizer = DoGEOptimizer(
-        torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
-        domains=list(SIZES),
-        buffer_dtype=buffer_dtype,
-        absent="keep",
-        micro_batches=None,
-    )
+    optimizer = optimizer_of(model, SIZES, buffer_dtype=buffer_dtype)
 
-    def losses_of(hidden: Tensor) -> Tensor:
+    def losses_of_hidden(hidden: Tensor) -> Tensor:
         if is_fused:
             return linear_domain_losses(hidden, model.head.weight, IDS_BL, SIZES)
         return domain_losses(model.head(hidden), IDS_BL, SIZES)
 
     for _ in range(passes):
         with optimizer.stacked(model, SIZES):
-            losses_D = losses_of(model.hidden(IDS_BL))
-            loss = weigh(losses_D, lambda: losses_of(model.hidden(IDS_BL).sin()))
+            losses_D = losses_of_hidden(model.hidden(IDS_BL))
+            loss = weigh(losses_D, lambda: losses_of_hidden(model.hidden(IDS_BL).sin()))
             with Products() as products:
                 loss.backward()
     blocks = optimizer.buffer.touched(optimizer.param_groups[0]["params"])
@@ -285,7 +251,7 @@ def test_a_step_without_the_losses_backward_has_no_row_of_the_head():
 
 def test_without_gradients_nothing_is_reserved():
     model = Tiny()
-    optimizer = DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), domains=["a", "b"])
+    optimizer = optimizer_of(model, "ab")
     with optimizer.stacked(model, SIZES):
         with torch.no_grad():
             linear_domain_losses(model.hidden(IDS_BL), model.head.weight, IDS_BL, SIZES)
@@ -303,7 +269,7 @@ def test_a_narrow_row_is_the_product_rounded_once():
 
 def test_other_sizes_than_the_batch_are_refused():
     model = Tiny()
-    optimizer = DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), domains=["a", "b"])
+    optimizer = optimizer_of(model, "ab")
     said = r"\[2, 3\]; got \[3, 2\]"
     with pytest.raises(ValueError, match=said), optimizer.stacked(model, SIZES):
         linear_domain_losses(

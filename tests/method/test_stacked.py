@@ -417,8 +417,9 @@ def test_what_another_optimizer_trains_keeps_its_gradient():
     torch.testing.assert_close(*grads, rtol=1e-13, atol=1e-15)
 
 
+@pytest.mark.parametrize("counts", ["none", "ints", "tensors"])
 @pytest.mark.parametrize("is_ragged", [False, True], ids=["equal", "ragged"])
-def test_launches_do_not_grow_with_the_number_of_domains(is_ragged):
+def test_launches_do_not_grow_with_the_number_of_domains(counts, is_ragged):
     """On a device that has no CPU's kernels; products of unequal domains are one each."""
     counts = []
     for num_domains in (4, 12):
@@ -426,9 +427,12 @@ def test_launches_do_not_grow_with_the_number_of_domains(is_ragged):
         with torch.device("meta"):
             model = Tiny(tied=True)
             ids_BL = torch.zeros(sum(sizes.values()), LENGTH, dtype=torch.int64)
-            optimizer = DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), domains=[*sizes])
+            one = 3 if counts == "ints" else torch.zeros((), dtype=torch.int64)
+            targets = None if counts == "none" else dict.fromkeys(sizes, one)
+            optimizer = optimizer_of(model, sizes)
             with optimizer.stacked(model, sizes), LaunchCounter() as counter:
-                domain_losses(model(ids_BL), ids_BL, sizes).sum().backward()
+                losses_D = domain_losses(model(ids_BL), ids_BL, sizes, num_targets=targets)
+                losses_D.sum().backward()
         products = ("aten.mm.", "aten.addmm", "aten.bmm", "aten.baddbmm") if is_ragged else ()
         counts.append(sum(not name.startswith(products) for name in counter.names))
     assert counts[0] == counts[1]
