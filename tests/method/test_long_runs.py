@@ -11,7 +11,7 @@ from tests.models import enter
 psutil = pytest.importorskip("psutil")
 
 DOMAINS = ("web", "code", "books")
-STEPS, WARM_UP, PIECE = 20_000, 2_000, 1_000
+STEPS, WARM_UP = 20_000, 2_000
 # What the allocator may take on the way.
 SLACK_BYTES = 4 << 20
 
@@ -45,9 +45,8 @@ def test_20_000_steps_take_no_more_memory_than_2_000(mode):
     for _ in range(WARM_UP):
         step()
     memory, descriptors, objects = sizes()
-    for _ in range((STEPS - WARM_UP) // PIECE):
-        for _ in range(PIECE):
-            step()
+    for _ in range(STEPS - WARM_UP):
+        step()
     after = sizes()
     assert after[0] <= memory + SLACK_BYTES
     assert after[1] == descriptors

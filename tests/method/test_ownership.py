@@ -126,15 +126,15 @@ class Discriminated(nn.Module):
         return self.model(x)
 
 
-def after_a_backward_pass_of_the_other(both: Discriminated) -> None:
-    both.other(torch.randn(3, 4)).mean().backward()
-
-
-def frozen(both: Discriminated) -> None:
-    both.model[0].requires_grad_(False)
-
-
-@pytest.mark.parametrize("change", [lambda both: None, after_a_backward_pass_of_the_other, frozen])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda both: None,
+        lambda both: both.other(torch.randn(3, 4)).mean().backward(),
+        lambda both: both.model[0].requires_grad_(False),
+    ],
+    ids=["as it is", "after a backward pass of the other", "half frozen"],
+)
 @pytest.mark.parametrize("is_stacked", [False, True], ids=["sequential", "stacked"])
 def test_what_is_done_on_purpose_is_left_alone(change, is_stacked):
     both = Discriminated()

@@ -9,12 +9,7 @@ from torch import Tensor
 from doge_fast.weights import scores
 from doge_fast.weights.objective import Objective
 from doge_fast.weights.scores import PAPER, PUBLISHED
-
-
-def rows(num_rows: int = 5, columns: int = 40, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(num_rows, columns, generator=generator, dtype=torch.float64)
-
+from tests.models import Bounded
 
 TAU = torch.tensor([1.0, 0.0, 2.0, 0.5, 3.0], dtype=torch.float64)
 EVERY = torch.ones(3, dtype=torch.bool)
@@ -22,8 +17,8 @@ EVERY = torch.ones(3, dtype=torch.bool)
 
 def test_gain_is_the_loss_decrease_of_a_step():
     """The estimate's meaning: minus the derivative of the objective along domain j's step."""
-    theta = torch.randn(40, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    centers_RN = rows()
+    theta = torch.randn(40, dtype=torch.float64)
+    centers_RN = torch.randn(5, 40, dtype=torch.float64)
     grads_RN = theta - centers_RN
 
     def objective(point: Tensor) -> Tensor:
@@ -39,7 +34,7 @@ def test_gain_is_the_loss_decrease_of_a_step():
 
 @pytest.mark.parametrize("scale", [1.0, 1e-5])
 def test_norms_and_cosines_are_known_before_the_sum(scale):
-    grads_RN = scale * rows()
+    grads_RN = scale * torch.randn(5, 40, dtype=torch.float64)
     gram_RR = grads_RN @ grads_RN.T
     coefficients_R = torch.tensor([0.5, 0.3, 0.2, 0.0, 0.0], dtype=torch.float64)
     norm = scores.combined_norm(gram_RR, coefficients_R)
@@ -55,7 +50,7 @@ def test_norms_and_cosines_are_known_before_the_sum(scale):
 
 
 def test_scores_of_both_texts():
-    grads_RN = 10 * rows()
+    grads_RN = 10 * torch.randn(5, 40, dtype=torch.float64)
     gram_RR = grads_RN @ grads_RN.T
     gain_K = scores.gain(gram_RR, TAU, 3)
     assert torch.equal(PAPER.gain(gram_RR, TAU, EVERY), gain_K)
@@ -70,6 +65,7 @@ def test_scores_of_both_texts():
 
 def test_scores_have_names():
     assert (PAPER.name, PUBLISHED.name) == ("paper", "published")
+    assert Bounded(0.0, 2.5).name == "Bounded(low=0.0, high=2.5)"
     assert scores.score_of("published") is PUBLISHED
     assert scores.score_of(PAPER) is PAPER
     assert type(PAPER)() == PAPER

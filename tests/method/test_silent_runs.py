@@ -102,17 +102,6 @@ def test_two_domains_clipped_to_one_norm_are_told_why_they_stay(norm, is_told):
     assert (abs(weight - 0.5) < 1e-4) == is_told
 
 
-def test_a_schedule_runs_dry_as_with_any_optimizer():
-    inner = sgd(0.1)
-    optimizer = DoGEOptimizer(inner, domains=["a", "b"])
-    scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    for _ in range(3):
-        optimizer.step()
-        scheduler.step()
-    assert scheduler.get_last_lr() == [0.1 / 4]
-    assert optimizer.num_steps == 0
-
-
 def moments(optimizer: DoGEOptimizer) -> torch.Tensor:
     (weight,) = optimizer.param_groups[0]["params"]
     return optimizer.state[weight]["exp_avg"]

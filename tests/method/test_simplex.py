@@ -1,4 +1,4 @@
-"""What the mirror step and its helpers refuse; test_properties.py has their laws."""
+"""What the mirror step and its helpers refuse, whose laws are in test_properties; projections."""
 
 import math
 from typing import Any
@@ -8,22 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from doge_fast.weights import simplex
-from doge_fast.weights.projection import effective_domains
+from doge_fast.weights import projection, simplex
+from tests.laws import assert_simplex
 
-
-def on_simplex(seed: int = 0, num_domains: int = 7) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(num_domains, generator=generator, dtype=torch.float64).softmax(0)
-
-
-def gains(seed: int = 1, num_domains: int = 7) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(num_domains, generator=generator, dtype=torch.float64)
+ALPHA_K = torch.tensor([3, 1, 4, 1, 5, 9, 2], dtype=torch.float64) / 25
+GAIN_K = torch.tensor([1.6, -1.8, 0.3, 0.4, -0.7, 0.0, 0.9], dtype=torch.float64)
 
 
 def moved(gain_K: Tensor, **rates: Any) -> Tensor:
-    return simplex.mirror_step(on_simplex(), gain_K, **{"lr": 0.1, "mu": 0.5} | rates)
+    return simplex.mirror_step(ALPHA_K, gain_K, **{"lr": 0.1, "mu": 0.5} | rates)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +31,7 @@ def moved(gain_K: Tensor, **rates: Any) -> Tensor:
 )
 def test_a_mirror_step_refuses(rates, message):
     with pytest.raises(ValueError, match=message):
-        moved(gains(), **rates)
+        moved(GAIN_K, **rates)
     simplex.check_mu(math.ulp(0.0))
 
 
@@ -52,17 +45,17 @@ def test_weights_and_gains_are_vectors_of_one_length(shapes):
 def test_what_lives_on_a_device_is_not_looked_at():
     """A refusal would wait for it."""
     minus_one = torch.tensor(-1.0, dtype=torch.float64)
-    back_K = moved(-gains(), lr=1.0, mu=1.0)
+    back_K = moved(-GAIN_K, lr=1.0, mu=1.0)
     for rates in ({"lr": minus_one, "mu": 1.0}, {"lr": 1.0, "mu": minus_one}):
-        torch.testing.assert_close(moved(gains(), **rates), back_K, rtol=1e-14, atol=0)
-    wide_K = simplex.smooth(on_simplex(), torch.tensor(2.0, dtype=torch.float64))
-    torch.testing.assert_close(wide_K, 2 / 7 - on_simplex(), rtol=1e-14, atol=0)
+        torch.testing.assert_close(moved(GAIN_K, **rates), back_K, rtol=1e-14, atol=0)
+    wide_K = simplex.smooth(ALPHA_K, torch.tensor(2.0, dtype=torch.float64))
+    torch.testing.assert_close(wide_K, 2 / 7 - ALPHA_K, rtol=1e-14, atol=0)
 
 
 @pytest.mark.parametrize("smoothing", [1.0, -1e-9, math.nan, False, "0"])
 def test_smoothing_is_at_least_zero_and_less_than_one(smoothing):
     with pytest.raises(ValueError, match=r"must be in \[0, 1\); got "):
-        simplex.smooth(on_simplex(), smoothing)
+        simplex.smooth(ALPHA_K, smoothing)
     simplex.check_smoothing(0)
     simplex.check_smoothing(math.nextafter(1.0, 0.0))
 
@@ -90,10 +83,87 @@ def test_uniform_smoothing_and_means():
     alpha_K = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
     assert simplex.smooth(alpha_K, 0.2).min() == 0.05
     assert simplex.smooth(alpha_K, 0.0) is alpha_K
-    points = torch.stack([on_simplex(seed) for seed in range(10)])
+    points = torch.rand(10, 7, dtype=torch.float64).softmax(1)
     mean_K = torch.full((7,), 0.3, dtype=torch.float64)
     for count, point_K in enumerate(points, start=1):
         mean_K = simplex.running_mean(mean_K, point_K, count)
     torch.testing.assert_close(mean_K, points.mean(0), rtol=1e-14, atol=0)
-    assert effective_domains([0.2] * 5) == pytest.approx(5)
-    assert effective_domains([1.0, 0.0]) == 1.0
+    assert projection.effective_domains([0.2] * 5) == pytest.approx(5)
+    assert projection.effective_domains([1.0, 0.0]) == 1.0
+
+
+def project(alpha_K: Tensor, *, floor_K: Tensor, cap_K: Tensor) -> Tensor:
+    """`projection.project` of vectors, in float64."""
+    found = projection.project(
+        alpha_K.double().tolist(), floors=floor_K.double().tolist(), caps=cap_K.double().tolist()
+    )
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def bounded_problem(seed: int, num_domains: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights over many orders of magnitude, some of them zero, and bounds with room in between."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw() -> Tensor:
+        return torch.rand(num_domains, generator=generator, dtype=torch.float64)
+
+    alpha_K = draw() ** (1 + 20 * draw())
+    alpha_K[draw() < 0.2] = 0
+    alpha_K[0] = 0.1
+    floor_K = draw() * (draw() < 0.4)
+    floor_K *= 0.6 * draw() / floor_K.sum().clamp(min=1)
+    cap_K = (floor_K + 3 * draw() / num_domains).clamp(max=1)
+    # Caps that leave room: of the domains that may be lifted, the first takes what there is.
+    cap_K[0] = 1
+    return alpha_K / alpha_K.sum(), floor_K, cap_K
+
+
+@pytest.mark.parametrize("num_domains", [1, 2, 3, 7, 40, 512])
+def test_projection_satisfies_the_optimality_conditions(num_domains):
+    """Free domains share one ratio; those at a floor would have less, those at a cap more.
+
+    The nearest point in either direction of KL, which no other point satisfies.
+    """
+    for seed in range(40):
+        alpha_K, floor_K, cap_K = bounded_problem(seed, num_domains)
+        moved_K = project(alpha_K, floor_K=floor_K, cap_K=cap_K)
+        assert_simplex(moved_K)
+        assert (moved_K >= floor_K).all()
+        assert (moved_K <= cap_K).all()
+        has_weight = alpha_K > 0
+        assert torch.equal(moved_K[~has_weight], floor_K[~has_weight])
+        ratio_K = moved_K / alpha_K
+        is_free = has_weight & (moved_K > floor_K) & (moved_K < cap_K)
+        at_floor = has_weight & (moved_K == floor_K) & (moved_K < cap_K)
+        at_cap = has_weight & (moved_K == cap_K) & (moved_K > floor_K)
+        # Ratios are quotients of rounded numbers.
+        slack = 1 + 8 * num_domains * torch.finfo(torch.float64).eps
+        level = ratio_K[is_free | at_cap].max() if (is_free | at_cap).any() else 0
+        assert (ratio_K[at_floor] * slack >= level).all()
+        if is_free.any():
+            lowest = ratio_K[is_free].min()
+            assert ratio_K[is_free].max() <= lowest * slack
+            assert (ratio_K[at_cap] <= lowest * slack).all()
+
+
+def test_bounds_that_leave_no_room_are_the_answer():
+    alpha_K = torch.rand(10, dtype=torch.float64).softmax(0)
+    for dtype in (torch.float64, torch.float32):
+        # Ten of them sum to a little less than one, or in float32 to a little more.
+        tenths_K = torch.full((10,), 0.1, dtype=dtype)
+        for floor_K, cap_K in ((tenths_K, torch.ones(10)), (torch.zeros(10), tenths_K)):
+            moved_K = project(alpha_K, floor_K=floor_K, cap_K=cap_K)
+            torch.testing.assert_close(
+                moved_K, tenths_K.double(), rtol=10 * torch.finfo(dtype).eps, atol=0
+            )
+
+
+def test_a_zero_is_lifted_to_its_floor_and_no_higher():
+    alpha_K = torch.tensor([0.0, 0.0, 0.25, 0.75])
+    floor_K = torch.tensor([0.2, 0.0, 0.0, 0.0])
+    moved_K = project(alpha_K, floor_K=floor_K, cap_K=torch.ones(4))
+    torch.testing.assert_close(moved_K, torch.tensor([0.2, 0.0, 0.2, 0.6]).double())
+    # The limit of ever smaller weights.
+    tiny_K = torch.tensor([1e-300, 5e-324, 0.25, 0.75], dtype=torch.float64)
+    near_K = project(tiny_K, floor_K=floor_K, cap_K=torch.ones(4))
+    torch.testing.assert_close(near_K, moved_K, atol=1e-15, rtol=1e-15)

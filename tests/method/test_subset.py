@@ -35,11 +35,6 @@ def loss_of(model: nn.Module, name: str) -> Tensor:
     return loss
 
 
-def gradient(model: nn.Module, name: str) -> Tensor:
-    parts = torch.autograd.grad(loss_of(model, name), list(model.parameters()))
-    return torch.cat([part.flatten() for part in parts])
-
-
 def fill(optimizer: DoGEOptimizer, model: nn.Module, *names: str) -> None:
     enter(optimizer, names, lambda name: loss_of(model, name))
 
@@ -73,7 +68,9 @@ def test_the_rows_of_a_step_are_those_of_its_domains(target):
     """In `p.grad` too; tests/operators/test_reweight.py has what is estimated over all draws."""
     model = model_of()
     objective = Objective.of(NAMES, target)
-    grads_RN = torch.stack([gradient(model, name) for name in objective.rows])
+    params = list(model.parameters())
+    grads = [torch.autograd.grad(loss_of(model, name), params) for name in objective.rows]
+    grads_RN = torch.stack([torch.cat([g.flatten() for g in parts]) for parts in grads])
     optimizer = optimizer_of(model, target=target, max_grad_norm=0.01)
     names = (*optimizer.domains_of_step, *objective.measured)
     fill(optimizer, model, *names)
@@ -81,7 +78,7 @@ def test_the_rows_of_a_step_are_those_of_its_domains(target):
     there = [objective.rows.index(name) for name in names]
     rows_BN = grads_RN[there]
     torch.testing.assert_close(optimizer.last.gram[there][:, there], rows_BN @ rows_BN.T)
-    combined_N = torch.cat([p.grad.flatten() for p in model.parameters()])
+    combined_N = torch.cat([p.grad.flatten() for p in params])
     torch.testing.assert_close(optimizer.last.coefficients @ rows_BN, combined_N)
     # The norm that is clipped is that of the estimate for all domains.
     assert combined_N.norm().item() == pytest.approx(0.01, rel=1e-3)

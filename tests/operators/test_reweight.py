@@ -245,7 +245,3 @@ def test_misuse_speaks(spoil, message, score, device):
     } | {name: tensor.to(device) for name, tensor in spoil.items()}
     with pytest.raises(ValueError, match=message):
         reweight(**arguments, score=score)
-
-
-def test_a_score_of_yours_is_named_by_its_settings():
-    assert Bounded(0.0, 2.5).name == "Bounded(low=0.0, high=2.5)"
