@@ -15,7 +15,9 @@ import pytest
 import torch
 
 import doge_fast
+from benchmarks.models import PAPER, num_parameters
 from doge_fast import cli
+from tests import scale
 from tests.grids import grid
 from tests.pages import ROOT, Reader, assert_alike, blocks_of, copy_workplace
 from tests.pipeline.task_documents import document
@@ -149,6 +151,38 @@ def test_command_line_reference_has_every_option(monkeypatch, capsys):
         printed = capsys.readouterr().out
         shown = re.findall(r"^  (--[a-z][\w.-]*)", printed, re.M)
         assert flags == set(shown), name
+
+
+def test_the_page_of_scale_shows_what_the_formulas_give():
+    page = (DOCS / "scale.md").read_text(encoding="utf-8")
+    rows = [line.strip("|").split("|") for line in page.splitlines() if re.match(r"\| \d", line)]
+    assert len(rows) == 7
+    num_params = num_parameters(PAPER["684M"])
+    for cells in rows:
+        num_ranks, num_rows = int(cells[0]), int(cells[1])
+        waiting = scale.FLOAT32 * num_params
+        gram = scale.gathered_gram_bytes(num_rows, num_ranks)
+        own = scale.most_rows(num_rows, num_ranks)
+        memory = sum(scale.training_bytes(num_params).values()) + waiting + gram
+        memory += scale.rows_bytes(num_params, own, 4)
+        memory += scale.exchanged_bytes(num_params, num_rows, num_ranks, 4)
+        sent = scale.data_parallel_bytes(num_params, num_rows, num_ranks, 4)
+        assert cells[2].strip() == f"{memory / 1e9:.1f}"
+        if num_ranks == 1:
+            continue
+        assert cells[3].strip() == _sent(sent, scale.ddp_bytes(num_params, num_ranks))
+        shards = sum(scale.training_bytes(num_params, num_ranks).values()) + waiting / num_ranks
+        # The parameters of all shards are kept between domains.
+        shards += scale.FLOAT32 * num_params + gram
+        shards += scale.rows_bytes(num_params, num_rows, 4) / num_ranks
+        sent = scale.sharded_bytes(num_params, num_rows, num_ranks, num_rows, are_kept=True)
+        plain = scale.sharded_bytes(num_params, 0, num_ranks, 1, are_kept=False)
+        assert cells[4].strip() == f"{shards / 1e9:.1f}"
+        assert cells[5].strip() == _sent(sent, plain)
+
+
+def _sent(num_bytes: float, plain: float) -> str:
+    return f"{num_bytes / 1e9:.1f} ({num_bytes / plain:.2f})"
 
 
 @pytest.mark.exhaustive
