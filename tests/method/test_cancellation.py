@@ -24,9 +24,6 @@ def tokens_of(step: int) -> Tensor:
     return domain_tokens(0, step, batch=3, length=12)
 
 
-# The score.
-
-
 def by_definition(steps: int) -> dict[Reading, dict[str, float]]:
     """C(w) from gradients of every example and copies of the weights, in every reading."""
     model = tiny_gpt2().double()
@@ -174,8 +171,6 @@ def test_misuse_speaks():
     with pytest.raises(ValueError, match="they share none"):
         CancellationEffect(nn.Linear(1, 1), optimizer)
 
-
-# Selection.
 
 SCORES = {"a": 2.0, "b": 1.0, "c": 3.0, "d": 2.0}
 COLUMNS = {"a": 10, "b": 20, "c": 30, "d": 40}

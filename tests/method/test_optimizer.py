@@ -87,9 +87,6 @@ def test_it_wraps_an_optimizer_that_trains_something():
         DoGEOptimizer(inner, domains=DOMAINS)
 
 
-# Steps.
-
-
 @pytest.mark.usefixtures("taken")
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, "rate"])
 @pytest.mark.parametrize("selection", [None, ["norm.weight"]], ids=["all", "selected"])
@@ -166,9 +163,6 @@ def test_half_precision_parameters(dtype):
     assert all(p.grad.dtype == dtype for p in params)
     # One rounding to storage: half an ulp of each element.
     assert ((flat - expected).abs() <= torch.finfo(dtype).eps * expected.abs() + 1e-7).all()
-
-
-# As a torch optimizer.
 
 
 def test_it_does_not_outlive_its_references():

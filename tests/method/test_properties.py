@@ -22,8 +22,6 @@ from tests.properties import attempt, gradients, json_values, points, reals, vec
 EPS = torch.finfo(torch.float64).eps
 SIZES = st.integers(1, 8)
 
-# The simplex.
-
 
 @given(SIZES.flatmap(lambda n: st.tuples(points(n), vectors(n))), reals(0, 10), reals(1e-6, 1e6))
 def test_a_mirror_step_is_a_softmax_of_what_the_paper_writes(both, lr, mu):
@@ -52,9 +50,6 @@ def test_smoothing_keeps_a_floor(alpha_K, smoothing):
     assert_simplex(smooth_K, ulps=4 * len(alpha_K))
     assert (smooth_K >= smoothing / len(alpha_K) * (1 - 4 * EPS)).all()
     torch.testing.assert_close(smooth_K, reference.smooth(alpha_K, smoothing))
-
-
-# The K x K algebra.
 
 
 @given(gradients(), st.data())
@@ -86,9 +81,6 @@ def test_no_row_is_longer_than_the_clip(norms_R, most):
     assert (factors_R * norms_R <= most).all()
 
 
-# Names and targets.
-
-
 @given(json_values, json_values)
 def test_other_names_and_targets_are_refused_in_a_sentence(domains, target):
     for arguments in ((domains, UNIVERSAL), (["a", "b"], target)):
@@ -98,9 +90,6 @@ def test_other_names_and_targets_are_refused_in_a_sentence(domains, target):
         else:
             assert any(tau > 0 for tau in objective.tau)
             assert all(isinstance(name, str) and name for name in objective.rows)
-
-
-# Files.
 
 
 @given(st.dictionaries(st.text(max_size=4), json_values, max_size=4))

@@ -41,9 +41,6 @@ def assert_steps(weight: Tensor, optimizer: DoGEOptimizer, number: int = 1) -> N
     assert optimizer.num_steps == number
 
 
-# Which domains have been entered, and how often.
-
-
 @pytest.mark.parametrize(("entered", "missing"), [("ac", r"\['b'\]"), ("b", r"\['a', 'c'\]")])
 @pytest.mark.parametrize("ends", ["step", "combine"])
 def test_a_step_without_some_domain_is_refused_and_moves_nothing(entered, missing, ends):
@@ -171,9 +168,6 @@ def test_a_copy_has_entered_nothing():
     assert optimizer.num_steps == 1
 
 
-# Inside a domain.
-
-
 def test_a_domain_is_known_and_inside_no_other_and_has_a_backward_pass():
     _, optimizer = made(target={"far": 1.0})
     said = r"domain 'z' .* \['a', 'b', 'c', 'far'\]"
@@ -230,9 +224,6 @@ def test_sparse_gradients_are_refused_before_a_row_is_made():
     model.sparse = True
     with pytest.raises((RuntimeError, ValueError), match="sparse"), optimizer.domain("b"):
         model(torch.tensor([1, 2])).sum().backward()
-
-
-# Gradients of no domain.
 
 
 def test_a_backward_pass_outside_any_domain_is_refused():
@@ -319,9 +310,6 @@ def test_of_two_wrappers_that_take_turns_the_one_in_use_listens():
         optimizer.step()
         optimizer.zero_grad()
     assert (new.num_steps, old.num_steps) == (2, 1)
-
-
-# Factors of losses.
 
 
 def test_the_factor_is_the_loops_or_the_scalers_or_one():
