@@ -77,6 +77,27 @@ def test_what_waits_is_written_once_a_megabyte_is_there(monkeypatch):
     assert calls == []
 
 
+def test_what_waits_is_written_before_its_row_is_used_otherwise():
+    """Before gradients of another kind, before rows become wide, and before rows are lent."""
+    buffer, first, second = FlatBuffer(1), param(3), param(4)
+    buffer.receive(0, first, grad(first, 0))
+    buffer.flush()
+    # Added to its row, and the first of its row.
+    buffer.receive(0, first, grad(first, 1))
+    buffer.receive(0, second, grad(second, 2))
+    rows = [block.rows_BN[0] for block in buffer.touched([first, second])]
+    assert torch.equal(rows[0], grad(first, 0) + grad(first, 1))
+    assert torch.equal(rows[1], grad(second, 2))
+    buffer, narrow = FlatBuffer(2), param(3, dtype=torch.bfloat16)
+    buffer.receive(0, narrow, torch.ones(3, dtype=torch.bfloat16))
+    buffer.receive(1, narrow, torch.full((3,), 2.0))
+    assert buffer.touched([narrow])[0].rows_BN.tolist() == [[1.0] * 3, [2.0] * 3]
+    buffer.clear()
+    buffer.receive(0, narrow, torch.ones(3))
+    buffer.slots(0, 1, narrow, torch.float32)[0].add_(1)
+    assert buffer.touched([narrow])[0].rows_BN[0].tolist() == [2.0] * 3
+
+
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_rows_of_16_bits_that_are_lent_twice_become_wide(dtype):
     """Unless the loop has asked for them."""
