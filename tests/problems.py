@@ -1,10 +1,12 @@
-"""Gradient matrices with known properties, by name."""
+"""Gradient matrices with known properties, by name, and the dtypes that they are stored in."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+STORAGE_DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,15 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from doge_fast import reference
 from doge_fast.kernels import accumulate
 from doge_fast.kernels.accumulate import _in_few_launches, accumulate_torch
 from tests.laws import assert_torch_knows
+from tests.problems import STORAGE_DTYPES
 
 OPERATOR = "accumulate"
 pytestmark = pytest.mark.usefixtures("nan_memory")
-
-STORAGE_DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
 @pytest.mark.parametrize("add", [False, True])
@@ -30,15 +28,11 @@ def test_accumulate_is_the_reference(grad_dtype, row_dtype, add, implementation,
             row.fill_(math.nan)
     accumulate(grads, rows, add=add, implementation=implementation)
     for row, exact in zip(rows, expected, strict=True):
-        slack = rounding(row, add)
+        # A second rounding, where a wider sum is narrowed to the row.
+        is_rounded_twice = add and row_dtype in (torch.bfloat16, torch.float16)
+        slack = torch.finfo(row_dtype).eps if is_rounded_twice else 0
         error = (row.double() - exact.double()).abs()
         assert (error <= slack * exact.double().abs()).all()
-
-
-def rounding(row: Tensor, add: bool) -> float:
-    """Exact, but for a second rounding where a wider sum is narrowed to the row."""
-    is_rounded_twice = add and row.dtype in (torch.bfloat16, torch.float16)
-    return torch.finfo(row.dtype).eps if is_rounded_twice else 0
 
 
 def test_half_precision_rounds_as_torch_does(implementation, device):

@@ -16,7 +16,6 @@ from doge_fast.kernels.dispatch import IMPLEMENTATIONS
 from tests.packages import needs_to_build
 from tests.processes import printed_by
 
-ROOT = Path(__file__).resolve().parents[2]
 GRADS_KN = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
 GRAM_KK = torch.tensor([[5.0, 11.0], [11.0, 25.0]], dtype=torch.float64)
 
@@ -62,9 +61,8 @@ def in_fresh_process(tmp_path: Path, **environment: str) -> dict[str, Any]:
         for name, value in os.environ.items()
         if not name.startswith("DOGE_FAST_") and name != "TRITON_INTERPRET"
     }
-    paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     clean |= {
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "DOGE_FAST_CACHE": str(tmp_path),
         "CXX": "/nonexistent",
     }

@@ -12,11 +12,10 @@ from torch import Tensor
 from doge_fast import reference
 from doge_fast.kernels import gram, implementations
 from tests.laws import assert_torch_knows, normalised_error
-from tests.problems import GRADIENT_PROBLEMS
+from tests.problems import GRADIENT_PROBLEMS, STORAGE_DTYPES
 
 pytestmark = pytest.mark.usefixtures("nan_memory")
 
-STORAGE_DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 # The longest sum that the operator promises to leave in float32.
 MAX_CHUNK = 16384
 

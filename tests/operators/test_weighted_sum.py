@@ -10,11 +10,9 @@ from doge_fast import reference
 from doge_fast.kernels import weighted_sum
 from doge_fast.kernels.triton_support import is_interpreted
 from tests.laws import assert_torch_knows
-from tests.problems import GRADIENT_PROBLEMS
+from tests.problems import GRADIENT_PROBLEMS, STORAGE_DTYPES
 
 pytestmark = pytest.mark.usefixtures("nan_memory")
-
-STORAGE_DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
 def coefficients_for(grads_RN: Tensor) -> Tensor:
