@@ -99,14 +99,6 @@ RUNS: dict[str, Build] = {
 # Routes: from a model and its optimizer to new ones that stand where they stood.
 
 
-def through_pickle(old: Pair, build: Build, path: Path) -> Pair:
-    return pickle.loads(pickle.dumps(old))
-
-
-def through_deepcopy(old: Pair, build: Build, path: Path) -> Pair:
-    return copy.deepcopy(old)
-
-
 def in_memory(options: StateDictOptions) -> Callable[[Pair, Build, Path], Pair]:
     """What a loop hands from one to the other."""
 
@@ -178,9 +170,9 @@ def by_itself(old: Pair, build: Build, path: Path) -> Pair:
     return new
 
 
-ROUTES = {
-    "pickle": through_pickle,
-    "deepcopy": through_deepcopy,
+ROUTES: dict[str, Callable[[Pair, Build, Path], Pair]] = {
+    "pickle": lambda old, build, path: pickle.loads(pickle.dumps(old)),
+    "deepcopy": lambda old, build, path: copy.deepcopy(old),
     "nested": in_memory(NESTED),
     "flattened": in_memory(FLAT),
     "full": in_memory(StateDictOptions(full_state_dict=True, cpu_offload=True)),
@@ -241,9 +233,6 @@ def test_saving_takes_no_step(inner, is_begun):
             optimizer.step()
     train(model, optimizer, [0])
     assert optimizer.num_steps == 1
-
-
-# Between the wrapper and the bare optimizer.
 
 
 def test_a_plain_checkpoint_leaves_the_weights_and_says_so():
@@ -318,9 +307,6 @@ def test_a_state_dict_is_a_copy():
     assert not torch.equal(optimizer.alpha, alpha)
     optimizer.load_state_dict(kept)
     assert torch.equal(optimizer.alpha, alpha)
-
-
-# Over ranks.
 
 
 @pytest.mark.parametrize(

@@ -40,9 +40,6 @@ STEPS = 9
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-# Schedulers.
-
-
 def halved(step: int) -> float:
     return 0.5**step
 
@@ -221,26 +218,19 @@ def test_accelerate(check, given):
     isolated(check, *given)
 
 
-# Hooks.
-
-
-def test_every_hook_of_a_torch_optimizer_runs_and_a_profile_names_the_steps():
-    """Hooks of the wrapped optimizers: test_several_optimizers."""
-    model, optimizer = wrapped()
+def test_every_hook_of_all_optimizers_runs_and_a_profile_names_their_steps():
+    model, optimizer = wrapped(pair)
+    every = (optimizer, optimizer.inner, *optimizer.inner.optimizers)
+    kinds = ("step", "state_dict", "load_state_dict")
     seen: list[str] = []
-    kinds = [
-        f"{what}_{when}"
-        for what in ("step", "state_dict", "load_state_dict")
-        for when in ("pre", "post")
-    ]
     handles = [
-        getattr(optimizer, f"register_{kind}_hook")(lambda *_, kind=kind: seen.append(kind))
-        for kind in kinds
-    ]
-    # Of all optimizers, of which the wrapped one steps inside.
-    handles.append(
+        # For whatever optimizer steps.
         register_optimizer_step_pre_hook(lambda found, *_: seen.append(type(found).__name__))
-    )
+    ]
+    for each, kind, when in itertools.product(every, kinds, ("pre", "post")):
+        said = f"{kind} {type(each).__name__} {when}"
+        register = getattr(each, f"register_{kind}_{when}_hook")
+        handles.append(register(lambda *_, said=said: seen.append(said)))
     try:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             train(model, optimizer, [0])
@@ -249,11 +239,17 @@ def test_every_hook_of_a_torch_optimizer_runs_and_a_profile_names_the_steps():
         for handle in handles:
             handle.remove()
     names = [event.name for event in profile.events()]
-    assert names.count("Optimizer.step#DoGEOptimizer.step") == 1
-    assert names.count("Optimizer.step#AdamW.step") == 1
     train(model, optimizer, [1])
     optimizer.load_state_dict(optimizer.state_dict())
-    assert seen == ["DoGEOptimizer", "step_pre", "AdamW", *kinds[1:]]
+    order = [
+        *("DoGEOptimizer pre", "JoinedOptimizer pre", "SGD pre", "SGD post"),
+        *("AdamW pre", "AdamW post", "JoinedOptimizer post", "DoGEOptimizer post"),
+    ]
+    expected = [f"{kind} {each}" for kind in kinds for each in order]
+    for name in ("DoGEOptimizer", "JoinedOptimizer", "SGD", "AdamW"):
+        expected.insert(expected.index(f"step {name} pre"), name)
+        assert names.count(f"Optimizer.step#{name}.step") == 1
+    assert seen == expected
 
 
 def test_hooks_may_change_what_passes():
@@ -276,9 +272,6 @@ def test_hooks_may_change_what_passes():
     assert torch.equal(optimizer.alpha, uniform)
     assert not torch.equal(before["doge"]["alpha"], uniform)
     assert state.keys() == before.keys()
-
-
-# Parameter groups.
 
 
 @pytest.mark.parametrize("through", ["wrapper", "inner"])
@@ -319,9 +312,6 @@ def test_a_parameter_put_in_the_place_of_another_is_heard():
         optimizer.step()
 
 
-# Copies.
-
-
 def assert_usable(model: nn.Module, optimizer: DoGEOptimizer) -> None:
     """It trains, its hooks run once a step, and its methods are there."""
     seen: list[str] = []
@@ -360,8 +350,6 @@ def test_copies_leave_the_class_whole():
     train(model, optimizer, range(3))
     isolated(check_copies, pickle.dumps((model, optimizer)))
 
-
-# Loss scaling.
 
 INNER: dict[str, Callable[[nn.Module], Any]] = {
     "plain": partial(adamw, foreach=False),
@@ -444,9 +432,6 @@ def test_what_a_scaler_cannot_do_is_no_silent_step():
             scaler.step(optimizer)
         optimizer.zero_grad()
         assert_same(everything(model, optimizer), before)
-
-
-# Closures and compilers.
 
 
 @pytest.mark.parametrize("way", ["positional", "keyword", "patched"])

@@ -198,20 +198,15 @@ FORWARD_FIRST = "Run forward and backward inside the domain"
 
 def of_wrapper(said: str, is_taken_at_once: bool) -> str:
     """On a GPU gradients are taken when the domain is left."""
-    with mock.patch.object(parameters, "takes_at_once", return_value=is_taken_at_once):
-        return what_is_said(said)
-
-
-def what_is_said(said: str) -> str:
-    model, _ = built()
+    model, name = small_model(), own(dist.get_rank())
     wrapped = THAT_REDUCE.get(said, DistributedDataParallel)(model)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = DoGEOptimizer(inner, domains=list(SIZES), mu=5.0)
-    name = own(dist.get_rank())
-    if said != FORWARD_FIRST:
-        return raised(lambda: enter(wrapped, optimizer, name))
-    outputs = wrapped(examples(name, 0, 4))
-    return raised(lambda: enter(lambda _: outputs, optimizer, name))
+    with mock.patch.object(parameters, "takes_at_once", return_value=is_taken_at_once):
+        optimizer = DoGEOptimizer(inner, domains=list(SIZES), mu=5.0)
+        if said != FORWARD_FIRST:
+            return raised(lambda: enter(wrapped, optimizer, name))
+        outputs = wrapped(examples(name, 0, 4))
+        return raised(lambda: enter(lambda _: outputs, optimizer, name))
 
 
 @pytest.mark.parametrize("is_taken_at_once", [True, False], ids=["at once", "at the end"])

@@ -100,20 +100,6 @@ def test_schedulers_take_the_wrapper_the_joined_one_or_each():
     lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=5, cycle_momentum=False)
 
 
-def test_hooks_of_all_of_them_run():
-    model, optimizer = small.wrapped(small.pair)
-    seen: list[str] = []
-    for each in (optimizer, optimizer.inner, *optimizer.inner.optimizers):
-        name = type(each).__name__
-        each.register_step_post_hook(lambda *_, name=name: seen.append(f"step {name}"))
-        each.register_state_dict_post_hook(lambda *_, name=name: seen.append(f"save {name}"))
-        each.register_load_state_dict_post_hook(lambda *_, name=name: seen.append(f"load {name}"))
-    small.train(model, optimizer, [0])
-    optimizer.load_state_dict(optimizer.state_dict())
-    order = ["SGD", "AdamW", "JoinedOptimizer", "DoGEOptimizer"]
-    assert seen == [f"{what} {name}" for what in ("step", "save", "load") for name in order]
-
-
 class Averaging(torch.optim.SGD):
     """As schedule-free ones: hosts ask whether there are modes, and set them."""
 

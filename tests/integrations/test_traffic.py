@@ -115,14 +115,10 @@ def counted(sent: list[float], name: str, collective: Any) -> Any:
 
 
 def run(model: Any, optimizer: DoGEOptimizer, batch: dict[str, Tensor], how: str) -> None:
-    """This rank's share of every domain.
+    """This rank's share of every domain in a batch of all ranks.
 
-    Args:
-        model: in shards, or whole in one process.
-        optimizer: its.
-        batch: of all ranks.
-        how: "kept": parameters stay until the last pass; "in parts": two backward passes for a
-            domain, reduced together.
+    With "kept", parameters stay until the last pass; with "in parts", a domain has two backward
+    passes, reduced together.
     """
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     num_parts = 2 if how == "in parts" else 1

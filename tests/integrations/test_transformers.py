@@ -265,45 +265,29 @@ class OwnLoss(DoGETrainer):
         return super().compute_loss(*args, **kwargs)
 
 
+class OwnForward(GPT2LMHeadModel):
+    """A stacked pass takes the logits, so it would leave out a loss that is computed here."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
 @pytest.mark.parametrize(
-    ("change", "kind", "message"),
+    ("change", "changes", "message"),
     [
-        (shorter, DoGETrainer, r"sequences of one length; got \[\(5,\), \(12,\)\]"),
-        (with_images, DoGETrainer, "got input_ids, labels, pixel_values"),
-        (without_labels, DoGETrainer, "some domain lacks them"),
-        (dict, OwnLoss, "the model's own loss, and another is set"),
+        (shorter, {}, r"sequences of one length; got \[\(5,\), \(12,\)\]"),
+        (with_images, {}, "got input_ids, labels, pixel_values"),
+        (without_labels, {}, "some domain lacks them"),
+        (dict, {"kind": OwnLoss}, "the model's own loss, and another is set"),
+        (dict, {"model_init": lambda: OwnForward(tiny_gpt2().config)}, "OwnForward"),
     ],
-    ids=["lengths", "images", "labels", "loss"],
+    ids=["lengths", "images", "labels", "loss", "forward"],
 )
-def test_what_cannot_be_stacked_is_refused_or_runs_in_turn(change, kind, message, tmp_path):
+def test_what_cannot_be_stacked_is_refused_or_runs_in_turn(change, changes, message, tmp_path):
     inputs = change(batch_of(0, DOMAINS))
-    assert not stackable(trainer_for(tmp_path, kind=kind, mode="auto"), inputs)
+    assert not stackable(trainer_for(tmp_path, **changes, mode="auto"), inputs)
     with pytest.raises(ValueError, match=message):
-        stackable(trainer_for(tmp_path, kind=kind, mode="stacked"), inputs)
-
-
-def test_a_forward_of_ones_own_is_called(tmp_path):
-    """A stacked pass takes the logits, so it would leave out a loss that `forward` computes."""
-    trainer = trainer_for(tmp_path, mode="auto")
-    kind = type(trainer.model)
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = kind.forward(self, *args, **kwargs)
-        if output.loss is not None:
-            output.loss = 3 * output.loss
-        return output
-
-    batch = batch_of(0, DOMAINS)
-    trainer.create_optimizer()
-    trainer.current_gradient_accumulation_steps = 1
-    plain = trainer.training_step(trainer.model, batch)
-    trainer.doge.zero_grad()
-    trainer.model.__class__ = type("Own", (kind,), {"forward": forward})
-    own = trainer.training_step(trainer.model, batch)
-    torch.testing.assert_close(own, 3 * plain)
-    trainer.mode = "stacked"
-    with pytest.raises(ValueError, match="Own"):
-        trainer._is_to_be_stacked(batch)
+        stackable(trainer_for(tmp_path, **changes, mode="stacked"), inputs)
 
 
 class IgnoringTargets(DoGETrainer):
@@ -340,21 +324,17 @@ def test_micro_batches_change_nothing_but_rounding(tmp_path, kind, is_masked):
     assert parts.state.log_history[0]["loss/ab"] == pytest.approx(float(expected), rel=1e-5)
 
 
-class Around(Trainer):
-    """A trainer of somebody else, which does something around every step."""
-
-    entered = 0
-
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.entered += 1
-        return super().training_step(*args, **kwargs)
-
-
-class Both(DoGETrainer, Around):
-    pass
-
-
 def test_the_step_of_another_trainer_runs_around_that_of_the_domains(tmp_path):
+    class Around(Trainer):
+        entered = 0
+
+        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            self.entered += 1
+            return super().training_step(*args, **kwargs)
+
+    class Both(DoGETrainer, Around):
+        pass
+
     trainer, alone = trainer_for(tmp_path / "both", kind=Both), trainer_for(tmp_path / "alone")
     trainer.train()
     alone.train()
@@ -670,9 +650,6 @@ def test_a_collator_that_pads_and_makes_the_labels(tmp_path):
         losses += [model(short).logits[0, :-1].log_softmax(-1).gather(1, short[0, 1:, None])]
     expected = -torch.cat(losses).mean().detach()
     torch.testing.assert_close(trainer.domain_losses["ab"], expected)
-
-
-# What else Trainer's arguments ask for.
 
 
 def test_trains_again_after_an_evaluation_whose_loss_is_the_models(tmp_path):
