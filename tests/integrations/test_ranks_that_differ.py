@@ -23,6 +23,7 @@ from doge_fast.distributed import process_group
 from doge_fast.step import parameters
 from doge_fast.step.step import DROPPED
 from tests.integrations.test_several_processes import examples, losses, small_model, values
+from tests.models import take_step
 from tests.ranks import group
 
 SIZES = {"a": 4, "b": 4}
@@ -336,11 +337,8 @@ def untouched() -> tuple[Tensor, float]:
     optimizer = DoGEOptimizer(inner, domains=["a", "b"], mu=1.0)
 
     def step(names: str, used: list[nn.Parameter]) -> None:
-        for name in names:
-            with optimizer.domain(name):
-                sum((param * torch.arange(1.0, 5.0)).sum() for param in used).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        factors_N = torch.arange(1.0, 5.0)
+        take_step(optimizer, names, lambda _: sum((param * factors_N).sum() for param in used))
 
     step("ab"[rank], list(params))
     step("" if rank else "ab", [params[0]])

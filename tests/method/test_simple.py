@@ -13,7 +13,7 @@ from torch import nn
 
 from doge_fast import DoGEOptimizer, simple
 from doge_fast.simple import SimpleDoGE
-from tests.models import domain_tokens, tied_transformer
+from tests.models import domain_tokens, enter, tied_transformer
 
 STEPS = 100
 TOLERANCE = 1e-12
@@ -30,9 +30,7 @@ PAPER = {"mu": 0.02, "domain_max_grad_norm": None}
 def run(model: nn.Module, inner: torch.optim.Optimizer, ours: Any, rows: list[str]) -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(inner, T_max=STEPS)
     for step in range(STEPS):
-        for row, name in enumerate(rows):
-            with ours.domain(name):
-                model(domain_tokens(row, step)).backward()
+        enter(ours, rows, lambda name, step=step: model(domain_tokens(rows.index(name), step)))
         ours.step()
         inner.zero_grad()
         scheduler.step()
