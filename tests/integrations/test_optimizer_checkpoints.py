@@ -278,10 +278,8 @@ def test_plain_training_and_the_wrapper_read_each_others_checkpoints(is_from_wra
     assert_same(model.parameters(), plain_model.parameters())
 
 
-# What is refused, part by part, stands in tests/method/test_checkpoint.py.
-
-
 def test_refused_numbers_in_the_groups_change_nothing():
+    """What is refused, part by part, stands in tests/method/test_checkpoint.py."""
     model, optimizer = wrapped()
     train(model, optimizer, range(3))
     state = optimizer.state_dict()

@@ -1,7 +1,8 @@
 """Several wrapped optimizers: one W over all parameters, one mixture, and each steps its own.
 
 Their steps are those of the reference in test_optimizer_twins; over ranks and in one pass for all
-domains: test_several_processes and test_sharded; resumed: the two tests of checkpoints.
+domains: test_several_processes and test_sharded; resumed: the two tests of checkpoints; with hooks
+and scalers: test_optimizer_contract.
 """
 
 import copy
@@ -17,9 +18,6 @@ from doge_fast import DoGEOptimizer
 from tests.integrations import small
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-# What stands around a step; `small.pair` takes other ways through test_optimizer_contract too.
 
 
 def kind_of(kind: type[Optimizer], is_one_of_two: bool) -> Callable[[nn.Module], Any]:

@@ -30,9 +30,7 @@ def fill(model: nn.Module, optimizer: DoGEOptimizer, step: int = 0) -> None:
     enter(optimizer, rows, lambda name: model(domain_tokens(rows[name], step)))
 
 
-# Arguments. Ranges have their tests beside the code that knows them; here each is reached.
-
-
+# Ranges have their tests beside the code that knows them; here each is reached.
 @pytest.mark.parametrize(
     ("kwargs", "word"),
     [
