@@ -1,6 +1,5 @@
 """Documents that name their domain, written in the layouts a corpus comes in."""
 
-import dataclasses
 import gzip
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -73,16 +72,6 @@ def documents(corpus: Corpus, name: str, split: str) -> list[str]:
         else:
             found[-1].append(token)
     return [corpus.tokenizer.decode(ids) for ids in found if ids]
-
-
-def rename(config: CorpusConfig, **changes: Any) -> CorpusConfig:
-    return dataclasses.replace(config, **changes)
-
-
-def rows_of_two() -> tuple[list[str], list[dict[str, str]]]:
-    """Rows as SlimPajama has them, two domains mingled."""
-    rows = [text_of("C4" if i % 3 else "Book", i) for i in range(90)]
-    return rows, [{"redpajama_set_name": "C4" if i % 3 else "Book"} for i in range(90)]
 
 
 def check_refused(config: CorpusConfig, message: str, **options: Any) -> None:

@@ -1,6 +1,7 @@
 """The cache is found, keeps what came first, and says so when it cannot be written."""
 
 import errno
+from dataclasses import replace
 
 import pytest
 from filelock import FileLock
@@ -8,7 +9,6 @@ from filelock import FileLock
 from doge_fast.pipeline import cache
 from doge_fast.pipeline.config import CorpusConfig
 from doge_fast.pipeline.domains import load_corpus
-from tests.pipeline.corpora import rename
 
 
 def test_two_at_once_both_find_it_packed(tmp_path):
@@ -46,7 +46,7 @@ def test_a_disk_that_is_full_of_the_cache(tmp_path, failure):
 
 def test_the_cache_is_found_through_the_environment(tmp_path, config, monkeypatch):
     monkeypatch.setenv("DOGE_FAST_CACHE", str(tmp_path / "elsewhere"))
-    load_corpus(rename(config, cache_dir=None))
+    load_corpus(replace(config, cache_dir=None))
     assert len(list((tmp_path / "elsewhere" / "blocks").iterdir())) == 3
 
 

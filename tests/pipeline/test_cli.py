@@ -29,6 +29,7 @@ from doge_fast.pipeline.config import (
 )
 from doge_fast.pipeline.config.fields import filled
 from doge_fast.pipeline.experiments.presets import preset_of
+from doge_fast.pipeline.run import Run
 from tests.pipeline.stages import words_of
 
 
@@ -43,6 +44,9 @@ def test_the_verbs_run_one_after_the_other(proxy, base, capsys):
     words = ["--weights", str(learned.out), "--targets", "verse", "--batch-size", "8"]
     assert cli.main(["base", *words_of(trained), *words]) == 0
     told = capsys.readouterr().out.splitlines()
+    assert Run(trained.out).weights == Run(learned.out).weights
+    assert set(Run(trained.out).metrics("train")[-1]["tokens"]) == {"code", "prose", "table"}
+    assert "verse" in Run(trained.out).metrics("eval")[-1]["loss"]
     assert told[1] == f"model: {trained.out / 'model'}"
     assert told[2].endswith(f"doge-fast evaluate {trained.out}")
     assert cli.main(["evaluate", str(trained.out), "--device", "cpu"]) == 0
@@ -174,10 +178,6 @@ def test_a_file_says_numbers_and_lists_of_one_as_options_do(tmp_path):
     config = cli.parse(["proxy", "--config", str(file)])
     assert (config.target, config.training.steps) == (("ca",), 10_000)
     assert (config.training.learning_rate, config.training.eval_every) == (1e-3, 100)
-    for wrong, word in {"lr: 1": "training.learning_rate", "mu: much": "mu must be"}.items():
-        file.write_text(f"out: x\n{wrong}\n")
-        with pytest.raises(ValueError, match=word):
-            cli.parse(["proxy", "--config", str(file)])
 
 
 def test_a_runs_own_record_can_be_fed_back(tmp_path):
@@ -189,8 +189,6 @@ def test_a_runs_own_record_can_be_fed_back(tmp_path):
     assert cli.parse(["proxy", "--config", str(file)]) == config
     again = cli.parse(["proxy", "--config", str(file), "--out", "runs/y"])
     assert again == replace(config, out=Path("runs/y"))
-    with pytest.raises(ValueError, match="is the record of a proxy run; it cannot configure base"):
-        cli.parse(["base", "--config", str(file)])
 
 
 @pytest.mark.parametrize("words", [["proxy", "--help"], ["weights", "show", "nowhere.json"]])

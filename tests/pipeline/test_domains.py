@@ -3,6 +3,7 @@
 import functools
 import itertools
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from doge_fast.pipeline.domains import (
     mixed_batch,
     proxy_batch,
 )
-from tests.pipeline.corpora import check_refused, rename, texts, write_jsonl
+from tests.pipeline.corpora import check_refused, texts, write_jsonl
 
 
 def test_targets_are_held_out_unless_trained_on(config):
@@ -27,7 +28,7 @@ def test_targets_are_held_out_unless_trained_on(config):
     loaded = load_corpus(config, targets=["prose"])
     assert (loaded.names, loaded.targets) == (("code", "verse"), ("prose",))
     assert set(loaded.train) == set(loaded.validation) == {"code", "verse", "prose"}
-    named = load_corpus(rename(config, domains=("verse", "code")), targets=["code", "prose"])
+    named = load_corpus(replace(config, domains=("verse", "code")), targets=["code", "prose"])
     assert (named.names, named.targets) == (("verse", "code"), ("prose",))
 
 
@@ -45,13 +46,13 @@ def test_mix_is_never_trained_on(corpus, mixed):
 
 def test_a_domain_named_like_a_target_word(tmp_path, config):
     write_jsonl(tmp_path / "mix.jsonl", texts("mix"))
-    check_refused(rename(config, data=str(tmp_path)), 'No domain may be named "mix"')
+    check_refused(replace(config, data=str(tmp_path)), 'No domain may be named "mix"')
 
 
 def test_a_domain_too_small_for_mix(tmp_path, config):
     write_jsonl(tmp_path / "a.jsonl", texts("a", 2))
     with pytest.raises(ValueError, match=r"mix holds out 4 training blocks .* a has only"):
-        load_corpus(rename(config, data=str(tmp_path), block_size=64), targets=["mix"])
+        load_corpus(replace(config, data=str(tmp_path), block_size=64), targets=["mix"])
 
 
 def proxy_batches(corpus: Corpus, start_step: int = 0) -> Batches:
@@ -102,11 +103,10 @@ def test_mix_batches_hold_out_blocks_of_every_domain(mixed):
     assert abs(drawn["code"] - 150) <= 10
 
 
-def test_another_domain_does_not_change_the_others(tmp_path, config, mixed):
-    mixed.tokenizer.save_pretrained(tmp_path)
-    fixed = rename(config, tokenizer=str(tmp_path))
-    fewer = load_corpus(rename(fixed, domains=("prose",)), targets=["verse"])
-    more = load_corpus(rename(fixed, domains=("code", "prose")), targets=["verse"])
+def test_another_domain_does_not_change_the_others(config, mixed):
+    fixed = replace(config, tokenizer=mixed.tokenizer.name_or_path)
+    fewer = load_corpus(replace(fixed, domains=("prose",)), targets=["verse"])
+    more = load_corpus(replace(fixed, domains=("code", "prose")), targets=["verse"])
     assert fewer.tokenizer_sha256 == mixed.tokenizer_sha256
     ours, theirs = proxy_batches(fewer).batch(5), proxy_batches(more).batch(5)
     for name in ("prose", "verse"):

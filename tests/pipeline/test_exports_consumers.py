@@ -97,26 +97,19 @@ def test_torchdata_draws_the_learned_shares(rows):
     assert_shares(drawn, documents_of(POSITIVE))
 
 
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """{domain: folder of litdata's}, the domain's index as every token."""
+def test_litdata_draws_the_learned_shares(tmp_path):
     litdata = installed("litdata")
     writer = importlib.import_module("litdata.streaming.writer")
-    paths = {}
-    for index, name in enumerate(POSITIVE):
-        paths[name] = str(tmp_path_factory.mktemp(name))
+    paths = {name: str(tmp_path / name) for name in POSITIVE}
+    for index, path in enumerate(paths.values()):
         loader = litdata.TokensLoader(block_size=9)
-        binary = writer.BinaryWriter(paths[name], chunk_bytes="1MB", item_loader=loader)
+        binary = writer.BinaryWriter(path, chunk_bytes="1MB", item_loader=loader)
         for document in range(300):
+            # The domain's index is every token.
             binary.add_item(document, torch.full((30,), index, dtype=torch.int32))
         binary.done()
         binary.merge()
-    return paths
-
-
-def test_litdata_draws_the_learned_shares(tokens):
-    installed("litdata")
-    text = export(WEIGHTS, to="litdata", paths=tokens, seq_length=8).text
+    text = export(WEIGHTS, to="litdata", paths=paths, seq_length=8).text
     dataset = run(text)["dataset"]
     names = list(POSITIVE)
     blocks = list(itertools.islice(dataset, DRAWN))
@@ -180,37 +173,25 @@ def test_swift_draws_the_learned_shares(tmp_path):
     assert_shares(drawn, documents_of(POSITIVE))
 
 
-@pytest.fixture(scope="module")
-def megatron() -> Any:
-    installed("megatron.core")
-    return types.SimpleNamespace(
-        blend=installed("megatron.core.datasets.utils").get_blend_from_list,
-        helpers=installed("megatron.core.datasets.helpers_cpp"),
-        config=installed("megatron.core.datasets.blended_megatron_dataset_config"),
-    )
-
-
 PREFIXES = {name: f"/data/{name}_text_document" for name in POSITIVE}
 BLEND = (list(PREFIXES.values()), list(POSITIVE.values()))
 
 
-def words_of(target: str) -> list[str]:
-    """The list that Megatron makes of an export, by the rules of its argument parser."""
-    text = export(WEIGHTS, to=target, paths=PREFIXES).text
-    return text.split() if target == "megatron-file" else shlex.split(text)[1:]
-
-
-def test_megatron_draws_the_learned_shares(megatron):
-    prefixes, weights = megatron.blend(words_of("megatron-file"))
-    config = megatron.config.BlendedMegatronDatasetConfig(
+def test_megatron_draws_the_learned_shares():
+    installed("megatron.core")
+    blend_of = installed("megatron.core.datasets.utils").get_blend_from_list
+    helpers = installed("megatron.core.datasets.helpers_cpp")
+    configs = installed("megatron.core.datasets.blended_megatron_dataset_config")
+    # As its argument parser cuts the file.
+    words = export(WEIGHTS, to="megatron-file", paths=PREFIXES).text.split()
+    prefixes, weights = blend_of(words)
+    config = configs.BlendedMegatronDatasetConfig(
         random_seed=0, sequence_length=8, blend=(prefixes, weights), split="1,0,0"
     )
     assert config.blend == BLEND
     index = np.zeros(DRAWN, dtype=np.int16)
     sample = np.zeros(DRAWN, dtype=np.int64)
-    megatron.helpers.build_blending_indices(
-        index, sample, np.asarray(weights), len(weights), DRAWN, False
-    )
+    helpers.build_blending_indices(index, sample, np.asarray(weights), len(weights), DRAWN, False)
     counts = np.bincount(index)
     # Not drawn but dealt: never more than one off.
     assert np.abs(counts - DRAWN * np.asarray(list(POSITIVE.values()))).max() <= 1
@@ -223,25 +204,18 @@ def test_bridge_holds_the_same_blend():
     assert tuple(cfg.dataset.blend) == BLEND
 
 
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """{domain: folder of MDS shards}."""
+def test_mosaic_draws_the_learned_shares_unrounded(tmp_path):
     streaming = installed("streaming")
-    paths = {}
-    for name in POSITIVE:
-        paths[name] = str(tmp_path_factory.mktemp(name))
-        with streaming.MDSWriter(out=paths[name], columns={"name": "str"}) as writer:
+    paths = {name: str(tmp_path / name) for name in POSITIVE}
+    for name, path in paths.items():
+        with streaming.MDSWriter(out=path, columns={"name": "str"}) as writer:
             for _ in range(400):
                 writer.write({"name": name})
-    return paths
-
-
-def test_mosaic_draws_the_learned_shares_unrounded(shards):
     learned = {"book": 0.276, "code": 0.375, "web": 0.349}
     text = export(
         learned,
         to="mosaic-streaming",
-        paths=shards,
+        paths=paths,
         seq_length=8,
         # Stratified batches of 20 would hold .3, .4 and .3.
         batch_size=20,
@@ -253,23 +227,16 @@ def test_mosaic_draws_the_learned_shares_unrounded(shards):
     )
 
 
-@pytest.fixture(scope="module")
-def arrays(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """{domain: file of 2000 tokens}, the domain's index as every token."""
-    folder = tmp_path_factory.mktemp("arrays")
-    for index, name in enumerate(POSITIVE):
-        np.full(2000, index + 1, dtype=np.uint32).tofile(folder / f"{name}.npy")
-    return {name: str(folder / f"{name}.npy") for name in POSITIVE}
-
-
-def test_olmo_selects_the_tokens_of_the_learned_shares(arrays, tmp_path):
+def test_olmo_selects_the_tokens_of_the_learned_shares(tmp_path):
     mixture = installed("olmo_core.data.source_mixture")
     data = installed("olmo_core.data")
-    text = export(WEIGHTS, to="olmo-core", paths=arrays).text
-    path = tmp_path / "sources.yaml"
-    path.write_text(text)
+    paths = {name: str(tmp_path / f"{name}.npy") for name in POSITIVE}
+    for index, path in enumerate(paths.values()):
+        np.full(2000, index + 1, dtype=np.uint32).tofile(path)
+    sources = tmp_path / "sources.yaml"
+    sources.write_text(export(WEIGHTS, to="olmo-core", paths=paths).text)
     built = mixture.SourceMixtureDatasetConfig(
-        source_list=mixture.SourceMixtureList.from_yaml(str(path)),
+        source_list=mixture.SourceMixtureList.from_yaml(str(sources)),
         requested_tokens=8000,
         global_batch_size=80,
         quiet=True,

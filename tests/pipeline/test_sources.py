@@ -1,6 +1,7 @@
 """Every layout and form of text is found and read; what cannot be read is told in a sentence."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,6 @@ from tests.pipeline.corpora import (
     check_refused,
     documents,
     name_configurations,
-    rename,
-    rows_of_two,
     text_of,
     texts,
     write_jsonl,
@@ -28,12 +27,9 @@ from tests.pipeline.corpora import (
 )
 
 
-def text_file(path: Path) -> CorpusFile:
-    return CorpusFile(path, "a", "train", "text")
-
-
 def cut(path: Path, chars: int = 16_384) -> list[str]:
-    return [row.text for row in file_rows.text_documents(text_file(path), chars)]
+    file = CorpusFile(path, "a", "train", "text")
+    return [row.text for row in file_rows.text_documents(file, chars)]
 
 
 def test_what_is_read_held_out_and_left_out_is_said(tmp_path, load, caplog):
@@ -68,34 +64,20 @@ def test_what_is_read_held_out_and_left_out_is_said(tmp_path, load, caplog):
     assert "prose/1.json.gz" in caplog.text
 
 
-def hub_folder(folder: Path) -> Path:
-    """A repository as the Hub holds it, with a split of its own for validation."""
-    rows, meta = rows_of_two()
-    write_parquet(folder / "train-00000-of-00001.parquet", text=rows, meta=meta)
-    held = [text_of(m["redpajama_set_name"], 1000 + i) for i, m in enumerate(meta[:45])]
-    write_parquet(folder / "validation-00000-of-00001.parquet", text=held, meta=meta[:45])
-    return folder
-
-
-def test_a_hub_id_with_a_domain_column(tmp_path, config, monkeypatch):
-    answer_as_hub(monkeypatch, "owner/pajama", hub_folder(tmp_path / "pajama"))
-    hub = rename(config, data="owner/pajama", domain_column="meta.redpajama_set_name")
-    loaded = load_corpus(hub)
-    assert loaded.documents == {"Book": 30, "C4": 60}
-
-
 def test_no_more_of_a_hub_data_set_is_read_than_fills_the_named_domains(
     tmp_path, config, corpus, monkeypatch
 ):
-    corpus.tokenizer.save_pretrained(tmp_path / "tokenizer")
     for split, number in (("train", 9000), ("validation", 300)):
         names = ["book" if row % 20 == 0 else "web" if row % 2 else "code" for row in range(number)]
-        rows = [{"text": text_of(f"{split} {n}", i), "set": n} for i, n in enumerate(names)]
-        write_rows(tmp_path / "large" / f"{split}.jsonl", rows)
+        documents = [text_of(f"{split} {name}", i) for i, name in enumerate(names)]
+        meta = [{"set": name} for name in names]
+        # As the Hub names them.
+        file = tmp_path / "large" / f"{split}-00000-of-00001.parquet"
+        write_parquet(file, text=documents, meta=meta)
     read = answer_as_hub(monkeypatch, "owner/large", tmp_path / "large")
-    asked = {"data": "owner/large", "domain_column": "set", "domains": ("book", "web")}
-    tokenizer = str(tmp_path / "tokenizer")
-    loaded = load_corpus(rename(config, **asked, tokenizer=tokenizer, max_tokens_per_domain=800))
+    asked = {"data": "owner/large", "domain_column": "meta.set", "domains": ("book", "web")}
+    asked |= {"tokenizer": corpus.tokenizer.name_or_path, "max_tokens_per_domain": 800}
+    loaded = load_corpus(replace(config, **asked))
     assert loaded.train_tokens == {"book": 800, "web": 800}
     # The rarest domain decides; what is beyond is a batch of the tokenizer.
     assert len(read) < 20 * loaded.documents["book"] + 2 * 300 + 2000 < 9000
@@ -106,19 +88,18 @@ def test_no_more_of_a_hub_data_set_is_read_than_fills_the_named_domains(
 def test_choosing_what_is_held_out_reads_no_more_than_may_fill_the_domains(
     tmp_path, config, corpus, monkeypatch
 ):
-    corpus.tokenizer.save_pretrained(tmp_path / "tokenizer")
     rows = [{"text": text_of("web", i), "set": "web"} for i in range(9000)]
     rows += [{"text": text_of("rare", i), "set": "rare"} for i in range(200)]
     write_rows(tmp_path / "large" / "train.jsonl", rows)
     read = answer_as_hub(monkeypatch, "owner/large", tmp_path / "large")
     asked = {"data": "owner/large", "domain_column": "set", "max_tokens_per_domain": 800}
-    asked |= {"tokenizer": str(tmp_path / "tokenizer"), "validation_fraction": 0.2}
-    loaded = load_corpus(rename(config, **asked, domains=("web",)))
+    asked |= {"tokenizer": corpus.tokenizer.name_or_path, "validation_fraction": 0.2}
+    loaded = load_corpus(replace(config, **asked, domains=("web",)))
     assert loaded.train_tokens == {"web": 800}
     assert len(read) < 3000
     # Of a domain that lies behind the sample a share is held out all the same.
     monkeypatch.setattr(packing, "_HOLDOUT_SAMPLE", 1000)
-    assert len(load_corpus(rename(config, **asked, domains=("rare",))).validation["rare"]) > 1
+    assert len(load_corpus(replace(config, **asked, domains=("rare",))).validation["rare"]) > 1
 
 
 def test_a_hub_ids_configurations_are_domains(tmp_path, config, monkeypatch):
@@ -127,7 +108,7 @@ def test_a_hub_ids_configurations_are_domains(tmp_path, config, monkeypatch):
         write_jsonl(tmp_path / "wiki" / name / "test.jsonl", texts(f"held-out {name}", 20))
     name_configurations(tmp_path / "wiki", ["en", "ca"])
     answer_as_hub(monkeypatch, "owner/wiki", tmp_path / "wiki")
-    loaded = load_corpus(rename(config, data="owner/wiki"), targets=["ca"])
+    loaded = load_corpus(replace(config, data="owner/wiki"), targets=["ca"])
     assert (loaded.names, loaded.targets) == (("en",), ("ca",))
     assert documents(loaded, "en", "train")[0] == text_of("en", 0)
     assert documents(loaded, "ca", "validation")[0] == text_of("held-out ca", 0)
@@ -154,7 +135,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(config, monkeypatch, is_off):
     with pytest.raises(
         ValueError, match=r"^owner/nothing is neither .*: Couldn't reach the Hub\.$"
     ):
-        load_corpus(rename(config, data="owner/nothing"))
+        load_corpus(replace(config, data="owner/nothing"))
     assert seen == [is_off]
     assert not constants.is_offline_mode()
 
@@ -184,14 +165,11 @@ def test_a_text_of_one_long_line_is_cut(tmp_path, load):
 
 
 @pytest.mark.parametrize(("num_paragraphs", "words"), [(400, 5), (120, 24)], ids=str)
-def test_a_small_text_file_has_documents_to_hold_out(tmp_path, config, num_paragraphs, words):
+def test_a_small_text_file_has_documents_to_hold_out(tmp_path, load, num_paragraphs, words):
     # 14 kB were one document, which cannot be divided; 17 kB two, of which one was nearly all.
     paragraphs = [" ".join(text_of("p", i).split()[:words]) for i in range(num_paragraphs)]
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "book.txt").write_text("\n\n".join(paragraphs))
-    write_jsonl(tmp_path / "data" / "b.jsonl", texts("b"))
-    small = rename(config, data=str(tmp_path / "data"), validation_fraction=0.05)
-    loaded = load_corpus(small)
+    (tmp_path / "book.txt").write_text("\n\n".join(paragraphs))
+    loaded = load(validation_fraction=0.05)
     num_train, num_held = len(loaded.train["book"]), len(loaded.validation["book"])
     assert loaded.documents["book"] >= 10
     assert 0 < num_held / (num_train + num_held) < 0.15
@@ -244,7 +222,7 @@ def test_a_test_split_is_held_out_only_where_there_is_no_validation(tmp_path, lo
 def test_what_is_no_directory_of_domains_is_refused(tmp_path, config, files, place, column, word):
     for file in files:
         write_jsonl(tmp_path / file, texts("a"))
-    check_refused(rename(config, data=str(tmp_path / place), domain_column=column), word)
+    check_refused(replace(config, data=str(tmp_path / place), domain_column=column), word)
 
 
 @pytest.mark.parametrize("column", ["text", "meta.text"])
@@ -264,7 +242,7 @@ def test_what_a_row_holds_beside_its_text_may_be_anything(tmp_path, config, colu
     row = pair if column == "text" else f'"meta": {{{pair}}}'
     lines = [f"{{{row}}}\n".replace("TEXT", text) for text in texts("a", 20)]
     (tmp_path / "a.jsonl").write_text("".join(lines))
-    asked = rename(config, data=str(tmp_path), text_column=column)
+    asked = replace(config, data=str(tmp_path), text_column=column)
     if is_read:
         assert load_corpus(asked).documents == {"a": 18}
     else:
@@ -282,7 +260,7 @@ def test_a_column_that_is_there_twice_is_refused(tmp_path, load):
 def test_more_held_out_by_name_than_trained_on_is_refused(tmp_path, config):
     write_jsonl(tmp_path / "blog" / "old.jsonl", texts("old", 10))
     write_jsonl(tmp_path / "blog" / "my-dev.jsonl", texts("dev", 40))
-    asked = rename(config, data=str(tmp_path))
+    asked = replace(config, data=str(tmp_path))
     with pytest.raises(ValueError, match=r"blog: \d+ blocks would be held out .*my-dev.jsonl"):
         load_corpus(asked)
     # Text that a model is measured on may be all validation.
@@ -308,7 +286,7 @@ def test_a_path_is_no_pattern(tmp_path, config, name, has_column):
         rows = [{"text": f"{folder} {i} " + "word " * 30, "source": "own"} for i in range(40)]
         for file in ("[a]*.jsonl", "a.jsonl" if has_column else "b.jsonl"):
             write_rows(tmp_path / folder / file, rows)
-    loaded = load_corpus(rename(config, data=str(tmp_path / name), domain_column=column))
+    loaded = load_corpus(replace(config, data=str(tmp_path / name), domain_column=column))
     assert set(loaded.names) == ({"own"} if has_column else {"[a]*", "b"})
     for domain in loaded.names:
         assert all(t.startswith(name) for t in documents(loaded, domain, "train")[:-1])
@@ -326,36 +304,34 @@ def test_what_lies_in_a_folder_does_not_say_what_is_read(tmp_path, load):
     assert loaded.documents == {"web": 36}
 
 
-def test_with_a_domain_column_every_kind_of_file_is_read(tmp_path, load):
-    domains_of = {"a.jsonl": "web", "b.parquet": "books", "c.json": "code", "d.JSON.zst": "papers"}
-    for file, domain in domains_of.items():
-        write_rows(tmp_path / file, [{"text": text, "source": domain} for text in texts(file)])
-    loaded = load(domain_column="source")
-    assert loaded.documents == dict.fromkeys(sorted(domains_of.values()), 36)
-
-
 @pytest.mark.parametrize(
-    "files",
+    ("column", "files", "found"),
     [
-        {"a.jsonl": [{"n": 1}, {"n": "one"}, {"n": {"deep": [1, "x"]}}]},
-        {"a.parquet": [{"url": "u"}], "b.parquet": [{"id": 1}]},
+        # What nobody needs may be anything.
+        (None, {"a.jsonl": [{"n": 1}, {"n": "one"}, {"n": {"deep": [1, "x"]}}]}, {"a": 36}),
+        (None, {"a/x.parquet": [{"url": "u"}], "a/y.parquet": [{"id": 1}]}, {"a": 72}),
+        # Every kind of file is read.
+        ("set", {"a.jsonl": [{"set": "web"}], "b.parquet": [{"set": "x"}]}, {"web": 36, "x": 36}),
+        ("set", {"a.json": [{"set": "b"}], "d.JSON.zst": [{"set": "a"}]}, {"a": 36, "b": 36}),
+        # A name may have a dot.
+        ("a.set", {"a.jsonl": [{"a.set": "b"}], "b.parquet": [{"a.set": "b"}]}, {"b": 72}),
     ],
-    ids=["kinds", "parquet"],
+    ids=["kinds", "columns", "files", "suffixes", "dot"],
 )
-def test_a_column_that_nobody_needs_may_be_anything(tmp_path, load, files):
+def test_rows_are_text_and_a_domain_whatever_holds_them(tmp_path, load, column, files, found):
     for name, others in files.items():
         rows = [
             {"text": text, **others[i * len(others) // 40]} for i, text in enumerate(texts(name))
         ]
-        write_rows(tmp_path / "one" / name, rows)
-    assert load().documents == {"one": 36 * len(files)}
+        write_rows(tmp_path / name, rows)
+    assert load(domain_column=column).documents == found
 
 
 def test_a_line_of_deep_lists_is_named(tmp_path, config):
     path = write_jsonl(tmp_path / "a.jsonl", texts("a"))
     with path.open("a") as file:
         file.write('{"text": "x", "n": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
-    check_refused(rename(config, data=str(tmp_path)), r"a.jsonl, (line|row) 41 .*cannot be read")
+    check_refused(replace(config, data=str(tmp_path)), r"a.jsonl, (line|row) 41 .*cannot be read")
 
 
 def test_rows_without_text_or_domain_are_counted(tmp_path, config):
@@ -370,7 +346,7 @@ def test_rows_without_text_or_domain_are_counted(tmp_path, config):
     rows += [{"text": None, "source": "books"}] * 4
     path = write_rows(tmp_path / "all.jsonl", rows)
     for _ in ("packed", "found in the cache"):
-        loaded = load_corpus(rename(config, data=str(path), domain_column="source"))
+        loaded = load_corpus(replace(config, data=str(path), domain_column="source"))
         assert loaded.documents == {"web": 36}
         no_text, no_domain, lost = loaded.warnings
         assert "15 of 105 rows are without text" in no_text
@@ -390,7 +366,7 @@ def test_class_labels_are_named(tmp_path, config, column):
     made.to_parquet(str(tmp_path / "all.parquet"))
     made.save_to_disk(str(tmp_path / "saved"))
     for data in ("all.parquet", "saved"):
-        loaded = load_corpus(rename(config, data=str(tmp_path / data), domain_column=column))
+        loaded = load_corpus(replace(config, data=str(tmp_path / data), domain_column=column))
         assert loaded.documents == {"code": 36, "web": 36}
 
 
@@ -405,8 +381,8 @@ def test_folders_of_save_to_disk_are_read(tmp_path, config, load):
     assert loaded.documents == {"web": 40}
     assert documents(loaded, "web", "validation")[0] == text_of("validation", 0)
     assert load("domains").documents == {"web": 36}
-    check_refused(rename(config, data=str(tmp_path / "domains" / "web")), "as save_to_disk leaves")
-    check_refused(rename(config, data=str(tmp_path / "both")), "names a split")
+    check_refused(replace(config, data=str(tmp_path / "domains" / "web")), "as save_to_disk leaves")
+    check_refused(replace(config, data=str(tmp_path / "both")), "names a split")
 
 
 @pytest.mark.parametrize(
@@ -420,7 +396,7 @@ def test_folders_of_save_to_disk_are_read(tmp_path, config, load):
 )
 def test_a_domain_column_that_leads_nowhere_is_named(tmp_path, config, meta, column, word):
     write_rows(tmp_path / "a.jsonl", [{"text": text, **meta} for text in texts("a")])
-    one = rename(config, data=str(tmp_path / "a.jsonl"), domain_column=column)
+    one = replace(config, data=str(tmp_path / "a.jsonl"), domain_column=column)
     check_refused(one, rf'"{column}".*{word}')
 
 
@@ -430,20 +406,11 @@ def test_names_of_two_kinds_are_refused(tmp_path, config, other, told):
     rows = [{"text": text, "set": 1} for text in texts("a")]
     rows[3]["set"] = None
     path = write_rows(tmp_path / "a.jsonl", rows)
-    one = rename(config, data=str(path), domain_column="set")
+    one = replace(config, data=str(path), domain_column="set")
     assert list(sources.find_parts(one, [])) == ["1"]
     rows[7]["set"] = other
     write_rows(path, rows)
     check_refused(one, rf"of one kind; it has 1 in .*, row 1 and {told} in .*, row 8")
-
-
-def test_a_column_may_have_a_dot_in_its_name(tmp_path, load):
-    rows = [{"text": text, "meta.set": "web"} for text in texts("a")]
-    for file in ("a.jsonl", "b.parquet"):
-        write_rows(tmp_path / file, rows)
-    loaded = load(domain_column="meta.set")
-    # Of each a copy, on the same side.
-    assert loaded.documents == {"web": 72}
 
 
 def test_a_mark_of_the_encoding_is_no_text(tmp_path, load):
@@ -483,7 +450,7 @@ def test_splits_with_a_common_beginning_are_all_read(config, monkeypatch):
             }
 
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_: Builder())
-    parts = sources.find_parts(rename(config, data="owner/x", domain_column="source"), [])
+    parts = sources.find_parts(replace(config, data="owner/x", domain_column="source"), [])
     read = [text for _, text in parts["web"].train()]
     assert read == texts("train_a", 30) + texts("train_b", 20)
     assert [text for _, text in parts["web"].validation()] == texts("dev_a", 5) + texts("dev_b", 4)
@@ -492,7 +459,7 @@ def test_splits_with_a_common_beginning_are_all_read(config, monkeypatch):
 def test_a_file_counts_once(tmp_path, config):
     path = write_jsonl(tmp_path / "a" / "x.jsonl", texts("a"))
     (tmp_path / "a" / "y.jsonl").symlink_to(path)
-    check_refused(rename(config, data=str(tmp_path)), "x.jsonl and .*y.jsonl are one file")
+    check_refused(replace(config, data=str(tmp_path)), "x.jsonl and .*y.jsonl are one file")
 
 
 def test_a_folder_without_text_is_left_out_where_domains_are_named(tmp_path, load):
