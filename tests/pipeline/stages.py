@@ -1,7 +1,7 @@
 """What the tests of every stage do with a run: compare it, kill it on the way, type it."""
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -74,16 +74,29 @@ class Killed(BaseException):
 
 
 @contextmanager
-def killed_at(monkeypatch: pytest.MonkeyPatch, method: str, count: int) -> Iterator[None]:
-    """The given call of a trainer's method never returns."""
+def interrupted_at(
+    monkeypatch: pytest.MonkeyPatch, method: str, count: int, action: Callable[[], object]
+) -> Iterator[None]:
+    """The given call of a trainer's method, counted from 1, comes after an action."""
     original, calls = getattr(RecordedTrainer, method), itertools.count(1)
 
-    def dying(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def interrupted(self: Any, *args: Any, **kwargs: Any) -> Any:
         if next(calls) == count:
-            raise Killed
+            action()
         return original(self, *args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(RecordedTrainer, method, dying)
-        with pytest.raises(Killed):
-            yield
+        patch.setattr(RecordedTrainer, method, interrupted)
+        yield
+    assert next(calls) > count
+
+
+@contextmanager
+def killed_at(monkeypatch: pytest.MonkeyPatch, method: str, count: int) -> Iterator[None]:
+    """The given call of a trainer's method never returns."""
+
+    def die() -> None:
+        raise Killed
+
+    with interrupted_at(monkeypatch, method, count, die), pytest.raises(Killed):
+        yield

@@ -14,10 +14,15 @@ from doge_fast import cli
 from doge_fast.pipeline import base as stage_two
 from doge_fast.pipeline import failures, records
 from doge_fast.pipeline.base import train_base
-from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.run import Run
-from doge_fast.pipeline.trainer import RecordedTrainer
-from tests.pipeline.stages import NAMES, assert_same_run, killed_at, words_of, write_weights
+from tests.pipeline.stages import (
+    NAMES,
+    assert_same_run,
+    interrupted_at,
+    killed_at,
+    words_of,
+    write_weights,
+)
 
 
 def test_a_run_leaves_records_the_weights_used_and_a_model(trained_base):
@@ -59,14 +64,6 @@ def test_tokens_follow_the_weights(base):
         assert abs(tokens[name] / 16 - 20 * 8 * weight) <= 20
 
 
-def test_a_proxy_run_gives_its_average_weights(base, proxy):
-    learned = learn_weights(proxy(target=("verse",)))
-    run = train_base(base(weights=str(learned.path), targets=("verse",)))
-    assert run.weights == learned.weights
-    assert "verse" in run.metrics("eval")[-1]["loss"]
-    assert set(run.metrics("train")[-1]["tokens"]) == set(NAMES[:3])
-
-
 def test_weights_of_other_tokens_are_used_with_a_word(base, trained_base, caplog):
     train_base(base("same", steps=2, weights=str(trained_base)))
     assert "another tokenizer" not in caplog.text
@@ -95,35 +92,23 @@ def test_a_killed_run_goes_on_with_no_other_weights(base, monkeypatch, tmp_path)
 
 def test_a_second_launch_is_refused_while_the_first_is_at_work(base, trained_base, monkeypatch):
     config = base("shared", save_every=3)
-    step = RecordedTrainer.training_step
-    launches: list[int] = []
 
-    def launched_again(self: Any, *args: Any, **kwargs: Any) -> Any:
-        launches.append(self.state.global_step)
-        if len(launches) == 5:
-            with pytest.raises(ValueError, match=r"Another process is at work in .*shared"):
-                train_base(config)
-        return step(self, *args, **kwargs)
+    def launch_again() -> None:
+        with pytest.raises(ValueError, match=r"Another process is at work in .*shared"):
+            train_base(config)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(RecordedTrainer, "training_step", launched_again)
+    with interrupted_at(monkeypatch, "training_step", 5, launch_again):
         train_base(config)
-    assert launches == list(range(len(launches)))
     assert_same_run(config.out, trained_base)
     assert not (config.out / records.CHECKPOINTS).exists()
 
 
 def test_a_run_whose_directory_is_removed_ends_there(base, monkeypatch):
     config = base(save_every=2)
-    step = RecordedTrainer.training_step
-
-    def removed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.state.global_step == 3:
-            shutil.rmtree(config.out)
-        return step(self, *args, **kwargs)
-
-    monkeypatch.setattr(RecordedTrainer, "training_step", removed)
-    with pytest.raises(FileNotFoundError, match=r"metrics\.jsonl"):
+    with (
+        interrupted_at(monkeypatch, "training_step", 4, lambda: shutil.rmtree(config.out)),
+        pytest.raises(FileNotFoundError, match=r"metrics\.jsonl"),
+    ):
         train_base(config)
     assert not config.out.exists()
 
@@ -170,22 +155,17 @@ def test_what_a_launch_leaves_that_is_killed_before_it_begins_is_an_empty_direct
 def test_a_signal_leaves_a_checkpoint_and_loses_nothing(
     base, trained_base, monkeypatch, number, kind
 ):
-    step, config = RecordedTrainer.training_step, base("cut", save_every=0)
-
-    def signalled(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.state.global_step == 3:
-            signal.raise_signal(number)
-        return step(self, *args, **kwargs)
-
+    config = base("cut", save_every=0)
     ending = (signal.SIGTERM, signal.SIGHUP)
     handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, *ending)}
     for each in ending:
         signal.signal(each, failures.raise_terminated)
     try:
-        with monkeypatch.context() as patch:
-            patch.setattr(RecordedTrainer, "training_step", signalled)
-            with pytest.raises(kind, match="A checkpoint holds step 4"):
-                train_base(config)
+        with (
+            interrupted_at(monkeypatch, "training_step", 4, lambda: signal.raise_signal(number)),
+            pytest.raises(kind, match="A checkpoint holds step 4"),
+        ):
+            train_base(config)
         assert signal.getsignal(signal.SIGINT) is handlers[signal.SIGINT]
     finally:
         for each, handler in handlers.items():

@@ -144,7 +144,6 @@ def test_any_bit_of_a_manifest_may_flip(run, monkeypatch):
         file.write_bytes(changed)
         (run / "metrics.jsonl").write_bytes(metrics)
         found = records.resume_checkpoint(run)
-        assert found is not None
         harmless += found.name == NEWEST
     # Spaces, and what no reader asks for.
     assert harmless < len(content) / 11 / 3

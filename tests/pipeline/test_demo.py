@@ -1,7 +1,6 @@
 """The demonstration: a direction learned for one domain, its distance measured, one page."""
 
 import logging
-from pathlib import Path
 
 import pytest
 
@@ -10,15 +9,13 @@ from doge_fast.pipeline.config import DemoConfig
 from doge_fast.pipeline.demo import MOST_RUNS, demo
 
 
-@pytest.fixture
-def config(tmp_path: Path, small_corpus: Path, blocks_cache: Path) -> DemoConfig:
-    return DemoConfig(
+@pytest.mark.exhaustive
+def test_the_demo_says_how_long_it_takes_and_writes_one_page(
+    tmp_path, small_corpus, blocks_cache, caplog
+):
+    config = DemoConfig(
         tmp_path / "demo", str(small_corpus), target="verse", steps=3, cache_dir=blocks_cache
     )
-
-
-@pytest.mark.exhaustive
-def test_the_demo_says_how_long_it_takes_and_writes_one_page(config, caplog):
     with caplog.at_level(logging.INFO, logger="doge_fast"):
         lines = demo(config)
     told = caplog.messages

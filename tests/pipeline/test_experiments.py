@@ -4,28 +4,22 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from doge_fast.mixture.counts import Phase
 from doge_fast.pipeline import records, tables
+from doge_fast.pipeline.base import resolve_phases, train_base
 from doge_fast.pipeline.config import EvaluateConfig, ExperimentConfig
 from doge_fast.pipeline.config.fields import filled
+from doge_fast.pipeline.domains import load_corpus
 from doge_fast.pipeline.evaluation import evaluate
 from doge_fast.pipeline.experiments import runner
 from doge_fast.pipeline.experiments.runner import run_experiment
+from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.reporting.study import open_study
 from doge_fast.pipeline.trainer import RecordedTrainer
 from tests.pipeline.stages import killed_at
-
-
-@pytest.fixture
-def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("a run that was done is trained again")
-
-    monkeypatch.setattr(RecordedTrainer, "go_on", refuse)
 
 
 def finished(out: Path) -> set[str]:
@@ -35,7 +29,6 @@ def finished(out: Path) -> set[str]:
 @pytest.mark.exhaustive
 def test_universal_runs_every_arm_and_ends_in_a_table_and_a_page(experiment, monkeypatch):
     config = experiment("universal", seeds=(0, 1), doremi={"steps": (4, 6)})
-    assert config.out is not None
     with killed_at(monkeypatch, "go_on", 6):
         run_experiment(config)
     done = {path: path.stat().st_mtime_ns for path in (config.out / "runs").glob("*/model/*")}
@@ -91,7 +84,7 @@ def test_universal_runs_every_arm_and_ends_in_a_table_and_a_page(experiment, mon
     ],
 )
 def test_every_experiment_runs_and_a_second_call_trains_nothing(
-    experiment, name, changes, words, request
+    experiment, name, changes, words, monkeypatch
 ):
     config = experiment(name, **changes)
     table, page = run_experiment(config)
@@ -100,7 +93,7 @@ def test_every_experiment_runs_and_a_second_call_trains_nothing(
     assert "one seed" in " ".join(table.split())
     source = Path(page.removeprefix("report: ")).read_text(encoding="utf-8")
     assert "<svg" in source
-    request.getfixturevalue("no_training")
+    monkeypatch.setattr(RecordedTrainer, "go_on", lambda *_: pytest.fail("it was trained already"))
     again = run_experiment(config)
     assert again == [table, page]
 
@@ -147,7 +140,6 @@ def test_an_arm_of_another_corpus_is_refused(experiment, small_corpus, tmp_path,
 def test_a_model_measured_otherwise_since_is_measured_again(experiment):
     config = experiment("proxy_vs_base")
     (table, _) = run_experiment(config)
-    assert config.out is not None
     run = config.out / "runs" / "base-doge-seed0"
     evaluate(EvaluateConfig(run=run, blocks=1, device="cpu"))
     assert "base-doge-seed0" in open_study([config.out]).unmeasured
@@ -158,26 +150,20 @@ def test_a_model_measured_otherwise_since_is_measured_again(experiment):
 
 
 def test_a_curriculum_takes_the_proxys_means_stage_by_stage(proxy, base):
-    from doge_fast.pipeline import base as stage_two
-    from doge_fast.pipeline.domains import load_corpus
-    from doge_fast.pipeline.proxy import learn_weights
-
     source = proxy("source", steps=6, mu=0.001)
     learn_weights(source)
     lines = {line["step"]: line["alpha"] for line in records.read_metrics(source.out, kind="train")}
     config = base("curriculum", weights=str(source.out), steps=9, stages=3)
-    stages = stage_two.resolve_phases(config, load_corpus(config.corpus))
-    assert [stage.first_step for stage in stages] == [0, 3, 6]
-    for place, phase in enumerate(stages):
-        first, second = lines[2 * place + 1], lines[2 * place + 2]
-        for name, weight in phase.weights.items():
-            assert weight == pytest.approx((first[name] + second[name]) / 2, rel=1e-6)
-    stage_two.train_base(config)
+    train_base(config)
     used = records.read_weights(config.out)
     assert [each["first_step"] for each in used["stages"]] == [0, 3, 6]
+    for place, stage in enumerate(used["stages"]):
+        first, second = lines[2 * place + 1], lines[2 * place + 2]
+        for name, weight in stage["weights"].items():
+            assert weight == pytest.approx((first[name] + second[name]) / 2, rel=1e-6)
     average = records.weights_by_name(records.read_weights(source.out))
     for name, weight in records.weights_by_name(used).items():
         assert weight == pytest.approx(average[name], rel=1e-5)
     # Asked again, they are the same to the bit: a resumed run has the weights it began with.
-    again = stage_two.resolve_phases(config, load_corpus(config.corpus))
-    assert again == tuple(Phase(each.first_step, dict(each.weights)) for each in stages)
+    again = resolve_phases(config, load_corpus(config.corpus))
+    assert again == tuple(Phase(each["first_step"], each["weights"]) for each in used["stages"])

@@ -35,11 +35,8 @@ _CHANGES = (
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 Call = Callable[[Any], object]
-CALLS = (learn_weights, train_base, evaluate)
 # In a directory whose run is complete.
 _LEFT = {"config.json", "metrics.jsonl", "weights.json", "model", "evaluation.json"}
-# Of each verb, in `make test-all`.
-SAMPLE = 4
 
 
 def run_verb(count_file: str, call: Call, config: Any, root: str, at: int | None) -> None:
@@ -82,67 +79,38 @@ def in_a_process(call: Call, config: Any, root: Path, at: int | None = None) -> 
     return int(told.read_text()) if process.exitcode == 0 else None
 
 
-class Bench:
-    """A verb with a folder of its own for what it writes, its cache included."""
+@pytest.mark.parametrize("call", [learn_weights, train_base, evaluate])
+@pytest.mark.parametrize(
+    "most",
+    [
+        pytest.param(4, marks=pytest.mark.exhaustive),
+        pytest.param(None, marks=[pytest.mark.soak, pytest.mark.timeout(3600)], id="all"),
+    ],
+)
+def test_a_kill_at_a_change_of_a_file_costs_no_bit(call, most, proxy, base, trained_base, tmp_path):
+    def config_in(root: Path) -> Any:
+        """Of a verb with a folder of its own for what it writes, its cache included."""
+        if call is evaluate:
+            shutil.copytree(trained_base, root / "run")
+            return EvaluateConfig(run=root / "run", blocks=4, device="cpu")
+        root.mkdir()
+        make = proxy if call is learn_weights else base
+        return make(root / "run", steps=4, save_every=2, cache_dir=root / "cache")
 
-    def __init__(self, call: Call, make: Callable[[Path], Any], tmp_path: Path) -> None:
-        self.call, self.make, self.tmp_path = call, make, tmp_path
-        self.whole = tmp_path / "whole"
-        self.num_changes = in_a_process(call, make(self.whole), self.whole)
-        assert self.num_changes is not None
-
-    def check(self, at: int) -> bool:
-        """Whether it was killed; run again, it comes to the bits of the whole one."""
-        root = self.tmp_path / "killed"
+    whole, root = tmp_path / "whole", tmp_path / "killed"
+    num_changes = in_a_process(call, config_in(whole), whole)
+    drawn = random.Random(0).sample(range(num_changes), min(most or num_changes, num_changes))
+    for at in drawn:
         shutil.rmtree(root, ignore_errors=True)
-        config = self.make(root)
-        was_killed = in_a_process(self.call, config, root, at) is None
+        config = config_in(root)
+        assert in_a_process(call, config, root, at) is None, at
         # A file that is being written may be another process's, for an hour.
         for left in root.rglob("*.writing"):
             os.utime(left, (0, 0))
         # What the cache has lost is made again, to the same bits.
         for blocks in root.glob("cache/blocks/*/train.arrow"):
             os.truncate(blocks, 100)
-        assert in_a_process(self.call, config, root) is not None, at
-        assert_same_run(root / "run", self.whole / "run")
+        assert in_a_process(call, config, root) is not None, at
+        assert_same_run(root / "run", whole / "run")
         strays = {each.name for each in (root / "run").iterdir()} - _LEFT
         assert not strays, at
-        return was_killed
-
-
-@pytest.fixture
-def bench(
-    request: pytest.FixtureRequest,
-    proxy: Callable[..., Any],
-    base: Callable[..., Any],
-    trained_base: Path,
-    tmp_path: Path,
-) -> Bench:
-    """Of the verb that the test names."""
-
-    def measured(root: Path) -> Any:
-        shutil.copytree(trained_base, root / "run")
-        return EvaluateConfig(run=root / "run", blocks=4, device="cpu")
-
-    def trained(root: Path) -> Any:
-        root.mkdir()
-        make = proxy if request.param is learn_weights else base
-        return make(root / "run", steps=4, save_every=2, cache_dir=root / "cache")
-
-    return Bench(request.param, measured if request.param is evaluate else trained, tmp_path)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("bench", CALLS, indirect=True)
-def test_a_kill_at_some_changes_of_files_costs_no_bit(bench):
-    assert bench.num_changes is not None
-    drawn = random.Random(0).sample(range(bench.num_changes), min(SAMPLE, bench.num_changes))
-    assert all(bench.check(number) for number in drawn)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("bench", CALLS, indirect=True)
-def test_a_kill_at_any_change_of_a_file_costs_no_bit(bench):
-    assert bench.num_changes is not None
-    assert all(bench.check(number) for number in range(bench.num_changes))

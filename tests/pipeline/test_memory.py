@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -10,8 +9,6 @@ import torch
 from doge_fast.flat_buffer import FlatBuffer
 from doge_fast.pipeline import domains, failures, memory
 from doge_fast.pipeline import model as models
-from doge_fast.pipeline.base import train_base
-from doge_fast.pipeline.config import BaseConfig
 from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.rehearsal import rehearse
 
@@ -54,22 +51,17 @@ def test_stored_gradients_count_too(proxy, free):
         learn_weights(replace(config, out=config.out / "other"))
 
 
-@pytest.mark.parametrize("stage", ["proxy", "base"])
-def test_a_step_that_cannot_fit_is_refused_before_the_corpus_is_read(proxy, stage, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "size"), [("proxy", "sequences_per_domain"), ("base", "batch_size")]
+)
+def test_a_step_that_cannot_fit_is_refused_before_the_corpus_is_read(
+    stage, name, size, monkeypatch
+):
+    call, make = stage(name)
+    config = make(**{size: 10**12})
     monkeypatch.setattr(domains, "load_corpus", None)
-    config = proxy()
-    number = 10**12
-    if stage == "proxy":
-        call: Callable[[], object] = partial(
-            learn_weights, replace(config, sequences_per_domain=number)
-        )
-    else:
-        base = BaseConfig(
-            config.out, config.corpus, config.model, config.training, "uniform", batch_size=number
-        )
-        call = partial(train_base, base)
     with pytest.raises(ValueError, match=r"tokens of a step .* memory are free"):
-        call()
+        call(config)
     assert not config.out.exists()
 
 

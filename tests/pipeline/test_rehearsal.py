@@ -13,16 +13,12 @@ from doge_fast.pipeline.proxy import ProxyTrainer, learn_weights
 from doge_fast.pipeline.rehearsal import TIMED_STEPS, rehearse
 from tests.pipeline.corpora import texts, write_jsonl
 from tests.pipeline.stages import killed_at, words_of
-
-
-def flat(text: str) -> str:
-    """Words, however the columns are aligned."""
-    return " ".join(text.split())
+from tests.pipeline.workshop import said_in
 
 
 def test_a_dry_run_of_a_proxy(proxy):
     config = proxy(target=("verse", "mix"), steps=1000, dry_run=True)
-    told = flat(rehearse(config))
+    told = said_in(rehearse(config))
     assert not config.out.exists()
     run = learn_weights(
         replace(config, training=replace(config.training, steps=2), dry_run=False)
@@ -50,7 +46,7 @@ def test_a_dry_run_of_a_base_run_leaves_a_killed_one_as_it_is(base, monkeypatch)
     with killed_at(monkeypatch, "training_step", 6):
         train_base(config)
     before = {file: file.stat().st_mtime_ns for file in config.out.rglob("*")}
-    told = flat(rehearse(replace(config, dry_run=True)))
+    told = said_in(rehearse(replace(config, dry_run=True)))
     assert f"writes {config.out}, which is resumed" in told
     assert "weights natural" in told
     assert "rows" not in told

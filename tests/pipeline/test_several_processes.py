@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -22,30 +21,18 @@ from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import EvaluateConfig, TemperatureConfig
 from doge_fast.pipeline.evaluation import evaluate
 from doge_fast.pipeline.temperature import lines_of, temperature
-from doge_fast.pipeline.trainer import RecordedTrainer
-from tests.pipeline.stages import assert_same_run, words_of
+from tests.pipeline.stages import assert_same_run, killed_at, words_of
 from tests.ranks import as_launched
 
 EXHAUSTIVE = pytest.mark.exhaustive
 
 
-class Killed(Exception):
-    """In place of a signal, which would end the ranks of all tests."""
-
-
-def on_a_rank(stage: Callable[[Any], Any], config: Any, killed_at: int = 0) -> Any:
-    """A stage, as each process of torchrun runs it; killed before a step (1 is the first)."""
+def on_a_rank(stage: Callable[[Any], Any], config: Any, last_step: int = 0) -> Any:
+    """A stage, as each process of torchrun runs it; killed in a step (1 is the first)."""
     as_launched()
-    if not killed_at:
+    if not last_step:
         return stage(config)
-    step = RecordedTrainer.training_step
-
-    def dying(self: RecordedTrainer, *args: Any, **kwargs: Any) -> Any:
-        if self.state.global_step + 1 == killed_at:
-            raise Killed
-        return step(self, *args, **kwargs)
-
-    with mock.patch.object(RecordedTrainer, "training_step", dying), pytest.raises(Killed):
+    with pytest.MonkeyPatch.context() as patch, killed_at(patch, "training_step", last_step):
         stage(config)
     return None
 
@@ -187,12 +174,6 @@ def torchrun(num_ranks: int, *words: str) -> subprocess.Popen[str]:
     )
 
 
-def wait_for(found: Callable[[], Any], running: subprocess.Popen[str]) -> None:
-    while not found():
-        assert running.poll() is None, running.communicate()
-        time.sleep(0.1)
-
-
 @EXHAUSTIVE
 @pytest.mark.timeout(300)
 def test_sigterm_under_torchrun_leaves_a_checkpoint_and_loses_nothing(proxy):
@@ -206,7 +187,9 @@ def test_sigterm_under_torchrun_leaves_a_checkpoint_and_loses_nothing(proxy):
     words = ["proxy", *words_of(config), *own]
     running = torchrun(2, *words)
     metrics = config.out / records.METRICS
-    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 1, running)
+    while not (metrics.exists() and metrics.read_text().count("\n") > 1):
+        assert running.poll() is None, running.communicate()
+        time.sleep(0.1)
     running.send_signal(signal.SIGTERM)
     _, said = running.communicate(timeout=200)
     assert running.returncode != 0
@@ -225,26 +208,20 @@ def test_sigterm_under_torchrun_leaves_a_checkpoint_and_loses_nothing(proxy):
 # What is refused, before anything is written.
 
 
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    monkeypatch.setenv("RANK", "0")
-
-
-@pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize(
     "words", [["demo"], ["experiment", "universal"], ["profile"], ["export"], ["report"]], ids=str
 )
 def test_a_verb_of_one_process_says_so(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "3")
     assert cli.main(words) == cli.failures.USAGE
     said = f"{words[0]} takes one process, and a launcher has started 3. Start it without torchrun"
     assert said in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.usefixtures("launched")
-def test_a_batch_that_ranks_cannot_share_is_refused(base):
+def test_a_batch_that_ranks_cannot_share_is_refused(base, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
     config = base(batch_size=8)
     with pytest.raises(ValueError, match="batch_size must be a multiple of the 3 processes"):
         train_base(config)
