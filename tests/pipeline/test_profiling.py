@@ -1,8 +1,7 @@
 """What a step costs, taken apart: the numbers add up, the files open elsewhere."""
 
-import dataclasses
 import json
-from typing import Any
+from dataclasses import replace
 
 import pytest
 from transformers import LlamaConfig
@@ -22,13 +21,9 @@ QUICK = ProfileConfig(
 )
 
 
-def quick(**changes: Any) -> ProfileConfig:
-    return dataclasses.replace(QUICK, **changes)
-
-
 @pytest.mark.parametrize("mode", ["sequential", "stacked"])
 def test_phases_make_up_the_step(mode):
-    measured = profile(quick(mode=mode, targets=1))
+    measured = profile(replace(QUICK, mode=mode, targets=1))
     phases = {phase.name: phase for phase in measured.phases}
     assert tuple(phases) == (*PHASES, "other")
     assert sum(phase.share for phase in measured.phases) == pytest.approx(1, abs=0.2)
@@ -41,7 +36,7 @@ def test_phases_make_up_the_step(mode):
 
 
 def test_bytes_are_those_of_the_definition():
-    measured = profile(quick(domains=3))
+    measured = profile(replace(QUICK, domains=3))
     parameters = 4 * measured.num_parameters
     least = {phase.name: phase.num_bytes for phase in measured.phases}
     assert least["forward"] == 3 * parameters
@@ -55,7 +50,7 @@ def test_bytes_are_those_of_the_definition():
 
 
 def test_other_precisions_and_models(tmp_path):
-    measured = profile(quick(dtype="bfloat16", buffer_dtype="bfloat16"))
+    measured = profile(replace(QUICK, dtype="bfloat16", buffer_dtype="bfloat16"))
     gram = next(phase for phase in measured.phases if phase.name == "gram")
     assert gram.num_bytes == 2 * 2 * measured.num_parameters + 8 * 4
     LlamaConfig(
@@ -69,7 +64,7 @@ def test_other_precisions_and_models(tmp_path):
         eos_token_id=0,
     ).save_pretrained(tmp_path)
     for model in (tmp_path, tmp_path / "config.json"):
-        measured = profile(quick(model=str(model), vocab_size=None))
+        measured = profile(replace(QUICK, model=str(model), vocab_size=None))
         # Two embeddings of 64, four projections, three matrices of a gated MLP, three norms.
         assert measured.num_parameters == 16 * (2 * 64 + 4 * 16 + 3 * 32 + 3)
 
@@ -94,13 +89,13 @@ def test_the_verb_prints_a_table_and_writes_its_files(tmp_path, capsys):
 
 def test_the_table_says_what_was_measured():
     measured = profile(QUICK)
-    phases = tuple(dataclasses.replace(phase, fraction=0.5) for phase in measured.phases)
-    told = table(dataclasses.replace(measured, phases=phases))
+    phases = tuple(replace(phase, fraction=0.5) for phase in measured.phases)
+    told = table(replace(measured, phases=phases))
     # Two rows of float32, one backward pass each.
     assert measured.extra_bytes == measured.row_bytes
     assert f"keeps {measured.row_bytes / 1e6:.1f} MB" in told
     assert f"{measured.overhead:.3f} [" in told
     assert "in the caches" not in told
     # A step that was faster than memory is explained: the rows of a small model never leave them.
-    warm = (*phases[:-1], dataclasses.replace(phases[-1], fraction=1.5))
-    assert "in the caches" in table(dataclasses.replace(measured, phases=warm))
+    warm = (*phases[:-1], replace(phases[-1], fraction=1.5))
+    assert "in the caches" in table(replace(measured, phases=warm))

@@ -16,17 +16,9 @@ import pytest
 from doge_fast.pipeline import records
 from doge_fast.pipeline.config import BaseConfig, CorpusConfig, ProxyConfig, TrainingConfig
 from doge_fast.pipeline.records.shapes import DomainEntry, WeightsRecord
+from tests.pipeline import written_runs
 
-CORPUS = {
-    "domains": {
-        "a": {"train_tokens": 640, "train_blocks": 5, "validation_blocks": 1, "documents": 3},
-        "b": {"train_tokens": 256, "train_blocks": 2, "validation_blocks": 1, "documents": 2},
-    },
-    "targets": {},
-    "tokenizer_sha256": "0" * 64,
-    "block_size": 128,
-    "vocab_size": 512,
-}
+CORPUS = records.plain(written_runs.corpus("ab", tokens={"a": 640, "b": 256}))
 
 
 def proxy_config(out: Path) -> ProxyConfig:

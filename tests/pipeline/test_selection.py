@@ -3,8 +3,6 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,10 +10,7 @@ import torch
 from doge_fast.cancellation import READINGS, CancellationEffect
 from doge_fast.pipeline import records
 from doge_fast.pipeline.config import SelectConfig
-from doge_fast.pipeline.selection import (
-    measure_cancellation,
-    prepare,
-)
+from doge_fast.pipeline.selection import measure_cancellation, prepare
 from doge_fast.pipeline.stage import ExistingRun
 from tests.pipeline.stages import NAMES
 
@@ -30,16 +25,6 @@ def asked(configured: Callable[..., Make]) -> Make:
     return configured(SelectConfig, batch_size=8, log_every=1, strategies=("low3", "high3"))
 
 
-def scores_of(run: Path) -> dict[str, Any]:
-    found: dict[str, Any] = records.read_json(run / "cancellation.json")
-    return found
-
-
-def names_of(run: Path, strategy: str) -> list[str]:
-    names: list[str] = json.loads((run / f"selection-{strategy}.json").read_text())
-    return names
-
-
 def test_a_run_leaves_scores_and_lists(asked):
     config = asked()
     assert measure_cancellation(config) == config.out
@@ -51,7 +36,7 @@ def test_a_run_leaves_scores_and_lists(asked):
         "selection-high3.json",
         "selection-low3.json",
     ]
-    record = scores_of(config.out)
+    record = records.read_json(config.out / "cancellation.json")
     assert (record["steps"], len(record["columns"])) == (8, NUM_PARAMETERS)
     assert list(record["scores"]) == list(READINGS)
     for reading in READINGS:
@@ -61,8 +46,8 @@ def test_a_run_leaves_scores_and_lists(asked):
     assert set(record["terms"]["norms-over-change"].values()) == {7}
     assert set(record["terms"]["change-over-sum"].values()) == {8}
     ranked = sorted(record["columns"], key=record["scores"]["norms-over-change"].__getitem__)
-    assert names_of(config.out, "low3") == ranked[:3]
-    assert names_of(config.out, "high3") == ranked[:-4:-1]
+    for strategy, names in (("low3", ranked[:3]), ("high3", ranked[:-4:-1])):
+        assert json.loads((config.out / f"selection-{strategy}.json").read_text()) == names
     low, high = record["selections"]
     total = sum(record["columns"].values())
     assert low["columns"] == sum(record["columns"][name] for name in ranked[:3])
@@ -101,7 +86,7 @@ def test_scores_are_those_of_the_loop_by_hand(asked):
         for (name, param), *of_each in zip(params.items(), *grads, strict=True):
             change = (param.detach() - before[name]).double().norm()
             expected[name] += float(sum(grad.double().norm() for grad in of_each) / change)
-    found = scores_of(config.out)["scores"]["norms-over-change"]
+    found = records.read_json(config.out / "cancellation.json")["scores"]["norms-over-change"]
     for name, score in expected.items():
         # float32 gradients; AdamW divides by their size, so noise in the smallest is not small.
         assert found[name] == pytest.approx(score, rel=1e-3), name
@@ -109,8 +94,9 @@ def test_scores_are_those_of_the_loop_by_hand(asked):
 
 def test_another_reading_ranks_by_it_and_is_another_run(asked):
     run = measure_cancellation(asked(reading="change-over-norms"))
-    scores = scores_of(run)["scores"]["change-over-norms"]
-    assert names_of(run, "low3")[0] == min(scores, key=scores.__getitem__)
+    scores = records.read_json(run / "cancellation.json")["scores"]["change-over-norms"]
+    lowest = json.loads((run / "selection-low3.json").read_text())[0]
+    assert lowest == min(scores, key=scores.__getitem__)
     for other in ({}, {"reading": "change-over-norms", "strategies": ("low5",)}):
         with pytest.raises(ValueError, match="holds another run"):
             measure_cancellation(asked(**other))

@@ -3,7 +3,7 @@
 from doge_fast.pipeline.tables import table_of, text
 
 
-def test_columns_are_two_blanks_apart_and_no_line_is_too_wide() -> None:
+def test_columns_are_two_blanks_apart_and_no_line_is_too_wide():
     header = ["domain", *(f"column {j}" for j in range(20))]
     rows = [[f"{'long/' * i}name", *(f"{i * j}" for j in range(20))] for i in range(20)]
     assert (

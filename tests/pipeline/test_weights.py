@@ -42,10 +42,6 @@ def write(path: Path, content: dict[str, Any] | None = None) -> str:
     return str(path)
 
 
-def by_name(content: Mapping[str, Any]) -> dict[str, float]:
-    return records.weights_by_name(content)
-
-
 def said(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     assert cli.main(["weights", *map(str, words)]) == 0
     text = capsys.readouterr().out
@@ -108,7 +104,8 @@ def test_an_average_has_the_mean_and_the_spread_of_its_files(tmp_path, capsys):
     assert cells(text, "code") == ["0.5000", "0.1000", "0.0577", "0.4000", "0.6000"]
     assert text.endswith(f"weights: {out}\n")
     found = records.read_weights(out)
-    assert by_name(found) == pytest.approx(dict(zip(NAMES, np.mean(values, 0), strict=True)))
+    mean = dict(zip(NAMES, np.mean(values, 0), strict=True))
+    assert records.weights_by_name(found) == pytest.approx(mean)
     deviations = [entry["weight_std"] for entry in found["domains"]]
     assert deviations == pytest.approx(np.std(values, 0, ddof=1).tolist(), abs=1e-15)
     assert found["domains"][0]["weight_last"] == pytest.approx(0.5)
@@ -138,13 +135,13 @@ def test_an_average_is_of_the_same_thing():
 
 def test_bounds_hold_and_free_domains_keep_their_ratios():
     found = bounds.constrain(record(), floor={"verse": 0.3}, source="w.json")
-    moved, about = by_name(found), found["constraints"]
+    moved, about = records.weights_by_name(found), found["constraints"]
     assert moved == pytest.approx({"code": 0.7 * 5 / 8, "prose": 0.7 * 3 / 8, "verse": 0.3})
     assert moved["verse"] == 0.3
     assert about["bound"] == {"verse": "floor"}
     assert about["source"] == "w.json"
     assert (about["floor"], about["cap"], about["max_epochs"]) == ({"verse": 0.3}, {}, {})
-    assert about["weights"] == by_name(record())
+    assert about["weights"] == records.weights_by_name(record())
     assert found["domains"][0]["weight_last"] == 0.5
     # All of it is no cap's doing.
     free = bounds.constrain(record((1.0, 0.0, 0.0)), floor={"verse": 0.0})
@@ -165,12 +162,12 @@ def test_epochs_become_caps_by_the_tokens_there_are(limits, bound, name, weight)
     found = bounds.constrain(record(), budget_tokens=2e7, **limits)
     assert found["constraints"]["bound"] == bound
     assert found["constraints"]["budget_tokens"] == 2e7
-    assert by_name(found)[name] == pytest.approx(weight, rel=1e-12)
+    assert records.weights_by_name(found)[name] == pytest.approx(weight, rel=1e-12)
 
 
 def test_what_was_true_of_other_weights_is_left_out():
     averaged = summary.average(seeds(WEIGHTS, (0.4, 0.4, 0.2)))
-    averaged["stages"] = [{"first_step": 0, "weights": by_name(averaged)}]
+    averaged["stages"] = [{"first_step": 0, "weights": records.weights_by_name(averaged)}]
     found = bounds.constrain(averaged, cap=0.4)
     assert "stages" not in found
     assert all("weight_std" not in entry for entry in found["domains"])
@@ -179,7 +176,7 @@ def test_what_was_true_of_other_weights_is_left_out():
 
 def test_a_zero_is_lifted_by_a_floor_alone():
     content = record((0.5, 0.5, 0.0))
-    found = by_name(bounds.constrain(content, floor=0.1))
+    found = records.weights_by_name(bounds.constrain(content, floor=0.1))
     assert found == pytest.approx({"code": 0.45, "prose": 0.45, "verse": 0.1})
     with pytest.raises(ValueError, match=r"0.8 of it, 0.2 is missing; verse has weight zero and"):
         bounds.constrain(content, cap=0.4)
@@ -239,7 +236,7 @@ def test_constrain_writes_what_it_tells(tmp_path, capsys):
     assert cells(text, "verse") == ["0.2000", "0.2500", "+0.0500", "1.25", "floor", "10.0"]
     assert cells(text, "prose")[-1] == "4.00"
     assert "Moved: total variation 0.0500." in text
-    assert by_name(records.read_weights(out)) == pytest.approx(
+    assert records.weights_by_name(records.read_weights(out)) == pytest.approx(
         {"code": 0.45, "prose": 0.3, "verse": 0.25}
     )
     free = said(capsys, "constrain", file)

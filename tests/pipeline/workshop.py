@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,7 +51,14 @@ def answer(words: list[str], capsys: pytest.CaptureFixture[str]) -> Answer:
 
 def make() -> None:
     """Fill the current directory."""
-    _corpus(Path("corpus"))
+    folder = Path("corpus")
+    # A domain in every form that is read.
+    write_jsonl(folder / "code" / "train.jsonl", texts("code", 30))
+    write_jsonl(folder / "code" / "validation.jsonl", texts("held-out code", 9))
+    write_parquet(folder / "prose.parquet", text=texts("prose", 40), source=["x"] * 40)
+    write_jsonl(folder / "verse.jsonl.gz", texts("verse", 40))
+    write_jsonl(folder / "table.jsonl.zst", texts("table", 40))
+    (folder / "logs.txt").write_text("\n\n".join(texts("logs", 60)))
     rows = [{"text": text, "source": "ab"[i % 2]} for i, text in enumerate(texts("rows", 40))]
     for name in ("rows.parquet", "rows.jsonl"):
         write_rows(Path(name), rows)
@@ -75,24 +83,15 @@ def make() -> None:
     write_experiment(Path("study"), [-0.1, -0.2])
 
 
-def _corpus(folder: Path) -> None:
-    """A domain in every form that is read."""
-    write_jsonl(folder / "code" / "train.jsonl", texts("code", 30))
-    write_jsonl(folder / "code" / "validation.jsonl", texts("held-out code", 9))
-    write_parquet(folder / "prose.parquet", text=texts("prose", 40), source=["x"] * 40)
-    write_jsonl(folder / "verse.jsonl.gz", texts("verse", 40))
-    write_jsonl(folder / "table.jsonl.zst", texts("table", 40))
-    (folder / "logs.txt").write_text("\n\n".join(texts("logs", 60)))
-
-
-def written(folder: Path) -> dict[Path, tuple[int, int]]:
-    """Size and time of every file but those of the cache."""
-    files = (
-        file
-        for file in folder.rglob("*")
-        if file.is_file() and folder / "cache" not in file.parents
-    )
-    return {file: (file.stat().st_size, file.stat().st_mtime_ns) for file in files}
+def contents(folder: Path) -> dict[Path, tuple[int, ...]]:
+    """Kind, size and time of each file in a folder, and the kind of each folder."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        told = path.lstat()
+        kind = stat.S_IFMT(told.st_mode)
+        of_a_file = () if kind == stat.S_IFDIR else (told.st_size, told.st_mtime_ns)
+        found[path.relative_to(folder)] = (kind, *of_a_file)
+    return found
 
 
 @contextmanager
@@ -101,33 +100,17 @@ def restored(folder: Path, pristine: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        _restore(folder, pristine)
-
-
-def _restore(folder: Path, pristine: Path) -> None:
-    wanted = {entry.name: entry for entry in os.scandir(pristine)}
-    there = {entry.name: entry for entry in os.scandir(folder)}
-    for name, entry in there.items():
-        kept = wanted.get(name)
-        is_folder = entry.is_dir(follow_symlinks=False)
-        if kept is None or is_folder != kept.is_dir(follow_symlinks=False):
-            shutil.rmtree(entry) if is_folder else os.unlink(entry)
-    for name, entry in wanted.items():
-        own = folder / name
-        if entry.is_dir(follow_symlinks=False):
-            own.mkdir(exist_ok=True)
-            _restore(own, Path(entry))
-        elif not _is_same(own, Path(entry)):
-            shutil.copy2(entry, own)
-            os.chmod(own, 0o644)
-
-
-def _is_same(own: Path, other: Path) -> bool:
-    if own.is_symlink() or not own.is_file():
-        own.unlink(missing_ok=True)
-        return False
-    a, b = own.stat(), other.stat()
-    return (a.st_size, a.st_mtime_ns) == (b.st_size, b.st_mtime_ns)
+        there, wanted = contents(folder), contents(pristine)
+        # What is in a folder before the folder itself.
+        for path in reversed([path for path in there if there[path] != wanted.get(path)]):
+            (folder / path).rmdir() if stat.S_ISDIR(there[path][0]) else (folder / path).unlink()
+        for path, told in wanted.items():
+            if there.get(path) == told:
+                continue
+            if stat.S_ISDIR(told[0]):
+                (folder / path).mkdir()
+            else:
+                shutil.copy2(pristine / path, folder / path)
 
 
 class Damage(NamedTuple):
