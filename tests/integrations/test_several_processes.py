@@ -55,15 +55,11 @@ def ddp_with_buffers(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(model)
 
 
-class Checkpointed(nn.Module):
+class Checkpointed(nn.Sequential):
     """Computes its activations once more in the backward pass."""
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.model, x, use_reentrant=False)
+        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 def checkpointed_ddp(model: nn.Module) -> nn.Module:

@@ -37,8 +37,7 @@ class Tiny(nn.Module):
         return x + self.down(self.root(F.gelu(self.up(self.norm(x)))))
 
     def forward(self, ids_BL: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.hidden(ids_BL))
-        return logits
+        return self.head(self.hidden(ids_BL))
 
 
 class Twice(Tiny):
@@ -46,8 +45,7 @@ class Twice(Tiny):
 
     def forward(self, ids_BL: Tensor) -> Tensor:
         x = self.down(F.gelu(self.up(self.words(input=ids_BL))))
-        logits: Tensor = self.head(input=self.down(F.gelu(self.up(self.norm(input=x)))))
-        return logits
+        return self.head(input=self.down(F.gelu(self.up(self.norm(input=x)))))
 
 
 class Shapes(Tiny):
@@ -63,8 +61,7 @@ class Shapes(Tiny):
         angles_1L2 = torch.linspace(0, 1, 2 * length, dtype=torch.float64).view(1, length, 2)
         x = self.words(ids_BL) + self.places(torch.arange(length)[None]) + self.angles(angles_1L2)
         x = torch.tanh(self.wide(x.unflatten(-1, (2, 8))).flatten(-2))
-        logits: Tensor = self.head(x.flatten(0, 1)).view(*ids_BL.shape, -1)
-        return logits
+        return self.head(x.flatten(0, 1)).view(*ids_BL.shape, -1)
 
 
 class Slices(Tiny):
@@ -80,8 +77,7 @@ class Slices(Tiny):
         query, key = self.both(self.words(ids_BL)).chunk(2, -1)
         # The gradient of a sum is one number for each token, with a stride of 0.
         factor_BL1 = 1 + self.offset(key).sum(2, keepdim=True)
-        logits: Tensor = self.head(self.norm(query) * factor_BL1)
-        return logits
+        return self.head(self.norm(query) * factor_BL1)
 
 
 class Frozen(Tiny):
@@ -116,8 +112,7 @@ class Composite(Tiny):
 
     def forward(self, ids_BL: Tensor) -> Tensor:
         x, _ = self.odd(self.words(ids_BL) + self.second(ids_BL), factor=0.5)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+        return self.head(self.norm(x))
 
 
 class Root(Tiny):
@@ -141,8 +136,7 @@ class Recurrent(Tiny):
     def forward(self, ids_BL: Tensor) -> Tensor:
         states_BLE, last = self.memory(self.words(ids_BL))
         last_2BE = last[0] if isinstance(last, tuple) else last
-        logits: Tensor = self.head(states_BLE + last_2BE.transpose(0, 1).flatten(1)[:, None])
-        return logits
+        return self.head(states_BLE + last_2BE.transpose(0, 1).flatten(1)[:, None])
 
 
 # Modules of a user's own, and their rules.
@@ -241,8 +235,7 @@ class Own(Tiny):
 
     def forward(self, ids_BL: Tensor) -> Tensor:
         x = torch.tanh(self.mean(self.offset(self.scaled(self.words(ids_BL)))))
-        logits: Tensor = self.head(self.offset(x))
-        return logits
+        return self.head(self.offset(x))
 
 
 ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
