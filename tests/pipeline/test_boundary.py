@@ -181,13 +181,13 @@ def test_a_signal_before_a_training_ends_as_ctrl_c_does(verb, capsys, number, co
         return ["never"]
 
     verb(told)
-    said = answer(["info"], capsys)
-    assert said.code == code
-    assert said.err.startswith(f"doge-fast: Ended by {number.name}.")
-    assert signal.getsignal(number) is signal.SIG_DFL
-    # As nohup asks.
-    before = signal.signal(number, signal.SIG_IGN)
+    # Ignored where the tests run under nohup.
+    before = signal.signal(number, signal.SIG_DFL)
     try:
+        said = answer(["info"], capsys)
+        assert (said.code, said.err.split(".")[0]) == (code, f"doge-fast: Ended by {number.name}")
+        assert signal.getsignal(number) is signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN)
         assert answer(["info"], capsys).out == "never\n"
     finally:
         signal.signal(number, before)

@@ -274,11 +274,12 @@ def test_variables_of_a_launcher_that_are_empty_say_nothing(monkeypatch, capsys)
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_first_rank_alone_says_what_comes_before_it_loads(rank, monkeypatch, caplog):
+    # The level is given back after the test.
+    caplog.set_level(logging.INFO, "doge_fast")
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
     monkeypatch.setenv("RANK", str(rank))
-    config = ProxyConfig(Path("runs/x"))
     monkeypatch.setattr(cli, "import_module", lambda _: cli._log.info("loaded"))
     cli._log_visibly()
-    cli._load(["colorsys"], config)
+    cli._load(["colorsys"], ProxyConfig(Path("runs/x")))
     told = ["runs/x: proxy of 300 steps on installed; loading colorsys ...", "loaded"]
     assert caplog.messages == (told if rank == 0 else [])
