@@ -109,7 +109,7 @@ def test_the_table_puts_chance_beside_every_accuracy(result):
     assert [row.split()[0] for row in rows] == [*PAPER_TASKS, "average"]
     piqa = result["tasks"]["piqa"]
     cells = (
-        f"{piqa[metric]:.3f} ± {piqa[f'{metric}_stderr']:.3f}" for metric in ("acc", "acc_norm")
+        f"{piqa[metric]:.3f} +/- {piqa[f'{metric}_stderr']:.3f}" for metric in ("acc", "acc_norm")
     )
     assert rows[3].split() == ["piqa", *" ".join(cells).split(), "0.500", "2", "6", "0%"]
 
@@ -160,7 +160,7 @@ def test_the_first_documents_only(ask):
     scores = result["tasks"]["copa"]
     assert (scores["documents"], scores["requests"], scores["acc_stderr"]) == (1, 2, None)
     assert result["average"]["acc_stderr"] is None
-    assert "±" not in table(result)
+    assert "+/-" not in table(result)
 
 
 def test_cut_prompts_are_counted_and_said(ask, make_run, caplog):
