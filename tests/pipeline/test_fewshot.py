@@ -101,11 +101,10 @@ def test_every_task_of_the_paper_is_scored(result, run):
     assert result["average"]["acc_stderr"] == pytest.approx(math.sqrt(variance))
 
 
-def test_the_table_puts_chance_beside_every_accuracy(result):
+def test_the_table_puts_chance_beside_every_accuracy(result, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
     head, _, *rows = table(result).splitlines()
-    assert head.split() == [
-        *("task", "acc", "acc_norm", "chance", "shots", "documents", "cut", "prompts")
-    ]
+    assert " ".join(head.split()) == "task acc acc_norm chance shots documents cut prompts"
     assert [row.split()[0] for row in rows] == [*PAPER_TASKS, "average"]
     piqa = result["tasks"]["piqa"]
     cells = (

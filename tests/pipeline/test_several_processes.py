@@ -27,12 +27,12 @@ from tests.ranks import as_launched
 EXHAUSTIVE = pytest.mark.exhaustive
 
 
-def on_a_rank(stage: Callable[[Any], Any], config: Any, last_step: int = 0) -> Any:
-    """A stage, as each process of torchrun runs it; killed in a step (1 is the first)."""
+def on_a_rank(stage: Callable[[Any], Any], config: Any, last_pass: int = 0) -> Any:
+    """A stage, as each process of torchrun runs it; killed in a pass (1 is the first)."""
     as_launched()
-    if not last_step:
+    if not last_pass:
         return stage(config)
-    with pytest.MonkeyPatch.context() as patch, killed_at(patch, "training_step", last_step):
+    with pytest.MonkeyPatch.context() as patch, killed_at(patch, "training_step", last_pass):
         stage(config)
     return None
 
@@ -129,16 +129,17 @@ def test_evaluate_over_ranks(ranks, tmp_path, trained_base):
 
 @EXHAUSTIVE
 @pytest.mark.parametrize(
-    ("name", "before", "after"),
-    [("proxy", 2, 4), ("base", 4, 1), ("doremi", 2, 4), ("select", 4, 2)],
+    ("name", "before", "after", "passes"),
+    # A step of select has several passes on a rank.
+    [("proxy", 2, 4, 6), ("base", 4, 1, 6), ("doremi", 2, 4, 6), ("select", 4, 2, 12)],
 )
 def test_a_killed_run_goes_on_with_another_number_of_ranks(
-    ranks, stage, tmp_path, name, before, after
+    ranks, stage, tmp_path, name, before, after, passes
 ):
     call, make = stage(name)
     alone, config = (make(out, save_every=3, eval_every=2) for out in ("alone", "ranks"))
     call(alone)
-    ranks.run(before, on_a_rank, call, config, 6)
+    ranks.run(before, on_a_rank, call, config, passes)
     (left,) = (config.out / "checkpoints").glob("checkpoint-*")
     assert left.name == "checkpoint-3"
     states = {f"rng_state_{rank}.pth" for rank in range(before)}
