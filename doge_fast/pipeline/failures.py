@@ -162,9 +162,9 @@ def _room(directory: Path | None) -> str:
     """A clause: which disk a directory is on, and what is free there; empty without directory."""
     if directory is None:
         return ""
-    here = directory.resolve()
-    mount = next(each for each in (here, *here.parents) if os.path.ismount(each))
-    usage = shutil.disk_usage(here)
+    there = directory.resolve()
+    mount = next(each for each in (there, *there.parents) if os.path.ismount(each))
+    usage = shutil.disk_usage(mount)
     return f", and the disk at {mount} has {usage.free:,} of {usage.total:,} bytes free"
 
 

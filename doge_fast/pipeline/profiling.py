@@ -43,7 +43,9 @@ _log = logging.getLogger(__name__)
 SCHEMA_VERSION = 1
 PHASES = ("forward", "backward", "accumulate", "gram", "reweight", "weighted_sum", "inner_step")
 WARM_UP = 2
-PAPER_VOCABULARY = 50_304
+# Those of the family that are made for CPUs.
+SMALL_VOCABULARY, PAPER_VOCABULARY = 4096, 50_304
+SMALL = ("tiny", "mini", "small")
 
 
 class Traffic(NamedTuple):
@@ -211,9 +213,11 @@ def _check_memory(config: ProfileConfig, num_parameters: int, *, is_told: bool) 
 
 
 def _vocab_size(config: ProfileConfig) -> int:
-    if config.vocab_size is None and config.model not in SIZES:
-        return int(load_architecture(config.model).vocab_size)
-    return config.vocab_size or PAPER_VOCABULARY
+    if config.vocab_size is not None:
+        return config.vocab_size
+    if config.model in SIZES:
+        return SMALL_VOCABULARY if config.model in SMALL else PAPER_VOCABULARY
+    return int(load_architecture(config.model).vocab_size)
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,7 @@ from doge_fast.pipeline.config import ProfileConfig
 from doge_fast.pipeline.profiling import PHASES, profile, table
 
 QUICK = ProfileConfig(
-    vocab_size=256,
-    domains=2,
-    sequences=2,
-    sequence_length=8,
-    steps=2,
-    device="cpu",
+    vocab_size=256, domains=2, sequences=2, sequence_length=8, steps=2, device="cpu"
 )
 
 
@@ -67,6 +62,11 @@ def test_other_precisions_and_models(tmp_path):
         measured = profile(replace(QUICK, model=str(model), vocab_size=None))
         # Two embeddings of 64, four projections, three matrices of a gated MLP, three norms.
         assert measured.num_parameters == 16 * (2 * 64 + 4 * 16 + 3 * 32 + 3)
+
+
+def test_small_models_have_the_vocabulary_of_the_small_tokenizers():
+    small, given = (profile(replace(QUICK, model="tiny", vocab_size=n)) for n in (None, 4096))
+    assert small.num_parameters == given.num_parameters
 
 
 def test_the_verb_prints_a_table_and_writes_its_files(tmp_path, capsys):

@@ -123,7 +123,7 @@ def check_value(name: str, value: Any, hint: Any) -> None:
             told = (
                 f"{name} must be one of {', '.join(parts)}; got {value!r}. {nearest(word, parts)}"
             )
-            if word == "cuda" in parts and index:
+            if word == "cuda" and "cuda" in parts and index:
                 told += f" CUDA_VISIBLE_DEVICES={index} in the environment chooses which."
             raise ValueError(told.rstrip())
     elif kind is Annotated:

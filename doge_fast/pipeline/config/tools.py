@@ -199,7 +199,8 @@ class ProfileConfig:
     """A size of the family (micro, tiny, mini, small, 60M, 82M, 124M, 210M, 684M), or the
     config.json that AutoConfig opens: a file, a folder or a Hub id."""
     vocab_size: Count | None = None
-    """Entries of the vocabulary; None: the config's own, 50304 for the sizes."""
+    """Entries of the vocabulary; None: the config's own, 50304 for the paper's sizes, 4096 for
+    the small ones."""
     domains: Count = 7
     """K, the training domains."""
     targets: CountOrZero = 0
