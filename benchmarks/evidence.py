@@ -40,7 +40,7 @@ def packed(experiment: Path) -> Record:
     Raises:
         ValueError: the directory is no experiment's.
     """
-    record = records.read_experiment(experiment)
+    record = records.read_json(experiment / records.EXPERIMENT)
     # Those of the plan in its order, then what lies beside them.
     beside = sorted(path.name for path in (experiment / "runs").iterdir())
     folders = (experiment / "runs" / name for name in dict.fromkeys((*record["runs"], *beside)))

@@ -108,7 +108,7 @@ class Question:
         train_base(config)
         if not records.is_measured(out, config.training.eval_blocks):
             evaluate(EvaluateConfig(run=out, blocks=config.training.eval_blocks))
-        losses = records.read_evaluation(out)["loss"]
+        losses = records.load_evaluation(out).loss
         return float(np.mean([losses[each] for each in self.targets or weights]))
 
 

@@ -78,7 +78,7 @@ def _command(data: bytes) -> object:
 
 def _run(data: bytes) -> object:
     _file(records.CONFIG, data)
-    return records.read_config(FOLDER)
+    return records.load_config(FOLDER)
 
 
 def _measures(data: bytes) -> object:

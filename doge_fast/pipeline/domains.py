@@ -25,6 +25,7 @@ from doge_fast.pipeline.config import CorpusConfig
 from doge_fast.pipeline.config.ranges import check as check_ranges
 from doge_fast.pipeline.corpus_files import tell_once
 from doge_fast.pipeline.packing import Packed, by_part, pack
+from doge_fast.pipeline.records.shapes import CorpusRecord, DomainSizes
 from doge_fast.pipeline.sources import (
     ROWS,
     TEXTLESS,
@@ -102,15 +103,15 @@ class Corpus:
         """Those of `train_tokens` that are trained on: of names alone."""
         return {name: self.train_tokens[name] for name in self.names}
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> CorpusRecord:
         """The corpus by which a run is known again."""
-        return {
-            "domains": {name: self._describe(name) for name in self.names},
-            "targets": {name: self._describe(name) for name in self.targets},
-            "tokenizer_sha256": self.tokenizer_sha256,
-            "block_size": self.block_size,
-            "vocab_size": self.vocab_size,
-        }
+        return CorpusRecord(
+            {name: self._describe(name) for name in self.names},
+            {name: self._describe(name) for name in self.targets},
+            self.tokenizer_sha256,
+            self.block_size,
+            self.vocab_size,
+        )
 
     def sizes(self, name: str) -> dict[str, float]:
         """What there is of a domain, as an entry of weights.json says it."""
@@ -125,14 +126,14 @@ class Corpus:
             "mean_doc_tokens": num_blocks * self.block_size / self.documents[name],
         }
 
-    def _describe(self, name: str) -> dict[str, Any]:
-        return {
-            "train_tokens": self.train_tokens[name],
-            "train_blocks": len(self.train[name]),
-            "validation_blocks": len(self.validation[name]),
-            "documents": self.documents[name],
-            "digest": self.digests[name],
-        }
+    def _describe(self, name: str) -> DomainSizes:
+        return DomainSizes(
+            train_tokens=self.train_tokens[name],
+            train_blocks=len(self.train[name]),
+            validation_blocks=len(self.validation[name]),
+            documents=self.documents[name],
+            digest=self.digests[name],
+        )
 
 
 def load_corpus(

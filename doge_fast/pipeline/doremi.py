@@ -206,17 +206,17 @@ def _open_reference(run: Path, corpus: Corpus) -> Reference:
     Raises:
         ValueError: it is none.
     """
-    record = records.read_config(run)
-    if record["stage"] != "base":
+    record, config = records.load_config(run)
+    if record.stage != "base":
         raise ValueError(
-            f"reference must be a base run; {run} holds a {record['stage']} run. Train one with "
+            f"reference must be a base run; {run} holds a {record.stage} run. Train one with "
             "doge-fast base, at the reference weights."
         )
     records.check_finished(run)
     weights = records.weights_by_name(records.read_weights(run, domains=corpus.names))
     # Losses can be subtracted on the same tokens only.
     for what, key in (("the tokenizer", "tokenizer_sha256"), ("blocks of", "block_size")):
-        there, here = (str(each[key])[:12] for each in (record["corpus"], corpus.describe()))
+        there, here = (str(getattr(each, key))[:12] for each in (record.corpus, corpus))
         if there != here:
             raise ValueError(
                 f"The reference {run} was trained with {what} {there}; this corpus has {here}. "
@@ -229,18 +229,18 @@ def _open_reference(run: Path, corpus: Corpus) -> Reference:
             f"{', '.join(absent)}. Leave it out of domains in both runs, or train another "
             "reference."
         )
-    model, config = open_model(run / records.MODEL), record["config"]
+    model = open_model(run / records.MODEL)
     files = records.read_manifest(run / records.MODEL, is_hashed=False)["files"]
     # Of its weights, all files of them.
     digests = [files[name]["sha256"] for name in sorted(files) if name.endswith(".safetensors")]
-    steps = config["training"]["steps"]
+    steps = config.training.steps
     told = {
         "run": str(run),
-        "model": config["model"]["model"],
+        "model": config.model.model,
         "model_sha256": hashlib.sha256(b"".join(map(bytes.fromhex, digests))).hexdigest(),
         "parameters": model.num_parameters(),
         "steps": steps,
-        "tokens": steps * config["batch_size"] * corpus.block_size,
-        "seed": config["training"]["seed"],
+        "tokens": steps * config.batch_size * corpus.block_size,
+        "seed": config.training.seed,
     }
     return Reference(model, weights, told)

@@ -10,11 +10,10 @@ import datasets
 import torch
 
 from doge_fast.pipeline import health, named, ranks, records, tables, training
-from doge_fast.pipeline.config import CorpusConfig, EvaluateConfig, checks
-from doge_fast.pipeline.config.fields import filled
+from doge_fast.pipeline.config import CorpusConfig, EvaluateConfig, StageConfig, checks
 from doge_fast.pipeline.domains import MIX, load_corpus
 from doge_fast.pipeline.model import open_model
-from doge_fast.pipeline.records import Json
+from doge_fast.pipeline.records import CorpusRecord, Json
 from doge_fast.pipeline.sources import find_parts
 from doge_fast.pipeline.trainer import held_out_losses
 
@@ -42,10 +41,14 @@ def evaluate(config: EvaluateConfig) -> Json:
 
     Source: DoGE, caption of tab:universal_ppl.
     """
-    record = records.read_config(config.run)
-    _check(config, record)
-    _log.info("%s: reading %s", config.run, config.data or record["config"]["corpus"]["data"])
-    held_out = _own(config, record) if config.data is None else _other(config, config.data, record)
+    record, trained = records.load_config(config.run)
+    corpus = record.corpus
+    _check(config, trained, corpus)
+    _log.info("%s: reading %s", config.run, config.data or trained.corpus.data)
+    if config.data is None:
+        held_out = _own(config.run, trained, corpus)
+    else:
+        held_out = _other(config, config.data, corpus.block_size)
     _log.info("%s: opening the model", config.run)
     model = open_model(config.run / records.MODEL)
     torch.nn.Module.to(model, training.wait_for_ranks(training.device_of(config.device)))
@@ -58,10 +61,10 @@ def evaluate(config: EvaluateConfig) -> Json:
         batch_size=config.batch_size,
     )
     result = records.evaluation(
-        step=record["config"]["training"]["steps"],
+        step=trained.training.steps,
         blocks=blocks,
         loss=loss,
-        block_size=record["corpus"]["block_size"],
+        block_size=corpus.block_size,
     )
     if lost := health.not_finite(result["perplexity"]):
         losses = ", ".join(f"{name} {loss[name]:g}" for name in lost)
@@ -82,13 +85,13 @@ def table(result: Json) -> str:
     return tables.text(tables.table_of(("domain", "perplexity"), rows))
 
 
-def _check(config: EvaluateConfig, record: Json) -> None:
+def _check(config: EvaluateConfig, trained: StageConfig, corpus: CorpusRecord) -> None:
     checks.check(config)
     records.check_finished(config.run)
     training.device_of(config.device)
-    own = record["config"]["corpus"]["data"]
+    own = trained.corpus.data
     if config.data is None:
-        known = [*record["corpus"]["domains"], *record["corpus"]["targets"]]
+        known = [*corpus.domains, *corpus.targets]
         named.check("domains", config.domains, known, str(config.run))
         # A result of more domains is not written over.
         if config.out is None and config.domains and (config.run / records.EVALUATION).exists():
@@ -109,25 +112,26 @@ def _check(config: EvaluateConfig, record: Json) -> None:
         records.check_out(config.out, [])
 
 
-def _own(config: EvaluateConfig, record: Json) -> Mapping[str, datasets.Dataset]:
+def _own(
+    run: Path, trained: StageConfig, trained_on: CorpusRecord
+) -> Mapping[str, datasets.Dataset]:
     """Held-out blocks of the run's corpus, if it still is that one; domains may have come to it."""
-    own, trained_on = record["config"]["corpus"], record["corpus"]
-    asked = replace(filled(CorpusConfig(), own), domains=tuple(trained_on["domains"]))
+    asked = replace(trained.corpus, domains=tuple(trained_on.domains))
     # What "mix" reserves is not trained on.
-    mix = [MIX] if MIX in record["config"].get("target", ()) else []
-    corpus = load_corpus(asked, targets=(*trained_on["targets"], *mix))
-    records.check_corpus(config.run, trained_on, corpus.describe())
+    mix = [MIX] if MIX in getattr(trained, "target", ()) else []
+    corpus = load_corpus(asked, targets=(*trained_on.targets, *mix))
+    records.check_corpus(run, trained_on, corpus.describe())
     return corpus.validation
 
 
-def _other(config: EvaluateConfig, data: str, record: Json) -> dict[str, datasets.Dataset]:
+def _other(config: EvaluateConfig, data: str, block_size: int) -> Mapping[str, datasets.Dataset]:
     """Blocks of other text: of the validation split, or all of it, for the model saw none of it."""
     asked = CorpusConfig(
         data=data,
         text_column=config.text_column,
         domain_column=config.domain_column,
         tokenizer=str(config.run / records.MODEL),
-        block_size=record["corpus"]["block_size"],
+        block_size=block_size,
         cache_dir=config.cache_dir,
     )
     parts = find_parts(asked, [])

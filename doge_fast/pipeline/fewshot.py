@@ -75,7 +75,7 @@ def few_shot(config: EvaluateConfig) -> dict[str, Any]:
 
     Source: DoGE, section universal-exp, Table fewshot (5 shots).
     """
-    record, asked = records.read_config(config.run), config.tasks
+    (_, trained), asked = records.load_config(config.run), config.tasks
     records.check_finished(config.run)
     checks.check(config)
     tasks = load_tasks(asked)
@@ -87,7 +87,7 @@ def few_shot(config: EvaluateConfig) -> dict[str, Any]:
     )
     scores = {name: _score(name, task, scorer, asked) for name, task in tasks.items()}
     result = records.few_shot(
-        step=record["config"]["training"]["steps"],
+        step=trained.training.steps,
         tasks=scores,
         setting={
             "shots": asked.shots,

@@ -76,7 +76,8 @@ def prepare(config: ProxyConfig, existing: ExistingRun) -> "ProxyTrainer":
         config, existing, rows_of=lambda names: len(objective_of(names).rows), check=check
     )
     # A resumed run keeps the mu that it began with, whatever becomes of the default.
-    mu = existing.record.get("resolved", {}).get("mu", config.mu)
+    resolved = {} if existing.record is None else existing.record.resolved
+    mu = resolved.get("mu", config.mu)
     objective = objective_of(corpus.names)
     return ProxyTrainer(config, corpus, model, objective=objective, mu=mu, selection=selection)
 

@@ -56,7 +56,7 @@ def rehearse(config: ProxyConfig | BaseConfig) -> str:
     device, training = trainer.args.device, config.training
     parameters = cast(PreTrainedModel, trainer.model).num_parameters(only_trainable=True)
     of_step = sum(trainer.tokens(1).values())
-    resumed = ", which is resumed" if existing.record else ""
+    resumed = "" if existing.record is None else ", which is resumed"
     kept = memory.needed(parameters, trainer.num_rows)
     checkpoints = f"and, until it is complete, two checkpoints ({size_text(12 * parameters)} each)"
     plan = [

@@ -22,13 +22,10 @@ from doge_fast.pipeline import baselines, records, stage, tables
 from doge_fast.pipeline.config import SelectConfig
 from doge_fast.pipeline.domains import Batch
 from doge_fast.pipeline.failures import FileFailure
-from doge_fast.pipeline.records import Json
-from doge_fast.pipeline.records.shapes import CancellationRecord
+from doge_fast.pipeline.records.shapes import CANCELLATION, CancellationRecord
 from doge_fast.pipeline.stage import ExistingRun
 from doge_fast.pipeline.trainer import MixtureTrainer, from_first
 from doge_fast.weights import weights_file
-
-CANCELLATION = "cancellation.json"
 
 
 def measure_cancellation(config: SelectConfig) -> Path:
@@ -70,7 +67,7 @@ def measure_cancellation(config: SelectConfig) -> Path:
 
 def is_scored(run: Path) -> bool:
     """Whether the run in a directory came to its end; ValueError where its scores are damaged."""
-    return (run / CANCELLATION).exists() and bool(_read(run))
+    return (run / CANCELLATION).exists() and bool(_load(run))
 
 
 def prepare(config: SelectConfig, existing: ExistingRun) -> "SelectionTrainer":
@@ -91,23 +88,20 @@ def prepare(config: SelectConfig, existing: ExistingRun) -> "SelectionTrainer":
     return SelectionTrainer(config, corpus, model, (phase,))
 
 
-def _read(run: Path) -> Json:
-    record = records.read_json(run / CANCELLATION)
-    records.check_shape(record, CancellationRecord, run / CANCELLATION)
-    if record["scores"].keys() != set(READINGS):
+def _load(run: Path) -> CancellationRecord:
+    found = records.load(run, CancellationRecord)
+    if found.scores.keys() != set(READINGS):
         raise FileFailure(
             f"{run / CANCELLATION} is damaged: scores must be of {', '.join(READINGS)}. "
             f"{records.WAY_OUT}"
         )
-    return record
+    return found
 
 
 def table(run: Path) -> str:
     """What a finished run has selected, as aligned plain text."""
-    selections = _read(run)["selections"]
-    rows = [
-        (entry["file"], str(entry["parameters"]), f"{entry['share']:.2%}") for entry in selections
-    ]
+    selections = _load(run).selections
+    rows = [(each.file, str(each.parameters), f"{each.share:.2%}") for each in selections]
     return tables.text(tables.table_of(("selection", "parameters", "of columns"), rows))
 
 

@@ -23,7 +23,7 @@ from doge_fast.pipeline.config import StageConfig, checks
 from doge_fast.pipeline.domains import Corpus
 from doge_fast.pipeline.failures import FileFailure
 from doge_fast.pipeline.model import build_model, check_model, without_bars
-from doge_fast.pipeline.records import Json
+from doge_fast.pipeline.records import ConfigRecord
 from doge_fast.pipeline.trainer import RecordedTrainer, from_first
 
 _log = logging.getLogger("doge_fast")
@@ -42,8 +42,8 @@ def is_finished(run: Path) -> bool:
 class ExistingRun(NamedTuple):
     """What a stage finds in its directory."""
 
-    record: Json
-    """config.json of this very run; empty: a new run."""
+    record: ConfigRecord | None
+    """config.json of this very run; None: a new run."""
     is_complete: bool
 
 
@@ -73,7 +73,7 @@ def existing_run(
         if ranks.is_first():
             # A kill may have left them after the last step.
             shutil.rmtree(config.out / records.CHECKPOINTS, ignore_errors=True)
-    return ExistingRun(record or {}, is_complete)
+    return ExistingRun(record, is_complete)
 
 
 def corpus_and_model(
@@ -117,8 +117,8 @@ def corpus_and_model(
     _check_memory(config, num_known, {})
     _log.info("%s: reading %s", config.out, config.corpus.data)
     corpus = domains.load_corpus(config.corpus, targets=config.targets, before_packing=make)
-    if existing.record:
-        records.check_corpus(config.out, existing.record["corpus"], corpus.describe())
+    if existing.record is not None:
+        records.check_corpus(config.out, existing.record.corpus, corpus.describe())
     return corpus, made[0]
 
 
@@ -159,14 +159,14 @@ def directory(
 
         def begin() -> Path | None:
             held.enter_context(records.alone(out))
-            now = records.check_run(out, stage=config.stage, config=config) or {}
+            now = records.check_run(out, stage=config.stage, config=config)
             if now != existing.record or is_finished(out):
                 done = "begun" if now != existing.record else "completed"
                 raise FileFailure(
                     f"Another process has just {done} {out}. Repeat the command, or name another "
                     "directory."
                 )
-            if not now:
+            if now is None:
                 records.open_run(
                     out,
                     stage=config.stage,

@@ -28,7 +28,6 @@ from doge_fast.pipeline.config import (
     TemperatureConfig,
     checks,
 )
-from doge_fast.pipeline.config.fields import filled
 from doge_fast.pipeline.experiments.jobs import Job, chosen
 from doge_fast.pipeline.health import Diverged
 from doge_fast.pipeline.model import check_model
@@ -191,10 +190,10 @@ class _Search:
     def of(cls, config: TemperatureConfig) -> "_Search":
         """Read the proxy, and refuse what leaves nothing to measure."""
         checks.check(config)
-        recorded = records.read_config(config.proxy)
-        if recorded["stage"] != "proxy":
+        recorded, proxy = records.load_config(config.proxy)
+        if recorded.stage != "proxy":
             raise ValueError(
-                f"{config.proxy} is a {recorded['stage']} run; name the directory of a proxy."
+                f"{config.proxy} is a {recorded.stage} run; name the directory of a proxy."
             )
         records.check_finished(config.proxy)
         record = records.read_weights(config.proxy)
@@ -208,8 +207,6 @@ class _Search:
                 "mixture. Train the proxy longer or with a smaller mu; of two domains with "
                 "--domain-max-grad-norm 0, for gradients of one norm have equal scores."
             )
-        where = str(config.proxy / records.CONFIG)
-        proxy = filled(ProxyConfig(config.proxy), recorded["config"], where)
         search = cls(config, proxy, record)
         base = search.base(1.0, config.seeds[0])
         training.device_of(base.training.device)

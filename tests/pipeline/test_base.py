@@ -46,7 +46,7 @@ def test_a_run_leaves_records_the_weights_used_and_a_model(trained_base):
 
 def test_natural_weights_are_by_tokens(base):
     run = train_base(base(weights="natural"))
-    domains = records.read_config(run.path)["corpus"]["domains"]
+    domains = records.read_json(run.path / records.CONFIG)["corpus"]["domains"]
     total = sum(domain["train_tokens"] for domain in domains.values())
     expected = {name: domain["train_tokens"] / total for name, domain in domains.items()}
     assert run.weights == pytest.approx(expected, rel=1e-12)

@@ -50,7 +50,7 @@ def test_the_verbs_run_one_after_the_other(proxy, base, capsys):
     assert told[1] == f"model: {trained.out / 'model'}"
     assert told[2].endswith(f"doge-fast evaluate {trained.out}")
     assert cli.main(["evaluate", str(trained.out), "--device", "cpu"]) == 0
-    average = records.read_evaluation(trained.out)["average_perplexity"]
+    average = records.read_json(trained.out / records.EVALUATION)["average_perplexity"]
     assert capsys.readouterr().out.endswith(f" {average:.2f}\n")
     # On 8 of the held-out blocks of each.
     assert float(told[0].split()[2].rstrip(",")) == pytest.approx(average, rel=0.1)

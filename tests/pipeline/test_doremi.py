@@ -35,7 +35,7 @@ def test_a_run_leaves_weights_records_and_a_model(doremi, trained_base):
     assert learn_by_excess_loss(config).path == config.out
     held = sorted(entry.name for entry in config.out.iterdir())
     assert held == ["config.json", "metrics.jsonl", "model", "weights.json"]
-    assert records.read_config(config.out)["stage"] == "doremi"
+    assert records.read_json(config.out / records.CONFIG)["stage"] == "doremi"
     record = records.read_weights(config.out, domains=NAMES)
     assert record["method"] == record["variant"] == "doremi"
     assert (record["steps"], record["batch_size"], record["block_size"]) == (8, 8, 16)
@@ -136,7 +136,7 @@ def test_batches_follow_the_references_weights_and_so_does_the_start(doremi, bas
     # Nothing has been seen of it: as bad as a guess.
     unseen = [name for name in NAMES if lines[1]["loss"][name] is None]
     assert unseen
-    vocab_size = records.read_config(run.path)["corpus"]["vocab_size"]
+    vocab_size = records.read_json(run.path / records.CONFIG)["corpus"]["vocab_size"]
     assert all(lines[1]["excess"][name] == math.log(vocab_size) for name in unseen)
 
 

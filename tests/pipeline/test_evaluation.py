@@ -86,7 +86,7 @@ def test_a_corpus_that_has_grown_is_not_measured(run, base, small_corpus, tmp_pa
         file.write('{"text": "the and of a range"}\n' * 3)
     with pytest.raises(ValueError, match=r"another corpus: domains\.prose"):
         evaluate(ask)
-    assert records.read_evaluation(grown.out) == before
+    assert records.read_json(grown.out / records.EVALUATION) == before
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_other_text_is_measured_whole_or_by_its_validation_split(run, other, tmp
     result = evaluate(replace(ask, out=tmp_path / "theirs.json"))
     assert list(result["loss"]) == ["novels", "numbers", "poetry"]
     assert result == records.read_json(tmp_path / "theirs.json")
-    assert records.read_evaluation(run.out) == own
+    assert records.read_json(run.out / records.EVALUATION) == own
     tokenizer = AutoTokenizer.from_pretrained(run.out / "model")
     for name, file in (("poetry", "poetry.jsonl"), ("novels", "novels/validation.jsonl")):
         documents = [json.loads(line)["text"] for line in (other / file).read_text().splitlines()]

@@ -118,10 +118,10 @@ def test_what_may_change_while_an_experiment_is_under_way(experiment):
         with pytest.raises(ValueError, match=name):
             run_experiment(other)
     begun(replace(config, seeds=(0, 1, 2)))
-    assert len(records.read_experiment(out)["runs"]) == 9
+    assert len(records.read_json(out / records.EXPERIMENT)["runs"]) == 9
     (out / "runs").rmdir()
     begun(filled(config, {"proxy": {"mu": 0.5}}))
-    assert records.read_experiment(out)["config"]["proxy"]["mu"] == 0.5
+    assert records.read_json(out / records.EXPERIMENT)["config"]["proxy"]["mu"] == 0.5
 
 
 def test_an_arm_of_another_corpus_is_refused(experiment, small_corpus, tmp_path, monkeypatch):

@@ -59,7 +59,7 @@ def test_a_learning_rate_that_no_model_survives_leaves_records_and_no_result(
     said = str(error.value)
     assert said.startswith(f"{config.out} has diverged: {why}")
     assert said.endswith("or lengthen the warm-up (--warmup-steps).")
-    assert records.read_config(config.out)["stage"] == name
+    assert records.read_json(config.out / records.CONFIG)["stage"] == name
     assert records.read_metrics(config.out, kind="train")[-1]["step"] == last_step
     left = {each.name for each in config.out.iterdir()}
     assert left - {"checkpoints"} == {"config.json", "metrics.jsonl"} | (

@@ -30,7 +30,7 @@ def test_a_large_share_held_out_is_warned_of_and_remembered(proxy, tmp_path, cap
     # Two documents of a length: one of them is half the domain.
     write_jsonl(folder / "few.jsonl", [" ".join(texts(f"few {half}")) for half in "12"])
     run = learn_weights(proxy(data=str(folder), validation_fraction=0.05)).path
-    (warning,) = records.read_config(run)["warnings"]
+    (warning,) = records.read_json(run / records.CONFIG)["warnings"]
     assert re.match(r"few: [45]\d% of its tokens are held out, where .* asks for 5%", warning)
     assert "whole documents are held out, and 1 is left to train on." in warning
     assert caplog.messages.count(warning) == 1
@@ -62,7 +62,7 @@ def test_a_run_leaves_weights_records_and_a_model(trained_proxy):
     # Three times as many documents of prose.
     prior = {entry["name"]: entry["prior"] for entry in record["domains"]}
     assert max(prior, key=prior.__getitem__) == "prose"
-    corpus = records.read_config(trained_proxy)["corpus"]["domains"]
+    corpus = records.read_json(trained_proxy / records.CONFIG)["corpus"]["domains"]
     for entry in record["domains"]:
         there = corpus[entry["name"]]
         assert (entry["tokens"], entry["documents"]) == (there["train_tokens"], there["documents"])
@@ -131,7 +131,7 @@ def test_a_held_out_domain_is_measured_and_not_trained_on(proxy):
     # No training domain is its own target.
     assert line["difficulty"] == dict.fromkeys(["code", "prose", "table"], 0.0)
     assert "verse" in run.metrics("eval")[-1]["loss"]
-    assert list(records.read_config(run.path)["corpus"]["targets"]) == ["verse"]
+    assert list(records.read_json(run.path / records.CONFIG)["corpus"]["targets"]) == ["verse"]
 
 
 def test_weighted_targets_and_chosen_domains(proxy):
@@ -199,6 +199,6 @@ def test_a_run_resumes_at_the_default_that_it_began_with(proxy, monkeypatch):
     config = proxy()
     with killed_at(monkeypatch, "go_on", 1):
         learn_weights(config)
-    began = records.read_config(config.out)["resolved"]["mu"]
+    began = records.read_json(config.out / records.CONFIG)["resolved"]["mu"]
     monkeypatch.setattr("doge_fast.weights.defaults.default_mu", lambda *_: 99.0)
     assert records.read_weights(learn_weights(config).path)["mu"] == began

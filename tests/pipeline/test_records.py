@@ -8,7 +8,6 @@ import sys
 from dataclasses import fields, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from doge_fast.pipeline.config import BaseConfig, CorpusConfig, ProxyConfig, Tra
 from doge_fast.pipeline.records.shapes import DomainEntry, WeightsRecord
 from tests.pipeline import written_runs
 
-CORPUS = records.plain(written_runs.corpus("ab", tokens={"a": 640, "b": 256}))
+CORPUS = written_runs.corpus("ab", tokens={"a": 640, "b": 256})
 
 
 def proxy_config(out: Path) -> ProxyConfig:
@@ -38,29 +37,26 @@ def test_a_new_run_records_what_was_asked(tmp_path):
     out = tmp_path / "runs" / "proxy"
     assert records.check_run(out, stage="proxy", config=proxy_config(out)) is None
     records.open_run(out, stage="proxy", config=proxy_config(out), corpus=CORPUS)
-    record = records.read_config(out)
-    assert record["schema_version"] == 1
-    assert record["stage"] == "proxy"
-    assert record["config"]["corpus"]["domains"] == ["a", "b"]
-    assert record["config"]["out"] == str(out)
-    assert record["config"]["training"]["steps"] == TrainingConfig().steps
-    assert record["corpus"] == CORPUS
-    assert record["versions"]["torch"] == metadata.version("torch")
-    assert record["versions"]["python"].startswith(f"{sys.version_info.major}.")
-    assert record["created"].endswith("+00:00")
+    record, config = records.load_config(out)
+    assert record.stage == "proxy"
+    assert config == proxy_config(out)
+    assert record.corpus == CORPUS
+    assert record.versions["torch"] == metadata.version("torch")
+    assert record.versions["python"].startswith(f"{sys.version_info.major}.")
+    assert record.created.endswith("+00:00")
 
 
 def test_the_same_run_resumes_wherever_it_lies_now(tmp_path):
     config = proxy_config(tmp_path / "run")
     records.open_run(config.out, stage="proxy", config=config, corpus=CORPUS)
-    created = records.read_config(config.out)["created"]
+    created = records.load(config.out, records.ConfigRecord).created
     config.out.rename(tmp_path / "moved")
     moved = replace(
         config, out=tmp_path / "moved", corpus=replace(config.corpus, cache_dir=tmp_path)
     )
     found = records.check_run(moved.out, stage="proxy", config=moved)
-    assert found == records.read_config(moved.out)
-    assert found["created"] == created
+    assert found == records.load(moved.out, records.ConfigRecord)
+    assert found.created == created
 
 
 def test_a_path_is_the_same_however_it_is_said_and_no_word(tmp_path, monkeypatch):
@@ -77,7 +73,7 @@ def test_a_path_is_the_same_however_it_is_said_and_no_word(tmp_path, monkeypatch
 def test_a_setting_that_came_later_counts_as_its_default(tmp_path):
     config = proxy_config(tmp_path)
     records.open_run(config.out, stage="proxy", config=config, corpus=CORPUS)
-    record = records.read_config(config.out)
+    record = records.read_json(config.out / records.CONFIG)
     del record["config"]["mu"], record["config"]["training"]["dtype"]
     records.write_json(tmp_path / "config.json", record)
     assert records.check_run(config.out, stage="proxy", config=config)
@@ -112,20 +108,20 @@ def test_edited_weights_are_read_without_their_digest(tmp_path):
 def test_another_tokenizer_or_text_is_refused(tmp_path):
     config = proxy_config(tmp_path)
 
-    def corpus(digest: str) -> Any:
-        domains = {name: {**of, "digest": digest} for name, of in CORPUS["domains"].items()}
-        return CORPUS | {"domains": domains}
+    def corpus(digest: str) -> records.CorpusRecord:
+        domains = {name: replace(sizes, digest=digest) for name, sizes in CORPUS.domains.items()}
+        return replace(CORPUS, domains=domains)
 
     records.open_run(config.out, stage="proxy", config=config, corpus=corpus("a"))
-    recorded = records.read_config(config.out)
-    records.check_corpus(config.out, recorded["corpus"], corpus("a"))
-    other = corpus("a") | {"tokenizer_sha256": "1" * 64}
+    recorded = records.load(config.out, records.ConfigRecord).corpus
+    records.check_corpus(config.out, recorded, corpus("a"))
+    other = replace(recorded, tokenizer_sha256="1" * 64)
     with pytest.raises(ValueError, match="tokenizer_sha256"):
-        records.check_corpus(config.out, recorded["corpus"], other)
+        records.check_corpus(config.out, recorded, other)
     with pytest.raises(
         ValueError, match=r"another corpus: domains.\w+.digest is a there and b now"
     ):
-        records.check_corpus(config.out, recorded["corpus"], corpus("b"))
+        records.check_corpus(config.out, recorded, corpus("b"))
     # Earlier releases recorded none.
     records.check_corpus(config.out, CORPUS, corpus("b"))
 
@@ -254,4 +250,4 @@ def test_the_average_perplexity_is_the_papers(tmp_path):
     assert record["worst"] == pytest.approx(40.0, rel=1e-12)
     assert record["tokens"] == {"a": 3 * 127, "b": 2 * 127}
     records.write_json(tmp_path / records.EVALUATION, record)
-    assert records.read_evaluation(tmp_path) == record
+    assert records.load_evaluation(tmp_path).perplexity == record["perplexity"]

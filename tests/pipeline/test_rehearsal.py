@@ -23,7 +23,7 @@ def test_a_dry_run_of_a_proxy(proxy):
     run = learn_weights(
         replace(config, training=replace(config.training, steps=2), dry_run=False)
     ).path
-    corpus, weights = records.read_config(run)["corpus"], records.read_weights(run)
+    corpus, weights = records.read_json(run / records.CONFIG)["corpus"], records.read_weights(run)
     for name, entry in (corpus["domains"] | corpus["targets"]).items():
         # 2 blocks of 16 tokens a step.
         epochs = 1000 * 2 * 16 / entry["train_tokens"]

@@ -254,7 +254,7 @@ def test_perplexities_and_their_counts(page):
 
 def test_pairs_of_arms_are_set_against_each_other_too(tmp_path):
     write_experiment(tmp_path, (-0.02, -0.021, -0.019))
-    record = records.read_experiment(tmp_path)
+    record = records.read_json(tmp_path / records.EXPERIMENT)
     (group,) = record["groups"]
     other = {"label": "DoReMi", "about": "learned", "runs": group["arms"][0]["runs"]}
     group |= {"arms": [*group["arms"], other], "pairs": [["DoGE", "DoReMi"], ["DoGE", "gone"]]}
@@ -304,7 +304,7 @@ def test_what_is_missing_is_told(tmp_path):
     assert "doge-fast export" not in text
     assert "different numbers of held-out blocks" in text
     out = write_experiment(tmp_path / "e", (-0.02, -0.03))
-    record = records.read_experiment(out)
+    record = records.read_json(out / records.EXPERIMENT)
     records.write_json(out / records.EXPERIMENT, record | {"runs": [*record["runs"], "doge-seed2"]})
     assert "1 run not complete yet, so left out: doge-seed2" in words_of(out)
 

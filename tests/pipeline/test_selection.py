@@ -63,7 +63,7 @@ def test_scores_are_those_of_the_loop_by_hand(asked):
     """The same batches, a plain AdamW, one backward for each example."""
     config = asked(steps=2, warmup_steps=0, min_learning_rate=3e-3, max_grad_norm=1e9)
     measure_cancellation(config)
-    trainer = prepare(replace(config, out=config.out / "twin"), ExistingRun({}, False))
+    trainer = prepare(replace(config, out=config.out / "twin"), ExistingRun(None, False))
     model = trainer.model
     params = dict(model.named_parameters())
     decay = [param for param in params.values() if param.dim() > 1]

@@ -139,7 +139,7 @@ def test_targets_count_by_their_weights(proxy):
     assert run.record["objective"] == {"verse": 0.75, "table": 0.25}
     for point in run.record["points"]:
         base = run.path / "runs" / f"base-{point['inverse_temperature']:g}-seed0"
-        loss = records.read_evaluation(base)["loss"]
+        loss = records.read_json(base / records.EVALUATION)["loss"]
         assert point["loss"] == pytest.approx(0.75 * loss["verse"] + 0.25 * loss["table"])
         assert set(point["weights"]) == {"code", "prose"}
 

@@ -35,7 +35,7 @@ TRAINING = TrainingConfig(steps=STEPS, learning_rate=2e-3)
 
 def corpus(
     domains: Sequence[str], targets: Sequence[str] = (), tokens: Mapping[str, int] = TOKENS
-) -> dict[str, Any]:
+) -> records.CorpusRecord:
     def sizes(name: str) -> records.DomainSizes:
         blocks = tokens[name] // BLOCK_SIZE
         return records.DomainSizes(
@@ -45,13 +45,13 @@ def corpus(
             documents=max(1, blocks // 6),
         )
 
-    return {
-        "domains": {name: sizes(name) for name in domains},
-        "targets": {name: sizes(name) for name in targets if name != "mix"},
-        "tokenizer_sha256": "ab" * 32,
-        "block_size": BLOCK_SIZE,
-        "vocab_size": 4096,
-    }
+    return records.CorpusRecord(
+        domains={name: sizes(name) for name in domains},
+        targets={name: sizes(name) for name in targets if name != "mix"},
+        tokenizer_sha256="ab" * 32,
+        block_size=BLOCK_SIZE,
+        vocab_size=4096,
+    )
 
 
 def without(*targets: str) -> tuple[str, ...]:

@@ -18,7 +18,6 @@ from doge_fast.pipeline.experiments.presets import known_domains
 from doge_fast.pipeline.failures import one_line
 from doge_fast.pipeline.report import terminal_table, write_report
 from doge_fast.pipeline.sources import find_parts
-from doge_fast.weights import weights_file
 
 _log = logging.getLogger("doge_fast")
 
@@ -130,8 +129,9 @@ def _check_jobs(plan: Plan, jobs: Sequence[Job]) -> None:
         config = job.config
         if job.is_trained():
             # As the plan has it, and of the corpus as it is now: else no arm compares.
-            record = records.read_config(config.out)["corpus"]
-            records.check_corpus(config.out, record, _described(config.corpus, config.targets))
+            record = records.load(config.out, records.ConfigRecord)
+            now = _described(config.corpus, config.targets)
+            records.check_corpus(config.out, record.corpus, now)
             records.check_run(config.out, stage=config.stage, config=config)
         elif not plan.needed_by(job):
             # What reads runs may take their tokenizer.
@@ -139,11 +139,8 @@ def _check_jobs(plan: Plan, jobs: Sequence[Job]) -> None:
 
 
 @functools.cache
-def _described(corpus: CorpusConfig, targets: tuple[str, ...]) -> dict[str, Any]:
-    description: dict[str, Any] = weights_file.plain(
-        load_corpus(corpus, targets=targets).describe()
-    )
-    return description
+def _described(corpus: CorpusConfig, targets: tuple[str, ...]) -> records.CorpusRecord:
+    return load_corpus(corpus, targets=targets).describe()
 
 
 def _record(plan: Plan) -> dict[str, Any]:

@@ -24,8 +24,8 @@ from doge_fast.pipeline.records.shapes import (
     EXPERIMENT,
     STAGES,
     WAY_OUT,
-    Asked,
     ConfigRecord,
+    CorpusRecord,
     EvaluationRecord,
     ExperimentRecord,
     Loaded,
@@ -60,7 +60,7 @@ _REPORTED_PACKAGES = (
 )
 
 
-def check_run(out: Path, *, stage: Stage, config: Any) -> Json | None:
+def check_run(out: Path, *, stage: Stage, config: Any) -> ConfigRecord | None:
     """config.json of `out` where it holds this very run already, so that it can be resumed.
 
     Writes nothing, so it can be asked before the corpus is packed. A setting that did not exist
@@ -74,20 +74,18 @@ def check_run(out: Path, *, stage: Stage, config: Any) -> Json | None:
     if not (out / CONFIG).exists():
         check_empty(out)
         return None
-    recorded = read_config(out)
-    if recorded["stage"] != stage:
+    recorded, before = load_config(out)
+    if recorded.stage != stage:
         raise ValueError(
-            f"{out} holds a {recorded['stage']} run; this is the {stage} stage. "
-            "Name another directory."
+            f"{out} holds a {recorded.stage} run; this is the {stage} stage. Name another directory."
         )
-    before = _kept(recorded["config"])
-    check_same("configuration", out, before, _kept(config), _NOT_COMPARED)
+    check_same("configuration", out, _kept(before), _kept(config), _NOT_COMPARED)
     return recorded
 
 
-def check_corpus(run: Path, recorded: Mapping[str, Any], corpus: Mapping[str, Any]) -> None:
+def check_corpus(run: Path, recorded: CorpusRecord, corpus: CorpusRecord) -> None:
     """Raise ValueError where a run, by the corpus in its config.json, was made of another one."""
-    before, now = _flat(recorded), _flat(plain(corpus))
+    before, now = _flat(plain(recorded)), _flat(plain(corpus))
     for name in before | now:
         # Earlier releases recorded no digests.
         is_known = before.get(name) is not None or not name.endswith(".digest")
@@ -110,7 +108,7 @@ def open_run(
     *,
     stage: Stage,
     config: Any,
-    corpus: Mapping[str, Any],
+    corpus: CorpusRecord,
     resolved: Mapping[str, Any] | None = None,
     warnings: Sequence[str] = (),
 ) -> None:
@@ -120,7 +118,7 @@ def open_run(
         out: the run directory; made where absent.
         stage: which one.
         config: its dataclass.
-        corpus: as `CorpusRecord` has it.
+        corpus: what it is made of.
         resolved: settings whose default was taken, as numbers: recorded once, so that a run that
             is resumed keeps them.
         warnings: what to know of the corpus before believing a number: kept for the report.
@@ -139,30 +137,16 @@ def open_run(
     write_json(out / CONFIG, record)
 
 
-def read_config(run: Path) -> Json:
-    """config.json of a run directory, with the settings that there are today.
+def load_config(run: Path) -> tuple[ConfigRecord, Any]:
+    """config.json of a run directory, and its configuration: of the stage's class, as it is today.
 
-    Those that it lacks have their defaults; those that have gone since are left out.
+    Settings that the file lacks have their defaults; those that have gone since are left out.
 
     Raises:
         ValueError: it is absent or damaged.
     """
-    load(run, ConfigRecord)
-    record = read_json(run / CONFIG)
-    told: Any = check_shape(record["config"], STAGES[record["stage"]], f"{run / CONFIG}, config")
-    return record | {"config": _kept(told)}
-
-
-def load_config(run: Path) -> tuple[ConfigRecord, Asked]:
-    """config.json, and what a report reads of its configuration; also of earlier releases' runs.
-
-    Raises:
-        ValueError: as `read_config`.
-    """
-    loaded = load(run, ConfigRecord)
-    # What a default came to, in its place.
-    told = loaded.config | loaded.resolved
-    return loaded, check_shape(told, Asked, f"{run / CONFIG}, config")
+    record = load(run, ConfigRecord)
+    return record, check_shape(record.config, STAGES[record.stage], f"{run / CONFIG}, config")
 
 
 def check_same(what: str, out: Path, recorded: Json, asked: Json, ignored: Sequence[str]) -> None:
@@ -448,17 +432,11 @@ def load_evaluation(run: Path) -> EvaluationRecord:
     return found
 
 
-def read_evaluation(run: Path) -> Json:
-    """As `load_evaluation`, with all that the file holds."""
-    load_evaluation(run)
-    return read_json(run / EVALUATION)
-
-
 def is_measured(run: Path, blocks: int | None) -> bool:
     """Whether evaluation.json holds every domain and target on so many blocks, or all there are."""
     if not (run / EVALUATION).exists():
         return False
-    corpus = load_config(run)[0].corpus
+    corpus = load(run, ConfigRecord).corpus
     most = math.inf if blocks is None else blocks
     sizes = {**corpus.domains, **corpus.targets}
     wanted = {name: min(most, each.validation_blocks) for name, each in sizes.items()}
@@ -511,16 +489,10 @@ def check_experiment(out: Path, record: Mapping[str, Any]) -> None:
         return
     if all(entry.name == EXPERIMENT for entry in out.iterdir()):
         return
-    known, asked = read_experiment(out), plain(record)
-    check_same("configuration", out, known.get("config", {}), asked["config"], _FREE)
-    if missing := [name for name in known["runs"] if name not in asked["runs"]]:
+    known, asked = load(out, ExperimentRecord), plain(record)
+    check_same("configuration", out, known.config, asked["config"], _FREE)
+    if missing := [name for name in known.runs if name not in asked["runs"]]:
         raise ValueError(
             f"{out} holds an experiment with further runs, as {missing[0]}. Name another "
             "directory, or ask for its seeds and targets too."
         )
-
-
-def read_experiment(path: Path) -> Json:
-    """All of experiment.json of a directory; ValueError where it is absent or damaged."""
-    load(path, ExperimentRecord)
-    return read_json(path / EXPERIMENT)

@@ -35,7 +35,7 @@ STAGES: Mapping[str, type] = {
 
 CONFIG, EVALUATION = "config.json", "evaluation.json"
 EXPERIMENT, FEWSHOT = "experiment.json", "fewshot.json"
-MANIFEST = "manifest.json"
+MANIFEST, CANCELLATION = "manifest.json", "cancellation.json"
 
 # Null: not finite.
 Number = float | None
@@ -83,43 +83,8 @@ class CorpusRecord:
 
 
 @dataclass(frozen=True)
-class ModelAsked:
-    """The model in the configuration of any stage."""
-
-    model: str
-
-
-@dataclass(frozen=True)
-class TrainingAsked:
-    """The training in the configuration of any stage."""
-
-    steps: Count
-    learning_rate: float
-    seed: int
-
-
-@dataclass(frozen=True)
-class Asked:
-    """Of the configuration in config.json, what a report reads of any stage.
-
-    Not the stages' own classes: a report also reads kept records of options that have gone.
-    """
-
-    model: ModelAsked
-    training: TrainingAsked
-    target: tuple[str, ...] = ("universal",)
-    mu: Number = None
-    score: str = "paper"
-    domain_max_grad_norm: Number = None
-    sequences_per_domain: Count | None = None
-    batch_size: Count | None = None
-    weights: str = ""
-    reference: str = ""
-
-
-@dataclass(frozen=True)
 class ConfigRecord(WholeFile):
-    """config.json; `STAGES` and `Asked` are of its configuration."""
+    """config.json, with the configuration as it stands there."""
 
     file = CONFIG
     absent = f"{{}} is not a run directory: it holds no {CONFIG}."
@@ -298,6 +263,8 @@ class ExperimentRecord(WholeFile):
     data: str
     runs: tuple[str, ...]
     groups: tuple[Group, ...]
+    config: dict[str, Any] = field(default_factory=dict)
+    """All settings, as they were given."""
 
 
 @dataclass(frozen=True)
@@ -310,8 +277,11 @@ class SelectionEntry:
 
 
 @dataclass(frozen=True)
-class CancellationRecord:
+class CancellationRecord(WholeFile):
     """cancellation.json."""
+
+    file = CANCELLATION
+    absent = f"{{}} holds no {CANCELLATION}: doge-fast select has not come to its end there."
 
     columns: dict[str, CountOrZero]
     scores: dict[str, ByName]

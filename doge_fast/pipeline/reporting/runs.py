@@ -11,6 +11,8 @@ import numpy as np
 from safetensors import safe_open
 
 from doge_fast.pipeline import records
+from doge_fast.pipeline.config import ModelConfig, TrainingConfig
+from doge_fast.pipeline.config.ranges import Count
 from doge_fast.pipeline.failures import FileFailure, reading
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.wording import listed, to_floats
@@ -23,12 +25,31 @@ _FREE = ("out", "corpus", "weights", "log_every", "training")
 
 
 @dataclass(frozen=True)
+class Asked:
+    """What a report reads of the configuration of any stage.
+
+    Not the stages' own classes: a report also reads kept records of options that have gone.
+    """
+
+    model: ModelConfig
+    training: TrainingConfig
+    target: tuple[str, ...] = ("universal",)
+    mu: float | None = None
+    score: str = "paper"
+    domain_max_grad_norm: float | None = None
+    sequences_per_domain: Count | None = None
+    batch_size: Count | None = None
+    weights: str = ""
+    reference: str = ""
+
+
+@dataclass(frozen=True)
 class RecordedRun:
     """One run directory, as its records tell it."""
 
     path: Path
     record: records.ConfigRecord
-    asked: records.Asked
+    asked: Asked
     lines: Sequence[records.MetricsLine]
     weights: Json | None
     evaluation: records.EvaluationRecord | None
@@ -153,13 +174,15 @@ def _run_directories(path: Path) -> list[Path]:
 
 
 def _read_run(path: Path) -> RecordedRun:
-    record, asked = records.load_config(path)
+    record = records.load(path, records.ConfigRecord)
+    # What a default came to, in its place.
+    told = record.config | record.resolved
     # A link to nothing is among them, for something is lost.
     files = os.listdir(path)
     run = RecordedRun(
         path=path,
         record=record,
-        asked=asked,
+        asked=records.check_shape(told, Asked, f"{path / records.CONFIG}, config"),
         lines=records.read_lines(path) if records.METRICS in files else [],
         weights=records.read_weights(path) if records.WEIGHTS in files else None,
         evaluation=records.load_evaluation(path) if records.EVALUATION in files else None,
