@@ -1,9 +1,9 @@
-"""The folder in which finished things are kept, each under a digest of what it depends on.
+"""The directory of finished folders, each under a digest of what it depends on.
 
 Whatever is dear to make is made in a scratch folder and moved to its name when it is whole, so
-a run that is killed leaves nothing half made. Sizes and checksums are kept beside it, and what no
-longer agrees with them is made again. Processes that want the same thing at the same time,
-the ranks of a run for example, wait for the first of them.
+a run that is killed leaves nothing half made. Each has a manifest, and what no longer agrees with
+it is made again. Processes that want the same folder at the same time, the ranks of a run for
+example, wait for the first of them.
 """
 
 import errno
@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import shutil
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -24,17 +23,16 @@ from filelock import FileLock, Timeout
 from doge_fast.kernels.build import cache_dir
 from doge_fast.pipeline.config import CorpusConfig
 from doge_fast.pipeline.failures import FileFailure, error_number, one_line
-from doge_fast.weights.weights_file import write_json
+from doge_fast.pipeline.records.manifest import read_manifest, write_manifest
 
 _log = logging.getLogger("doge_fast")
 
 _SCRATCH = ".making-"
-_BLOCK_BYTES = 1 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def made(config: CorpusConfig, kind: str, key: str, make: Callable[[Path], object]) -> Path:
-    """The path of one thing; `make` is told where to write it where it is absent."""
+    """The path of one folder; `make` is told where to make it where it is absent."""
     return made_together(config, kind, {kind: key}, lambda paths: make(paths[kind]))[kind]
 
 
@@ -44,9 +42,9 @@ def made_together(
     keys: Mapping[str, str],
     make: Callable[[Mapping[str, Path]], object],
 ) -> dict[str, Path]:
-    """{name: path} of the things with these {name: key}; `make` writes all that are absent.
+    """{name: path} of the folders with these {name: key}; `make` makes all that are absent.
 
-    A thing that is no longer what was written is taken for absent.
+    One that no longer holds what was written is taken for absent.
     """
     folder = (Path(config.cache_dir).expanduser() if config.cache_dir else cache_dir()) / kind
     paths = {name: folder / key for name, key in keys.items()}
@@ -66,7 +64,7 @@ def made_together(
         if is_alone:
             _sweep(folder, lock)
         with _refused(folder):
-            # On the file system that things are moved on.
+            # On the file system that folders are moved on.
             scratch = TemporaryDirectory(
                 dir=folder, prefix=f"{_SCRATCH}{lock}-", ignore_cleanup_errors=True
             )
@@ -74,6 +72,7 @@ def made_together(
             written = {name: Path(scratch_name, str(n)) for n, name in enumerate(absent)}
             make(written)
             for name, path in written.items():
+                write_manifest(path)
                 _keep(path, paths[name], Path(scratch_name))
     return paths
 
@@ -111,31 +110,14 @@ def _sweep(folder: Path, lock: str) -> None:
             shutil.rmtree(left)
 
 
-def _sums_of(path: Path) -> Path:
-    """The file that says what a thing holds."""
-    return path.parent.parent / "sums" / f"{path.parent.name}-{path.name}.json"
-
-
-def _is_whole(path: Path) -> bool:
-    """Whether it is there as it was written."""
+def _is_whole(folder: Path) -> bool:
+    """Whether it holds what was written, and no other file."""
     try:
-        written = json.loads(_sums_of(path).read_text(encoding="utf-8"))
-        return bool(written == _described(path))
-    except (OSError, ValueError):
+        written = read_manifest(folder)["files"]
+    except ValueError:
         return False
-
-
-def _described(path: Path) -> dict[str, list[int]]:
-    """{relative path: [bytes, CRC-32]} of a file, or of all in a folder."""
-    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-    found = {}
-    for file in files:
-        crc = 0
-        with file.open("rb") as opened:
-            while block := opened.read(_BLOCK_BYTES):
-                crc = zlib.crc32(block, crc)
-        found[file.relative_to(path).as_posix()] = [file.stat().st_size, crc]
-    return found
+    # The manifest itself is the one more.
+    return sum(each.is_file() for each in folder.rglob("*")) == len(written) + 1
 
 
 @contextmanager
@@ -155,15 +137,11 @@ def _one_at_a_time(folder: Path, name: str) -> Iterator[bool]:
 
 
 def _keep(written: Path, path: Path, scratch: Path) -> None:
-    """Move it to its name, unless the same is there already; what is damaged makes way."""
-    sums = _sums_of(path)
-    sums.parent.mkdir(exist_ok=True)
-    # First: what has a name and no sums is made again.
-    write_json(sums, _described(written))
+    """Move it to its name, unless another process has; what is damaged makes way."""
     if _is_whole(path):
         return
     if os.path.lexists(path):
-        _log.warning("%s is damaged, or without its checksums: it was made again.", path)
+        _log.warning("%s is damaged, or without its manifest: it was made again.", path)
         # Moved, not removed: who has it open reads on.
         path.rename(scratch / f"old-{path.name}")
     written.rename(path)

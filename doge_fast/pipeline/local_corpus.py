@@ -34,6 +34,8 @@ from pydoc_data.topics import topics
 
 _log = logging.getLogger("doge_fast")
 
+# Of the text: beside it the cache writes a file, which would be a domain.
+FOLDER = "text"
 # Part of the cache's key: changes when the same environment would give other text.
 _FORMAT = 2
 _CHARS_PER_DOMAIN = 3_000_000
@@ -102,12 +104,12 @@ def load(*, stdlib: Path | None = None, site: Path | None = None) -> dict[str, l
 
 
 def save(directory: Path) -> None:
-    """Write the domains as `directory`/<domain>.jsonl, column "text"."""
+    """Write the domains as `directory`/text/<domain>.jsonl, column "text"."""
     _log.info("Collecting text of this Python environment.")
-    directory.mkdir()
+    (directory / FOLDER).mkdir(parents=True)
     for name, documents in load().items():
         lines = (json.dumps({"text": each}, ensure_ascii=False) + "\n" for each in documents)
-        (directory / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+        (directory / FOLDER / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
 def _select(documents: Iterable[_Document], seen: set[int]) -> list[str]:

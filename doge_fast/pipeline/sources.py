@@ -33,6 +33,7 @@ Counts = Counter[str]
 """How many rows were read, and how many of them are no documents; with a domain column also
 {TEXTLESS + domain: its rows without text}."""
 
+_NAMES = "names.json"
 _SPLIT = re.compile(r"(train(?:ing)?|validation|valid|val|dev|test)(?![a-z])")
 
 # Reads (domain, text) of one document after the other; called again to read again. The counts that
@@ -69,7 +70,7 @@ def find_parts(config: CorpusConfig, targets: Sequence[str]) -> dict[str, Part]:
     path = Path(config.data).expanduser()
     if config.data == "installed":
         key = local_corpus.fingerprint()
-        path = cache.made(config, "installed", key, local_corpus.save)
+        path = cache.made(config, "installed", key, local_corpus.save) / local_corpus.FOLDER
     if not path.exists():
         parts = _hub_parts(config, targets)
     elif config.domain_column is not None and config.data != "installed":
@@ -279,7 +280,7 @@ def _column_parts(config: CorpusConfig, part: Part, targets: Sequence[str]) -> d
 def _names_in_rows(config: CorpusConfig, part: Part) -> list[str]:
     """The domains that occur, remembered in the cache: finding them reads every row."""
 
-    def find(file: Path) -> None:
+    def find(folder: Path) -> None:
         counts: Counts = Counter()
         names = {name for name, _ in progress.over(part.train(counts), "finding domains")}
         if not names:
@@ -289,10 +290,11 @@ def _names_in_rows(config: CorpusConfig, part: Part) -> list[str]:
                 f"{counts[WITHOUT_DOMAIN]} others have nothing in it. Name the right one with "
                 "domain_column (--domain-column)."
             )
-        file.write_text(json.dumps(sorted(names)), encoding="utf-8")
+        folder.mkdir()
+        (folder / _NAMES).write_text(json.dumps(sorted(names)), encoding="utf-8")
 
     key = cache.digest([part.fingerprint, config.text_column])
-    file = cache.made(config, "names", f"{key}.json", find)
+    file = cache.made(config, "names", key, find) / _NAMES
     return list(json.loads(file.read_text(encoding="utf-8")))
 
 

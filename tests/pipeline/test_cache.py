@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from filelock import FileLock
 
-from doge_fast.pipeline import cache
+from doge_fast.pipeline import cache, records
 from doge_fast.pipeline.config import CorpusConfig
 from doge_fast.pipeline.domains import load_corpus
 
@@ -18,6 +18,7 @@ def test_two_at_once_both_find_it_packed(tmp_path):
         for each in (folder, tmp_path / "blocks" / "key"):
             each.mkdir()
             (each / "file").write_text("key")
+        records.write_manifest(tmp_path / "blocks" / "key")
 
     for _ in "ab":
         path = cache.made(config, "blocks", "key", make_while_another_does)
@@ -50,7 +51,7 @@ def test_the_cache_is_found_through_the_environment(tmp_path, config, monkeypatc
     assert len(list((tmp_path / "elsewhere" / "blocks").iterdir())) == 3
 
 
-def test_what_no_longer_agrees_with_its_checksums_is_made_again(tmp_path, caplog):
+def test_what_no_longer_agrees_with_its_manifest_is_made_again(tmp_path, caplog):
     config = CorpusConfig(cache_dir=tmp_path)
 
     def make(folder):
@@ -59,20 +60,19 @@ def test_what_no_longer_agrees_with_its_checksums_is_made_again(tmp_path, caplog
 
     path = cache.made(config, "blocks", "key", make)
     with (path / "file").open("rb") as reader:
-        for is_said, damage in (
-            (True, lambda: (path / "file").write_bytes(bytes(99))),
-            (True, lambda: (path / "file").write_bytes(bytes(99) + b"x")),
-            (True, lambda: (path / "more").touch()),
-            (True, lambda: (path / "file").unlink()),
-            # What is made is what is there.
-            (False, lambda: (tmp_path / "sums" / "blocks-key.json").unlink()),
-            (False, lambda: (tmp_path / "sums" / "blocks-key.json").write_text("{")),
+        for damage in (
+            lambda: (path / "file").write_bytes(bytes(99)),
+            lambda: (path / "file").write_bytes(bytes(99) + b"x"),
+            lambda: (path / "more").touch(),
+            lambda: (path / "file").unlink(),
+            lambda: (path / "manifest.json").unlink(),
+            lambda: (path / "manifest.json").write_text("{"),
         ):
             caplog.clear()
             damage()
             assert cache.made(config, "blocks", "key", make) == path
             assert (path / "file").read_bytes() == bytes(100)
-            assert ("key is damaged, or without its checksums" in caplog.text) == is_said
+            assert "key is damaged, or without its manifest" in caplog.text
             cache.made(config, "blocks", "key", lambda _: pytest.fail("it is whole"))
         # Whoever has it open reads on.
         reader.read()
@@ -85,6 +85,6 @@ def test_what_killed_processes_left_is_removed(tmp_path):
         (tmp_path / "blocks" / f".making-blocks-{left}-x1" / "0").mkdir(parents=True)
     (tmp_path / "locks").mkdir()
     with FileLock(tmp_path / "locks" / "blocks-live"):
-        cache.made(config, "blocks", "key", lambda path: path.write_text("x"))
+        cache.made(config, "blocks", "key", lambda path: path.mkdir())
     left = {entry.name for entry in (tmp_path / "blocks").iterdir()}
     assert left == {"key", ".making-blocks-live-x1"}
