@@ -21,8 +21,6 @@ from doge_fast.mixture.counts import Phase
 from doge_fast.pipeline import baselines, records, stage, tables
 from doge_fast.pipeline.config import SelectConfig
 from doge_fast.pipeline.domains import Batch
-from doge_fast.pipeline.failures import FileFailure
-from doge_fast.pipeline.records.shapes import CANCELLATION, CancellationRecord
 from doge_fast.pipeline.stage import ExistingRun
 from doge_fast.pipeline.trainer import MixtureTrainer, from_first
 from doge_fast.weights import weights_file
@@ -56,18 +54,13 @@ def measure_cancellation(config: SelectConfig) -> Path:
             "strategies must be distinct, and at least one; got "
             f"{' '.join(config.strategies) or 'none'}."
         )
-    existing = stage.existing_run(config, is_finished=is_scored)
+    existing = stage.existing_run(config)
     if not existing.is_complete:
         trainer = prepare(config, existing)
-        with stage.directory(trainer, existing, is_finished=is_scored) as checkpoint:
+        with stage.directory(trainer, existing) as checkpoint:
             trainer.go_on(checkpoint)
             from_first(lambda: _leave(trainer))
     return config.out
-
-
-def is_scored(run: Path) -> bool:
-    """Whether the run in a directory came to its end; ValueError where its scores are damaged."""
-    return (run / CANCELLATION).exists() and bool(_load(run))
 
 
 def prepare(config: SelectConfig, existing: ExistingRun) -> "SelectionTrainer":
@@ -88,19 +81,9 @@ def prepare(config: SelectConfig, existing: ExistingRun) -> "SelectionTrainer":
     return SelectionTrainer(config, corpus, model, (phase,))
 
 
-def _load(run: Path) -> CancellationRecord:
-    found = records.load(run, CancellationRecord)
-    if found.scores.keys() != set(READINGS):
-        raise FileFailure(
-            f"{run / CANCELLATION} is damaged: scores must be of {', '.join(READINGS)}. "
-            f"{records.WAY_OUT}"
-        )
-    return found
-
-
 def table(run: Path) -> str:
     """What a finished run has selected, as aligned plain text."""
-    selections = _load(run).selections
+    selections = records.load(run, records.CancellationRecord).selections
     rows = [(each.file, str(each.parameters), f"{each.share:.2%}") for each in selections]
     return tables.text(tables.table_of(("selection", "parameters", "of columns"), rows))
 
@@ -179,4 +162,4 @@ def _leave(trainer: SelectionTrainer) -> None:
         "selections": selections,
         "versions": records.versions(),
     }
-    weights_file.write_json(config.out / CANCELLATION, record)
+    weights_file.write_json(config.out / records.CANCELLATION, record)

@@ -29,13 +29,16 @@ from doge_fast.pipeline.trainer import RecordedTrainer, from_first
 _log = logging.getLogger("doge_fast")
 
 
-def is_finished(run: Path) -> bool:
-    """Whether the run in a directory came to its end; looks at what it left.
+def is_finished(run: Path, stage: records.Stage) -> bool:
+    """Whether the run in a directory came to its end; looks at what it left, last of all.
 
     Raises:
         ValueError: it did, and what it left is damaged.
     """
     # A result that is damaged is no result.
+    if stage == "select":
+        is_left = (run / records.CANCELLATION).exists()
+        return is_left and bool(records.load(run, records.CancellationRecord))
     return records.check_model(run, is_hashed=False) and bool(records.read_weights(run))
 
 
@@ -47,11 +50,7 @@ class ExistingRun(NamedTuple):
     is_complete: bool
 
 
-def existing_run(
-    config: StageConfig,
-    *,
-    is_finished: Callable[[Path], bool] = is_finished,
-) -> ExistingRun:
+def existing_run(config: StageConfig) -> ExistingRun:
     """Check the settings, and look at the directory; reads no corpus and writes nothing.
 
     Raises:
@@ -67,7 +66,7 @@ def existing_run(
             f"{cast(Any, config).batch_size}."
         )
     record = records.check_run(config.out, stage=config.stage, config=config)
-    is_complete = record is not None and is_finished(config.out)
+    is_complete = record is not None and is_finished(config.out, config.stage)
     if is_complete:
         _log.info("%s: complete already, nothing to do", config.out)
         if ranks.is_first():
@@ -141,7 +140,6 @@ def directory(
     trainer: RecordedTrainer,
     existing: ExistingRun,
     *,
-    is_finished: Callable[[Path], bool] = is_finished,
     resolved: Mapping[str, Any] | None = None,
 ) -> Iterator[Path | None]:
     """Have the run directory for this launch alone, with config.json in it.
@@ -160,7 +158,7 @@ def directory(
         def begin() -> Path | None:
             held.enter_context(records.alone(out))
             now = records.check_run(out, stage=config.stage, config=config)
-            if now != existing.record or is_finished(out):
+            if now != existing.record or is_finished(out, config.stage):
                 done = "begun" if now != existing.record else "completed"
                 raise FileFailure(
                     f"Another process has just {done} {out}. Repeat the command, or name another "

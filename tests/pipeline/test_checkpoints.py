@@ -84,7 +84,7 @@ def test_a_killed_run_resumes_to_the_bits_of_the_uninterrupted_one(
     call(whole)
     with killed_at(monkeypatch, method, count):
         call(cut)
-    assert not records.is_finished(cut.out)
+    assert not records.check_model(cut.out)
     # Killed while it wrote a line.
     with (cut.out / records.METRICS).open("a") as torn:
         torn.write('{"step": 7, "kind": "tr')
@@ -285,7 +285,7 @@ def test_an_emptied_model_is_not_complete_and_is_made_again(base, trained_base):
     before = {file.name: file.read_bytes() for file in model.iterdir()}
     for file in model.iterdir():
         file.unlink()
-    assert not records.is_finished(config.out)
+    assert not records.check_model(config.out)
     with pytest.raises(ValueError, match=r"its run is not complete\. Repeat the command"):
         records.check_finished(config.out)
     train_base(config)

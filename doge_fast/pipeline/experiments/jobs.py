@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from doge_fast.pipeline import named, records
+from doge_fast.pipeline import named, records, stage
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import (
     BaseConfig,
@@ -18,7 +18,7 @@ from doge_fast.pipeline.config import (
 from doge_fast.pipeline.doremi import learn_by_excess_loss
 from doge_fast.pipeline.evaluation import evaluate
 from doge_fast.pipeline.proxy import learn_weights
-from doge_fast.pipeline.selection import is_scored, measure_cancellation
+from doge_fast.pipeline.selection import measure_cancellation
 
 _STAGES: dict[type, Callable[[Any], object]] = {
     ProxyConfig: learn_weights,
@@ -43,9 +43,12 @@ class Job:
         return self.config.out.name
 
     def is_trained(self) -> bool:
-        """Whether it came to its end."""
-        is_finished = is_scored if self.config.stage == "select" else records.is_finished
-        return is_finished(self.config.out)
+        """Whether it came to its end, and what it left is whole."""
+        try:
+            return stage.is_finished(self.config.out, self.config.stage)
+        except ValueError:
+            # Its stage says what is wrong with it.
+            return False
 
     def is_made(self) -> bool:
         """Whether nothing is left to do."""

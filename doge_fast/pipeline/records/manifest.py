@@ -77,14 +77,6 @@ def check_model(run: Path, *, is_hashed: bool = True) -> bool:
     return True
 
 
-def is_finished(run: Path) -> bool:
-    """Whether the run came to its end, and what it left is whole as far as its sizes tell."""
-    try:
-        return check_model(run, is_hashed=False)
-    except ValueError:
-        return False
-
-
 def check_finished(run: Path) -> None:
     """Raise ValueError where a run has no model yet, or a damaged one; reads all of it."""
     if not check_model(run):
