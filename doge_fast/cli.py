@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import doge_fast
 from doge_fast.pipeline import config as configs
 from doge_fast.pipeline import failures, named, ranks
-from doge_fast.pipeline.config import checks, flags
+from doge_fast.pipeline.config import flags
+from doge_fast.pipeline.config.ranges import check
 
 TRACEBACK = "DOGE_FAST_TRACEBACK"
 _log = logging.getLogger("doge_fast")
@@ -174,7 +175,7 @@ def _configured(name: str, words: list[str]) -> Any:
         # parse() prints help, and its reader has closed the pipe.
         _mute()
         raise SystemExit(0) from None
-    checks.check(config)
+    check(config)
     return config
 
 

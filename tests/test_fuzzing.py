@@ -20,7 +20,7 @@ from doge_fast import cli
 from doge_fast.pipeline import records
 from doge_fast.pipeline.config import ProxyConfig
 from doge_fast.pipeline.config.fields import filled, read_file
-from doge_fast.pipeline.config.ranges import check as check_ranges
+from doge_fast.pipeline.config.ranges import check
 from doge_fast.pipeline.records import runs
 from doge_fast.pipeline.records.shapes import EvaluationRecord, ExperimentRecord
 
@@ -58,7 +58,7 @@ def _metrics(data: bytes) -> object:
 def _fields(data: bytes) -> object:
     given = read_file(_file("fields.yaml", data), "proxy")
     config = filled(ProxyConfig(out=Path("run")), given)
-    check_ranges(config)
+    check(config, has_inputs=False)
     return config
 
 

@@ -22,7 +22,7 @@ from doge_fast.mixture.counts import MixtureCounts, Phase
 from doge_fast.mixture.permutation import Ints, shuffled
 from doge_fast.pipeline import named
 from doge_fast.pipeline.config import CorpusConfig
-from doge_fast.pipeline.config.ranges import check as check_ranges
+from doge_fast.pipeline.config.ranges import check
 from doge_fast.pipeline.corpus_files import tell_once
 from doge_fast.pipeline.packing import Packed, by_part, pack
 from doge_fast.pipeline.records.shapes import CorpusRecord, DomainSizes
@@ -165,7 +165,7 @@ def load_corpus(
         ValueError: the text, a domain, a target, the tokenizer or a number in `config` cannot be
             had as asked. Nothing is written but finished cache entries.
     """
-    _check_config(config)
+    check(config)
     held_out = [name for name in dict.fromkeys(targets) if name not in (UNIVERSAL, MIX)]
     parts = find_parts(config, held_out)
     names = _choose_names(config, held_out, sorted(parts))
@@ -319,20 +319,6 @@ def _reserve(blocks: datasets.Dataset, name: str) -> tuple[datasets.Dataset, dat
         length = count // num_runs + (run < count % num_runs)
         is_held[end - length : end] = True
     return blocks.select(np.flatnonzero(~is_held)), blocks.select(np.flatnonzero(is_held))
-
-
-def _check_config(config: CorpusConfig) -> None:
-    check_ranges(config)
-    limit = config.max_tokens_per_domain
-    if limit is not None and limit < config.block_size:
-        raise ValueError(
-            f"max_tokens_per_domain must hold a block of {config.block_size}; it is {limit}."
-        )
-    if config.tokenizer == "train" and config.vocab_size < 257:
-        raise ValueError(
-            "A trained tokenizer needs vocab_size >= 257, every byte and the end of text; "
-            f"it is {config.vocab_size}."
-        )
 
 
 def _choose_names(

@@ -10,7 +10,8 @@ import datasets
 import torch
 
 from doge_fast.pipeline import health, named, ranks, records, tables, training
-from doge_fast.pipeline.config import CorpusConfig, EvaluateConfig, StageConfig, checks
+from doge_fast.pipeline.config import CorpusConfig, EvaluateConfig, StageConfig
+from doge_fast.pipeline.config.ranges import check
 from doge_fast.pipeline.domains import MIX, load_corpus
 from doge_fast.pipeline.model import open_model
 from doge_fast.pipeline.records import CorpusRecord, Json
@@ -86,7 +87,7 @@ def table(result: Json) -> str:
 
 
 def _check(config: EvaluateConfig, trained: StageConfig, corpus: CorpusRecord) -> None:
-    checks.check(config)
+    check(config)
     records.check_finished(config.run)
     training.device_of(config.device)
     own = trained.corpus.data

@@ -24,8 +24,8 @@ from lm_eval.tasks import TaskManager
 from transformers import AutoTokenizer
 
 from doge_fast.pipeline import hub, named, records, tables, training
-from doge_fast.pipeline.config import EvaluateConfig, TasksConfig, checks
-from doge_fast.pipeline.config.ranges import check as check_ranges
+from doge_fast.pipeline.config import EvaluateConfig, TasksConfig
+from doge_fast.pipeline.config.ranges import check
 from doge_fast.pipeline.failures import one_line, reading
 from doge_fast.pipeline.model import open_model
 
@@ -77,7 +77,7 @@ def few_shot(config: EvaluateConfig) -> dict[str, Any]:
     """
     (_, trained), asked = records.load_config(config.run), config.tasks
     records.check_finished(config.run)
-    checks.check(config)
+    check(config)
     tasks = load_tasks(asked)
     folder = config.run / records.MODEL
     model, tokenizer = open_model(folder), AutoTokenizer.from_pretrained(folder)
@@ -109,7 +109,7 @@ def load_tasks(asked: TasksConfig) -> dict[str, Any]:
     Raises:
         ValueError, RuntimeError: as `few_shot`.
     """
-    check_ranges(asked)
+    check(asked)
     names = task_names(asked.tasks)
     if not names:
         raise ValueError(

@@ -28,8 +28,7 @@ from doge_fast.kernels.dispatch import OPERATORS
 from doge_fast.optimizer import DoGEOptimizer
 from doge_fast.pipeline import failures, memory, tables
 from doge_fast.pipeline.config import ModelConfig, ProfileConfig
-from doge_fast.pipeline.config.ranges import Device
-from doge_fast.pipeline.config.ranges import check as check_ranges
+from doge_fast.pipeline.config.ranges import Device, check
 from doge_fast.pipeline.model import build_model, load_architecture
 from doge_fast.pipeline.records import check_out
 from doge_fast.pipeline.roofline import Bandwidth, bandwidth
@@ -282,7 +281,7 @@ def profile(config: ProfileConfig) -> Profile:
     Raises:
         ValueError: a setting outside its range, an unknown model, a device that is not there.
     """
-    check_ranges(config)
+    check(config)
     config = replace(config, device=cast(Device, device_of(config.device).type))
     if config.json is not None:
         check_out(config.json, [])

@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 
 from doge_fast.integrations.transformers import DoGETrainer
 from doge_fast.pipeline import stage
-from doge_fast.pipeline.config import ProxyConfig
-from doge_fast.pipeline.config.checks import parse_target
+from doge_fast.pipeline.config import ProxyConfig, parse_target
 from doge_fast.pipeline.domains import Batch, Corpus, mix_sampler, proxy_batch
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.run import Run

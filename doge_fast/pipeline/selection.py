@@ -11,12 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from doge_fast.cancellation import (
-    READINGS,
-    CancellationEffect,
-    parse_strategy,
-    select,
-)
+from doge_fast.cancellation import READINGS, CancellationEffect, parse_strategy, select
 from doge_fast.mixture.counts import Phase
 from doge_fast.pipeline import baselines, records, stage, tables
 from doge_fast.pipeline.config import SelectConfig

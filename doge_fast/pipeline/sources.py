@@ -20,7 +20,7 @@ from typing import Any
 import datasets
 
 from doge_fast.pipeline import cache, corpus_files, file_rows, hub, local_corpus, named, progress
-from doge_fast.pipeline.config import CorpusConfig, checks
+from doge_fast.pipeline.config import CorpusConfig
 from doge_fast.pipeline.corpus_files import CorpusFile
 from doge_fast.pipeline.failures import FileFailure, one_line, reading
 from doge_fast.pipeline.file_rows import MEND, Absent, DocumentRow, kind_told, needed, picked, reach
@@ -301,7 +301,6 @@ def _names_in_rows(config: CorpusConfig, part: Part) -> list[str]:
 def _hub_parts(config: CorpusConfig, targets: Sequence[str]) -> dict[str, Part]:
     """A Hub data set: its domain column's values or its configurations are the domains."""
     data = config.data
-    checks.check_data(data)
     _log.info("Asking the Hub for the files of %s.", data)
     if config.domain_column is not None:
         return _column_parts(config, _hub_part(config, None), targets)

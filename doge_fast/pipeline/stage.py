@@ -19,7 +19,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, set_seed
 
 from doge_fast import atomic_file
 from doge_fast.pipeline import baselines, domains, memory, ranks, records, training
-from doge_fast.pipeline.config import StageConfig, checks
+from doge_fast.pipeline.config import StageConfig
+from doge_fast.pipeline.config.ranges import check
 from doge_fast.pipeline.domains import Corpus
 from doge_fast.pipeline.failures import FileFailure
 from doge_fast.pipeline.model import build_model, check_model, without_bars
@@ -58,7 +59,7 @@ def existing_run(config: StageConfig) -> ExistingRun:
     """
     if getattr(config, "dry_run", False):
         raise ValueError("A dry run trains nothing: call rehearsal.rehearse, or leave out dry_run.")
-    checks.check(config)
+    check(config)
     training.device_of(config.training.device)
     if getattr(config, "batch_size", 0) % ranks.number():
         raise ValueError(

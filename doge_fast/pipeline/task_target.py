@@ -12,7 +12,7 @@ from typing import Any
 from doge_fast import atomic_file
 from doge_fast.pipeline import tables
 from doge_fast.pipeline.config import TargetConfig, TasksConfig
-from doge_fast.pipeline.config.ranges import check as check_ranges
+from doge_fast.pipeline.config.ranges import check
 from doge_fast.pipeline.fewshot import load_tasks, right_choice
 
 
@@ -30,7 +30,7 @@ def write_target(config: TargetConfig) -> list[str]:
             not scored; `out` is no .jsonl file, or holds something else.
         RuntimeError: a task's data cannot be had from the Hub.
     """
-    check_ranges(config)
+    check(config)
     if config.out.suffix != ".jsonl":
         raise ValueError(f"out must be a file that ends in .jsonl; got {config.out}.")
     asked = TasksConfig(config.tasks, shots=0, task_data=config.task_data)

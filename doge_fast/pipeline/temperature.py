@@ -26,8 +26,8 @@ from doge_fast.pipeline.config import (
     ProxyConfig,
     ReportConfig,
     TemperatureConfig,
-    checks,
 )
+from doge_fast.pipeline.config.ranges import check
 from doge_fast.pipeline.experiments.jobs import Job, chosen
 from doge_fast.pipeline.health import Diverged
 from doge_fast.pipeline.model import check_model
@@ -189,7 +189,7 @@ class _Search:
     @classmethod
     def of(cls, config: TemperatureConfig) -> "_Search":
         """Read the proxy, and refuse what leaves nothing to measure."""
-        checks.check(config)
+        check(config)
         recorded, proxy = records.load_config(config.proxy)
         if recorded.stage != "proxy":
             raise ValueError(

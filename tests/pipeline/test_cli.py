@@ -25,9 +25,9 @@ from doge_fast.pipeline.config import (
     ReportConfig,
     TrainingConfig,
     WeightsShowConfig,
-    checks,
 )
 from doge_fast.pipeline.config.fields import filled
+from doge_fast.pipeline.config.ranges import check
 from doge_fast.pipeline.experiments.presets import preset_of
 from doge_fast.pipeline.run import Run
 from tests.pipeline.stages import words_of
@@ -126,7 +126,7 @@ def test_help_fits_one_screen_and_begins_with_what_must_be_given(width, capsys, 
 
 def test_runs_may_lie_in_a_folder_named_like_data_that_is_no_folder():
     for data in ("installed", "owner/name"):
-        checks.check(ProxyConfig(Path(data, "proxy"), corpus=CorpusConfig(data)))
+        check(ProxyConfig(Path(data, "proxy"), corpus=CorpusConfig(data)))
 
 
 def test_the_version_and_what_there_is(capsys):

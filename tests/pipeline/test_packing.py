@@ -214,7 +214,7 @@ def test_a_tokenizer_of_the_hub_is_asked_for_once(config, monkeypatch):
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", refuse)
     with pytest.raises(ValueError, match="tokenizer gpt-none does not open: Name or service"):
         load_corpus(replace(config, tokenizer="gpt-none"))
-    with pytest.raises(ValueError, match="/nonexistent/tok is not a folder or a file"):
+    with pytest.raises(ValueError, match="got '/nonexistent/tok', which does not"):
         load_corpus(replace(config, tokenizer="/nonexistent/tok"))
     assert asked == ["gpt-none"]
 

@@ -1,5 +1,6 @@
 """An experiment: what its proxies, its base models and what they are compared with are told."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -13,7 +14,13 @@ from doge_fast.pipeline.config.ranges import (
     Range,
     Seed,
 )
-from doge_fast.pipeline.config.stages import CorpusConfig
+from doge_fast.pipeline.config.stages import (
+    CorpusConfig,
+    check_data,
+    check_model_name,
+    check_rates,
+    check_is_run,
+)
 from doge_fast.weights.defaults import DOMAIN_MAX_GRAD_NORM
 
 Experiment = Literal[
@@ -27,6 +34,13 @@ Experiment = Literal[
     "proxy_vs_base",
 ]
 Preset = Literal["smoke", "tiny", "small", "paper"]
+
+
+def _check_seeds(seeds: Sequence[int]) -> None:
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise ValueError(
+            f"seeds must be distinct, and at least one; got {', '.join(map(str, seeds))}."
+        )
 
 
 @dataclass(frozen=True)
@@ -43,6 +57,9 @@ class RatesConfig:
     """bfloat16: autocast, with float32 master weights."""
     device: Device = "auto"
     """auto: a GPU if there is one."""
+
+    def _check(self) -> None:
+        check_rates(self.learning_rate, self.min_learning_rate)
 
 
 @dataclass(frozen=True)
@@ -142,6 +159,15 @@ class ExperimentConfig:
     doremi: DoReMiArmsConfig = field(default_factory=DoReMiArmsConfig)
     selection: SelectionArmsConfig = field(default_factory=SelectionArmsConfig)
 
+    def _check(self) -> None:
+        _check_seeds(self.seeds)
+        self.corpus.check_outside(out=self.out, cache_dir=self.corpus.cache_dir)
+        if self.name == "wiki40b" and self.corpus.data == "installed":
+            raise ValueError(
+                "wiki40b needs text in several languages: name a directory with a folder for each, "
+                "data=DIR, or take preset=paper with the Hub's Wiki40b."
+            )
+
 
 @dataclass(frozen=True)
 class DemoConfig:
@@ -170,6 +196,9 @@ class DemoConfig:
     cache_dir: Path | None = None
     """Where packed blocks are kept; None: $DOGE_FAST_CACHE, else doge_fast in the user's cache
     directory."""
+
+    def _check(self) -> None:
+        check_data(self.data)
 
 
 @dataclass(frozen=True)
@@ -206,3 +235,9 @@ class TemperatureConfig:
     """Names of runs that --plan printed: make only these."""
     device: Device = "auto"
     """auto: a GPU if there is one."""
+
+    def _check(self) -> None:
+        _check_seeds(self.seeds)
+        check_is_run("proxy", self.proxy)
+        if self.model is not None:
+            check_model_name(self.model)

@@ -1,4 +1,4 @@
-"""The numbers that a field may hold: written at the field, checked here and by pydantic."""
+"""What a field may hold: written at the field, checked here and by pydantic."""
 
 import dataclasses
 import math
@@ -74,19 +74,26 @@ Share = Annotated[float, Range(0, 1, below=True)]
 _MOST_WHOLE = 2**63 - 1
 
 
-def check(config: Any) -> None:
-    """Look at every field of a dataclass, and of those inside.
+def check(config: Any, *, has_inputs: bool = True) -> None:
+    """Look at every field of a dataclass and of those inside, and at the rules of its class.
+
+    Rules are in its `_check`; `has_inputs=False` leaves them out, where other runs are to leave
+    first what it names. Whoever takes a configuration calls this first, the command line before it
+    loads torch; devices and what the corpus holds are looked at later.
 
     Raises:
-        ValueError: a number is out of its range, or a word is none of those that are known.
+        ValueError: a number is out of its range, a word is none of those that are known, two
+            fields do not fit, or a path that must be there is not.
     """
     hints = get_type_hints(type(config), include_extras=True)
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
-            check(value)
+            check(value, has_inputs=has_inputs)
         else:
             check_value(field.name, value, hints[field.name])
+    if has_inputs and hasattr(config, "_check"):
+        config._check()
 
 
 def is_optional(hint: Any) -> bool:

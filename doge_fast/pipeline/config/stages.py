@@ -1,9 +1,14 @@
 """The stages that train (a proxy, a base model, DoReMi, a selection), and the parts they share."""
 
+import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
+from doge_fast.pipeline import named
+from doge_fast.pipeline.baselines import BASELINES
 from doge_fast.pipeline.config.ranges import (
     Count,
     CountOrZero,
@@ -14,7 +19,83 @@ from doge_fast.pipeline.config.ranges import (
     Seed,
     Share,
 )
+from doge_fast.pipeline.sizes import SIZES
 from doge_fast.weights.defaults import DOMAIN_MAX_GRAD_NORM
+
+Target = str | dict[str, float]
+
+UNIVERSAL = "universal"
+# A file has a suffix; an id is owner/name, and of models and tokenizers a name alone too.
+_HUB_DATA = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".txt", ".gz", ".zst")
+_HUB_MODEL = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+
+def parse_target(names: Sequence[str]) -> Target:
+    """What `target` on the command line means: "universal" or {name: tau}.
+
+    `names` is this word alone; or "mix" and held-out domains, each NAME or NAME=WEIGHT.
+
+    Raises:
+        ValueError: no name, one twice, that word with others, or a weight that is no number
+            greater than zero.
+    """
+    if tuple(names) == (UNIVERSAL,):
+        return UNIVERSAL
+    tau: dict[str, float] = {}
+    for item in names:
+        name, _, weight = item.partition("=")
+        if name in tau or name in ("", UNIVERSAL):
+            raise ValueError(
+                "target must be universal alone, or distinct names, each NAME or "
+                f"NAME=WEIGHT; got {' '.join(names)}."
+            )
+        try:
+            tau[name] = named.float_of(weight or "1")
+        except ValueError:
+            tau[name] = math.nan
+        if not 0 < tau[name] < math.inf:
+            raise ValueError(f"A target's weight must be a number greater than zero; got {item!r}.")
+    if not tau:
+        raise ValueError("target must name something: universal, mix, or held-out domains.")
+    return tau
+
+
+def check_data(data: str) -> None:
+    """Raise ValueError unless it is a path that is there, or may be a Hub id."""
+    if not data:
+        raise ValueError("data (--data) must name a directory, a file or a Hub id; it is empty.")
+    if data == "installed" or Path(data).expanduser().exists():
+        return
+    if not _HUB_DATA.fullmatch(data) or Path(data).suffix in _SUFFIXES:
+        raise ValueError(
+            f"{data} does not exist. Give a directory with one folder or file per domain, "
+            'a file, a Hub id (owner/name), or "installed".'
+        )
+
+
+def check_model_name(name: str) -> None:
+    """Raise ValueError unless it is a size, a path that is there, or may be a Hub id."""
+    if not (name in SIZES or Path(name).expanduser().exists() or _HUB_MODEL.fullmatch(name)):
+        raise ValueError(
+            f"model must be a size of the family ({', '.join(SIZES)}), or a folder or Hub id whose "
+            f"config.json AutoConfig opens; got {name!r}, which does not exist."
+        )
+
+
+def check_is_run(what: str, run: Path) -> None:
+    """Raise ValueError unless it is a run directory."""
+    if not (run / "config.json").exists():
+        raise ValueError(f"{what}: {run} is not a run directory: it holds no config.json.")
+
+
+def check_rates(peak: float, end: float) -> None:
+    """Raise ValueError where a learning rate would rise to its end."""
+    if end > peak:
+        raise ValueError(
+            f"min_learning_rate must be at most learning_rate; got {end} and {peak}. Lower the "
+            "first with the second."
+        )
 
 
 @dataclass(frozen=True)
@@ -47,6 +128,42 @@ class CorpusConfig:
     """Where packed blocks are kept; None: $DOGE_FAST_CACHE, else doge_fast in the
     user's cache directory, ~/.cache on Linux."""
 
+    def _check(self) -> None:
+        check_data(self.data)
+        name, limit = self.tokenizer, self.max_tokens_per_domain
+        if not (Path(name).expanduser().exists() or _HUB_MODEL.fullmatch(name)):
+            raise ValueError(
+                f'tokenizer must be a folder that is there, a Hub id, or "train"; got {name!r}, '
+                "which does not exist."
+            )
+        if limit is not None and limit < self.block_size:
+            raise ValueError(
+                f"max_tokens_per_domain must hold a block of {self.block_size}; it is {limit}."
+            )
+        if name == "train" and self.vocab_size < 257:
+            raise ValueError(
+                "A trained tokenizer needs vocab_size >= 257, every byte and the end of text; "
+                f"it is {self.vocab_size}."
+            )
+
+    def check_outside(self, **places: Path | None) -> None:
+        """Raise ValueError where a place lies inside the corpus, and would be read as a part."""
+        data = Path(self.data).expanduser().resolve()
+        # Where domains are named nothing else is read.
+        is_read = self.domain_column is not None or not self.domains
+        # Else text of this environment, or a Hub id, of which a folder may have the name.
+        is_folder = self.data not in ("", "installed") and data.is_dir()
+        for name, place in places.items():
+            if place is None or not (is_folder and is_read):
+                continue
+            path = place.expanduser().resolve()
+            if data in path.parents and not path.relative_to(data).parts[0].startswith("."):
+                raise ValueError(
+                    f"{name} must lie outside the corpus, of which it would be a domain; {place} "
+                    f"is in {self.data}. Name another directory, or the domains to train on "
+                    "(--domains)."
+                )
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -57,6 +174,9 @@ class ModelConfig:
     config.json that AutoConfig opens: a file, a folder or a Hub id."""
     pretrained: bool = False
     """Load the weights of `model` too (continued pretraining) instead of fresh ones."""
+
+    def _check(self) -> None:
+        check_model_name(self.model)
 
 
 @dataclass(frozen=True)
@@ -93,6 +213,13 @@ class TrainingConfig:
     compile: bool = False
     """torch.compile the model."""
 
+    def _check(self) -> None:
+        check_rates(self.learning_rate, self.min_learning_rate)
+        if self.warmup_steps is not None and self.warmup_steps >= self.steps:
+            raise ValueError(
+                f"warmup_steps must be less than steps; got {self.warmup_steps} of {self.steps}."
+            )
+
 
 @dataclass(frozen=True)
 class TasksConfig:
@@ -119,6 +246,9 @@ class _Stage:
     corpus: CorpusConfig = field(default_factory=CorpusConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+
+    def _check(self) -> None:
+        self.corpus.check_outside(out=self.out, cache_dir=self.corpus.cache_dir)
 
 
 @dataclass(frozen=True)
@@ -167,6 +297,12 @@ class ProxyConfig(_Stage):
         """What `target` names, without weights: as `load_corpus` takes it."""
         return tuple(item.partition("=")[0] for item in self.target)
 
+    def _check(self) -> None:
+        super()._check()
+        parse_target(self.target)
+        if self.selection is not None and not self.selection.is_file():
+            raise ValueError(f"selection must be a JSON file; {self.selection} is not there.")
+
 
 @dataclass(frozen=True)
 class BaseConfig(_Stage):
@@ -196,6 +332,27 @@ class BaseConfig(_Stage):
     """Time a few steps, and print what the run would read, train and write, and the memory and time
     that it would take. Writes nothing but the cache of tokenised text."""
 
+    def _check(self) -> None:
+        super()._check()
+        weights, is_baseline = Path(self.weights), self.weights in BASELINES
+        is_given = "=" in self.weights or (self.weights and weights.exists())
+        if not (is_baseline or is_given):
+            raise ValueError(
+                f"weights must be {' or '.join(BASELINES)}, a weights.json, the run directory of a "
+                f"proxy, or NAME=NUMBER,...; {self.weights!r} is none of them, and no such path "
+                "exists."
+            )
+        if self.stages > 1 and (is_baseline or not (weights / "metrics.jsonl").exists()):
+            raise ValueError(
+                f"stages={self.stages} needs the run directory of a proxy, whose weights changed "
+                f"from step to step; got weights={self.weights!r}."
+            )
+        if self.stages > self.training.steps:
+            raise ValueError(
+                f"stages must be at most the {self.training.steps} steps of the run; got "
+                f"{self.stages}."
+            )
+
 
 @dataclass(frozen=True)
 class DoReMiConfig(_Stage):
@@ -223,6 +380,10 @@ class DoReMiConfig(_Stage):
     """Blocks per step, over all domains."""
     log_every: Count = 1
     """Steps between lines of metrics.jsonl."""
+
+    def _check(self) -> None:
+        super()._check()
+        check_is_run("reference", self.reference)
 
 
 @dataclass(frozen=True)

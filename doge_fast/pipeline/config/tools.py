@@ -4,15 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from doge_fast.pipeline.config.ranges import (
-    Count,
-    CountOrZero,
-    Device,
-    Positive,
-    Range,
-    Seed,
-)
-from doge_fast.pipeline.config.stages import TasksConfig
+from doge_fast.pipeline.config.ranges import Count, CountOrZero, Device, Positive, Range, Seed
+from doge_fast.pipeline.config.stages import TasksConfig, check_data, check_model_name, check_is_run
 
 
 @dataclass(frozen=True)
@@ -49,6 +42,21 @@ class EvaluateConfig:
     device: Device = "auto"
     """auto: a GPU if there is one."""
     tasks: TasksConfig = field(default_factory=TasksConfig)
+
+    def _check(self) -> None:
+        check_is_run("run", self.run)
+        if self.data is not None:
+            check_data(self.data)
+            if self.out is None:
+                raise ValueError(
+                    "data (--data) needs a file for what is measured: name it with --out."
+                )
+        asked = {name: getattr(self, name) for name in ("data", "domains", "blocks", "out")}
+        if self.tasks.tasks and (unused := [f"--{name}" for name, value in asked.items() if value]):
+            raise ValueError(
+                "Tasks (--tasks) have documents of their own, and their accuracies go to the run's "
+                f"fewshot.json. Leave out {', '.join(unused)}, or the tasks."
+            )
 
 
 @dataclass(frozen=True)
@@ -221,3 +229,6 @@ class ProfileConfig:
     """Timed pairs of steps; equally many further steps are timed phase by phase."""
     json: Path | None = None
     """The file to write all measurements to."""
+
+    def _check(self) -> None:
+        check_model_name(self.model)

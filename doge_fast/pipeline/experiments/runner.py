@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from doge_fast.pipeline import records, training
-from doge_fast.pipeline.config import CorpusConfig, ExperimentConfig, ReportConfig, checks
-from doge_fast.pipeline.config.ranges import check as check_ranges
+from doge_fast.pipeline.config import CorpusConfig, ExperimentConfig, ReportConfig
+from doge_fast.pipeline.config.ranges import check
 from doge_fast.pipeline.domains import load_corpus
 from doge_fast.pipeline.experiments.jobs import Job, chosen
 from doge_fast.pipeline.experiments.planner import Plan
@@ -81,7 +81,7 @@ def plan_lines(config: ExperimentConfig, command: str) -> list[str]:
 
 
 def _plan(config: ExperimentConfig) -> Plan:
-    checks.check(config)
+    check(config)
     # All domains that the corpus holds, targets among them. Asking the Hub would read it all.
     names = known_domains(config) or tuple(sorted(find_parts(config.corpus, [])))
     return plan_of(config, names, _directory(config))
@@ -123,7 +123,7 @@ def _make_all(plan: Plan, jobs: Sequence[Job]) -> None:
 def _check_jobs(plan: Plan, jobs: Sequence[Job]) -> None:
     """What would be refused by a run is refused before there is one."""
     for job in jobs:
-        check_ranges(job.config)
+        check(job.config, has_inputs=not plan.needed_by(job))
         training.device_of(job.config.training.device)
     for job in jobs:
         config = job.config

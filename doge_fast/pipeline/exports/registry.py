@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from doge_fast.pipeline import named
-from doge_fast.pipeline.config.ranges import check as check_ranges
+from doge_fast.pipeline.config.ranges import check
 from doge_fast.pipeline.exports.blend import (
     Blend,
     Parts,
@@ -131,7 +131,7 @@ def export(
         batch_size=batch_size,
         seed=seed,
     )
-    check_ranges(blend)
+    check(blend)
     missing = [name for name in blend.shares() if name not in blend.paths["train"]]
     if target.needs_paths and missing:
         raise ValueError(
