@@ -18,7 +18,6 @@ from typing import Any
 
 from doge_fast.pipeline import records
 from doge_fast.pipeline.records.shapes import PerplexityGroup
-from doge_fast.pipeline.reporting.runs import open_runs
 from doge_fast.pipeline.reporting.statistics import change_text
 from doge_fast.pipeline.reporting.study import open_study
 from doge_fast.pipeline.tables import table_of, text
@@ -97,8 +96,6 @@ def _largest_gradient(line: Record) -> float:
 
 def _files_of(run: Path) -> Record:
     files = {name: records.read_json(run / name) for name in _WHOLE if (run / name).exists()}
-    (opened,) = open_runs([run])
-    files[records.CONFIG]["parameters"] = opened.num_parameters
     if (run / records.METRICS).exists():
         files[records.METRICS] = [_rounded(line) for line in thinned(records.read_metrics(run))]
     return files

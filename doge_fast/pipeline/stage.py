@@ -171,6 +171,7 @@ def directory(
                     stage=config.stage,
                     config=config,
                     corpus=corpus.describe(),
+                    parameters=cast(PreTrainedModel, trainer.model).num_parameters(),
                     warnings=corpus.warnings,
                     resolved=resolved,
                 )

@@ -23,7 +23,8 @@ def test_a_dry_run_of_a_proxy(proxy):
     run = learn_weights(
         replace(config, training=replace(config.training, steps=2), dry_run=False)
     ).path
-    corpus, weights = records.read_json(run / records.CONFIG)["corpus"], records.read_weights(run)
+    record, weights = records.read_json(run / records.CONFIG), records.read_weights(run)
+    corpus = record["corpus"]
     for name, entry in (corpus["domains"] | corpus["targets"]).items():
         # 2 blocks of 16 tokens a step.
         epochs = 1000 * 2 * 16 / entry["train_tokens"]
@@ -33,6 +34,7 @@ def test_a_dry_run_of_a_proxy(proxy):
         ) in told
     parameters = sum(p.numel() for p in open_model(run / records.MODEL).parameters())
     assert f"model micro, {parameters:,} parameters" in told
+    assert record["parameters"] == parameters
     assert f"target verse, mix mu {weights['mu']:g}" in told
     # Three domains and two targets.
     assert f"steps 1,000 of {5 * 2 * 16} tokens, {1000 * 5 * 2 * 16:,} in all" in told

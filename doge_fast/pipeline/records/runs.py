@@ -109,6 +109,7 @@ def open_run(
     stage: Stage,
     config: Any,
     corpus: CorpusRecord,
+    parameters: int = 0,
     resolved: Mapping[str, Any] | None = None,
     warnings: Sequence[str] = (),
 ) -> None:
@@ -119,11 +120,12 @@ def open_run(
         stage: which one.
         config: its dataclass.
         corpus: what it is made of.
+        parameters: of its model.
         resolved: settings whose default was taken, as numbers: recorded once, so that a run that
             is resumed keeps them.
         warnings: what to know of the corpus before believing a number: kept for the report.
     """
-    optional = {"resolved": resolved, "warnings": warnings}
+    optional = {"parameters": parameters, "resolved": resolved, "warnings": warnings}
     record = {
         "schema_version": SCHEMA_VERSION,
         "stage": stage,

@@ -96,7 +96,8 @@ class ConfigRecord(WholeFile):
     created: str = ""
     warnings: tuple[str, ...] = ()
     resolved: dict[str, float] = field(default_factory=dict)
-    parameters: CountOrZero | None = None
+    parameters: CountOrZero = 0
+    """Of the model; a tied weight counts once. Earlier releases did not write it."""
 
 
 @dataclass(frozen=True)

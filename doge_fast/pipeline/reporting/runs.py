@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from safetensors import safe_open
 
 from doge_fast.pipeline import records
 from doge_fast.pipeline.config import ModelConfig, TrainingConfig
 from doge_fast.pipeline.config.ranges import Count
-from doge_fast.pipeline.failures import FileFailure, reading
+from doge_fast.pipeline.failures import FileFailure
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.wording import listed, to_floats
 
@@ -103,21 +102,6 @@ class RecordedRun:
         """Median over the logged steps; nan where none was logged."""
         seconds = [line.seconds for line in self.train if line.seconds is not None]
         return float(np.median(seconds)) if seconds else math.nan
-
-    @property
-    def num_parameters(self) -> int:
-        """Of the model that the run left; a tied weight counts once. 0 where it left none."""
-        # Of one that is kept without its model.
-        if self.record.parameters is not None:
-            return self.record.parameters
-        total = 0
-        for file in (self.path / records.MODEL).glob("*.safetensors"):
-            way_out = "Train the model again, or take model/ away."
-            with reading(file, way_out), safe_open(file, framework="np") as tensors:
-                # Not a dictionary: it is no iterable itself.
-                names = tensors.keys()
-                total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
-        return total
 
     def settings(self) -> str:
         """Everything that two runs of one arm share, as a key."""

@@ -368,14 +368,14 @@ def _cost_of(runs: Sequence[RecordedRun]) -> tuple[float, float, float]:
     """(tokens, FLOPs, seconds) of one seed's runs together."""
     tokens = flops = seconds = 0.0
     for run in runs:
-        size, seen, steps = run.num_parameters, run.tokens, run.asked.training.steps
+        size, seen, steps = run.record.parameters, run.tokens, run.asked.training.steps
         if run.record.stage == "proxy":
             rows = len(run.domains) + len(run.targets) + ("mix" in run.asked.target)
             seen = seen * rows // len(run.domains)
             flops += rows * (rows + 1) * size * steps
         if run.record.stage == "doremi":
             references = [other for other in runs if other.record.stage == "base"]
-            flops += sum(2 * other.num_parameters for other in references) * seen
+            flops += sum(2 * other.record.parameters for other in references) * seen
         tokens += seen
         flops += 6 * size * seen
         seconds += steps * run.seconds_per_step
