@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from doge_fast.mixture.counts import MixtureCounts, Phase
 from doge_fast.mixture.permutation import Ints, shuffled
 from doge_fast.pipeline import named
-from doge_fast.pipeline.config import CorpusConfig
+from doge_fast.pipeline.config import MIX, UNIVERSAL, CorpusConfig
 from doge_fast.pipeline.config.ranges import check
 from doge_fast.pipeline.corpus_files import tell_once
 from doge_fast.pipeline.packing import Packed, by_part, pack
@@ -36,11 +36,8 @@ from doge_fast.pipeline.sources import (
 )
 from doge_fast.pipeline.tokenizer import open_tokenizer, tokenizer_sha256, vocabulary_size
 from doge_fast.sampling import pieces
-from doge_fast.weights.objective import UNIVERSAL
 
 _log = logging.getLogger("doge_fast")
-
-MIX = "mix"
 
 Batch = dict[str, Tensor]
 

@@ -10,9 +10,9 @@ import datasets
 import torch
 
 from doge_fast.pipeline import health, named, ranks, records, tables, training
-from doge_fast.pipeline.config import CorpusConfig, EvaluateConfig, StageConfig
+from doge_fast.pipeline.config import MIX, CorpusConfig, EvaluateConfig, StageConfig
 from doge_fast.pipeline.config.ranges import check
-from doge_fast.pipeline.domains import MIX, load_corpus
+from doge_fast.pipeline.domains import load_corpus
 from doge_fast.pipeline.model import open_model
 from doge_fast.pipeline.records import CorpusRecord, Json
 from doge_fast.pipeline.sources import find_parts

@@ -42,7 +42,7 @@ _FIRST = (0.0, 1.0, 2.0)
 # Between uniform weights and the proxy's own.
 _INWARDS = (0.5, 0.25)
 _OUTWARDS = 2.0
-_RUNS, _MIXTURES = "runs", "mixtures"
+_MIXTURES = "mixtures"
 # Of the proxy's record: what holds of its weights at any temperature.
 _COPIED = ("target", "score", "mu", "tokenizer_sha256", "block_size", "seed", "versions")
 _OF_DOMAIN = ("prior", "tokens", "documents", "mean_doc_tokens")
@@ -329,7 +329,7 @@ class _Search:
         steps = config.steps or max(told.steps, _LEAST_STEPS)
         names = tuple(self.alpha)
         return BaseConfig(
-            out=self.out / _RUNS / f"base-{inverse:g}-seed{seed}",
+            out=self.out / records.RUNS / f"base-{inverse:g}-seed{seed}",
             corpus=replace(proxy.corpus, domains=names),
             model=proxy.model if config.model is None else ModelConfig(model=config.model),
             training=replace(told, steps=steps, seed=seed, device=config.device, eval_every=None),
@@ -401,29 +401,24 @@ class _Search:
             ],
         }
 
-    def experiment(self, points: Sequence[Point], best: Point | None) -> Json:
+    def experiment(self, points: Sequence[Point], best: Point | None) -> records.ExperimentRecord:
         """experiment.json: what a report is made of."""
-        config, base = self.config, self.base(1.0, 0)
-        return {
-            "name": "temperature",
-            "preset": "",
-            "title": "Direction learned, distance measured",
-            "question": f"Base models at alpha^(1/T), alpha the weights of {config.proxy}.",
-            "settings": {
-                "seeds": config.seeds,
-                "eval_blocks": config.eval_blocks,
-                "model": base.model.model,
-                "steps": base.training.steps,
-                "proxy": str(config.proxy),
-            },
-            "data": self.proxy.corpus.data,
-            "config": config,
-            "runs": [job.name for each in self.begun for job in self.jobs_at(each).values()],
-            "groups": [] if best is None else self._groups(points, best),
-            "versions": records.versions(),
-        }
+        config = self.config
+        return records.ExperimentRecord(
+            name="temperature",
+            preset="",
+            title="Direction learned, distance measured",
+            question=f"Base models at alpha^(1/T), alpha the weights of {config.proxy}.",
+            settings=records.ExperimentSettings(
+                config.seeds, config.eval_blocks, str(config.proxy)
+            ),
+            data=self.proxy.corpus.data,
+            runs=tuple(job.name for each in self.begun for job in self.jobs_at(each).values()),
+            groups=() if best is None else self._groups(points, best),
+            config=records.plain(config),
+        )
 
-    def _groups(self, points: Sequence[Point], best: Point) -> list[records.Group]:
+    def _groups(self, points: Sequence[Point], best: Point) -> tuple[records.Group, ...]:
         """The tables that the search ends in."""
         measured = (
             records.TemperaturePoint(point.inverse, point.arm, dict(point.weights))
@@ -437,11 +432,11 @@ class _Search:
             records.Method(f"{len(points)} base models", seeds),
             records.Method("one of them", tuple((name,) for name in points[0].runs)),
         )
-        return [
+        return (
             records.TemperatureGroup(title, tuple(measured), self.aim, best.inverse, many),
             records.PerplexityGroup("Base models", arms, tuple(self.aim), focus=focus),
             records.CostGroup("Cost", methods),
-        ]
+        )
 
 
 def _known(record: Mapping[str, Any], fields: Sequence[str]) -> Json:

@@ -177,18 +177,16 @@ def write_experiment(folder: Path, changes: Sequence[float]) -> Path:
     )
     records.write_experiment(
         folder,
-        {
-            "name": "universal",
-            "preset": "small",
-            "title": "Universal generalization",
-            "question": "Which?",
-            "settings": {"seeds": list(seeds), "eval_blocks": BLOCKS},
-            "config": {},
-            "data": "installed",
-            "runs": [*names["uniform"], *(f"proxy-seed{seed}" for seed in seeds), *names["doge"]],
-            "groups": [records.PerplexityGroup("Base models", arms, DOMAINS)],
-            "versions": {},
-        },
+        records.ExperimentRecord(
+            name="universal",
+            preset="small",
+            title="Universal generalization",
+            question="Which?",
+            settings=records.ExperimentSettings(tuple(seeds), BLOCKS),
+            data="installed",
+            runs=(*names["uniform"], *(f"proxy-seed{seed}" for seed in seeds), *names["doge"]),
+            groups=(records.PerplexityGroup("Base models", arms, DOMAINS),),
+        ),
     )
     runs = folder / "runs"
     for seed, change in zip(seeds, changes, strict=True):

@@ -24,7 +24,8 @@ from doge_fast.weights.defaults import DOMAIN_MAX_GRAD_NORM
 
 Target = str | dict[str, float]
 
-UNIVERSAL = "universal"
+# Words of a target.
+UNIVERSAL, MIX = "universal", "mix"
 # A file has a suffix; an id is owner/name, and of models and tokenizers a name alone too.
 _HUB_DATA = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".txt", ".gz", ".zst")

@@ -24,11 +24,17 @@ from doge_fast.pipeline.config import (
 )
 from doge_fast.pipeline.experiments.jobs import Job
 from doge_fast.pipeline.experiments.presets import doremi_steps, rates_of
-from doge_fast.pipeline.records.shapes import ArmRecord, CostGroup, Group, Method, PerplexityGroup
+from doge_fast.pipeline.records.shapes import (
+    RUNS,
+    ArmRecord,
+    CostGroup,
+    Group,
+    Method,
+    PerplexityGroup,
+)
 
 Runs = dict[int, Path]
 """The runs of an arm: {seed: its directory}."""
-RUNS = "runs"
 
 
 @dataclass(frozen=True)

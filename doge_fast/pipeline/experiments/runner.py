@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from doge_fast.pipeline import records, training
 from doge_fast.pipeline.config import CorpusConfig, ExperimentConfig, ReportConfig
@@ -143,17 +142,16 @@ def _described(corpus: CorpusConfig, targets: tuple[str, ...]) -> records.Corpus
     return load_corpus(corpus, targets=targets).describe()
 
 
-def _record(plan: Plan) -> dict[str, Any]:
+def _record(plan: Plan) -> records.ExperimentRecord:
     config = plan.config
-    return {
-        "name": config.name,
-        "preset": config.preset,
-        "title": plan.title,
-        "question": plan.question,
-        "settings": {"seeds": config.seeds, "eval_blocks": config.rates.eval_blocks},
-        "data": config.corpus.data,
-        "config": config,
-        "runs": [job.name for job in plan.jobs],
-        "groups": plan.groups,
-        "versions": records.versions(),
-    }
+    return records.ExperimentRecord(
+        name=config.name,
+        preset=config.preset,
+        title=plan.title,
+        question=plan.question,
+        settings=records.ExperimentSettings(config.seeds, config.rates.eval_blocks),
+        data=config.corpus.data,
+        runs=tuple(job.name for job in plan.jobs),
+        groups=tuple(plan.groups),
+        config=records.plain(config),
+    )

@@ -470,18 +470,19 @@ def few_shot(
     }
 
 
-def write_experiment(out: Path, record: Mapping[str, Any]) -> None:
-    """Write experiment.json, the fields of `ExperimentRecord` and `config`; all settings.
+def write_experiment(out: Path, record: ExperimentRecord) -> None:
+    """Write experiment.json.
 
     Raises:
         ValueError: as `check_experiment`.
     """
     check_experiment(out, record)
     out.mkdir(parents=True, exist_ok=True)
-    write_json(out / EXPERIMENT, {"schema_version": SCHEMA_VERSION, **record})
+    made = {"schema_version": SCHEMA_VERSION, **plain(record), "versions": versions()}
+    write_json(out / EXPERIMENT, made)
 
 
-def check_experiment(out: Path, record: Mapping[str, Any]) -> None:
+def check_experiment(out: Path, record: ExperimentRecord) -> None:
     """Raise ValueError where a directory holds another experiment, or something else.
 
     Runs may be added to an experiment, by more seeds. Nothing else may change.
@@ -491,9 +492,9 @@ def check_experiment(out: Path, record: Mapping[str, Any]) -> None:
         return
     if all(entry.name == EXPERIMENT for entry in out.iterdir()):
         return
-    known, asked = load(out, ExperimentRecord), plain(record)
-    check_same("configuration", out, known.config, asked["config"], _FREE)
-    if missing := [name for name in known.runs if name not in asked["runs"]]:
+    known = load(out, ExperimentRecord)
+    check_same("configuration", out, known.config, record.config, _FREE)
+    if missing := [name for name in known.runs if name not in record.runs]:
         raise ValueError(
             f"{out} holds an experiment with further runs, as {missing[0]}. Name another "
             "directory, or ask for its seeds and targets too."

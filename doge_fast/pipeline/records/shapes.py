@@ -35,6 +35,8 @@ STAGES: Mapping[str, type] = {
 
 CONFIG, EVALUATION = "config.json", "evaluation.json"
 EXPERIMENT, FEWSHOT = "experiment.json", "fewshot.json"
+# Of an experiment, the directory of its runs.
+RUNS = "runs"
 MANIFEST, CANCELLATION = "manifest.json", "cancellation.json"
 
 # Null: not finite.
@@ -265,7 +267,7 @@ class ExperimentRecord(WholeFile):
     runs: tuple[str, ...]
     groups: tuple[Group, ...]
     config: dict[str, Any] = field(default_factory=dict)
-    """All settings, as they were given."""
+    """All settings, as JSON holds them."""
 
 
 @dataclass(frozen=True)

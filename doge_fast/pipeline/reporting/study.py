@@ -13,6 +13,7 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from doge_fast.pipeline import health, records
+from doge_fast.pipeline.config import MIX, UNIVERSAL
 from doge_fast.pipeline.records.movement import Floats, Movement, movement_of
 from doge_fast.pipeline.reporting.runs import LEARNING, RecordedRun, open_runs
 from doge_fast.pipeline.reporting.statistics import Line, Losses, Stat, stat_of, weight_text
@@ -21,9 +22,7 @@ from doge_fast.pipeline.wording import count_text, listed, plural, to_floats, wr
 from doge_fast.weights.projection import effective_domains
 
 Kind = TypeVar("Kind")
-RUNS = "runs"
 _BASELINES, _GIVEN = {"uniform": "baseline", "natural": "by tokens"}, "from a file"
-UNIVERSAL, MIX = "universal", "mix"
 
 # Nearly everything on one domain; the paper's most extreme weight is 0.72.
 _COLLAPSED = 0.8
@@ -275,7 +274,7 @@ def open_study(runs: Sequence[Path]) -> Study:
     """
     plan = None
     if len(runs) == 1 and (path := Path(runs[0]) / records.EXPERIMENT).exists():
-        runs = [path.parent / RUNS]
+        runs = [path.parent / records.RUNS]
         if not any(runs[0].glob("*/config.json")):
             raise ValueError(f"No run of the experiment in {path.parent} has begun.")
         plan = records.load(path.parent, records.ExperimentRecord)
