@@ -32,6 +32,8 @@ from importlib import metadata
 from pathlib import Path
 from pydoc_data.topics import topics
 
+from doge_fast.pipeline import cache
+
 _log = logging.getLogger("doge_fast")
 
 # Of the text: beside it the cache writes a file, which would be a domain.
@@ -72,8 +74,7 @@ def fingerprint() -> str:
     installed = sorted(
         {f"{found.metadata['Name']}=={found.version}" for found in metadata.distributions()}
     )
-    facts = [_FORMAT, sys.version, sysconfig.get_path("stdlib"), installed]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+    return cache.digest([_FORMAT, sys.version, sysconfig.get_path("stdlib"), installed])
 
 
 def load(*, stdlib: Path | None = None, site: Path | None = None) -> dict[str, list[str]]:

@@ -6,7 +6,7 @@ A section is data, so the page and the terminal show the same. Their order is `p
 import math
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -119,7 +119,8 @@ def _mixture(study: Study, group: records.WeightsGroup) -> Section:
         (name, *(told(name, label, weights) for (label, _), weights in columns.items()))
         for name in names
     ]
-    totals.append(("effective domains", *map(_effective, columns.values())))
+    means = ([stat.mean for stat in weights.values()] for weights in columns.values())
+    totals.append(("effective domains", *map(_effective, means)))
     for reference in (learned[arm] for arm in learned if arm.label == group.reference):
         gaps = (_gap_text(weights, reference) for weights in columns.values())
         totals.append((f"mean absolute difference from {group.reference}", *gaps))
@@ -143,9 +144,8 @@ def _mixture(study: Study, group: records.WeightsGroup) -> Section:
     )
 
 
-def _effective(weights: Mapping[str, Stat]) -> str:
-    count = effective_domains(stat.mean for stat in weights.values())
-    return f"{count:.1f} of {len(weights)}"
+def _effective(weights: Collection[float]) -> str:
+    return f"{effective_domains(weights):.1f} of {len(weights)}"
 
 
 def _gap_text(own: Mapping[str, Stat], reference: Mapping[str, Stat]) -> str:
@@ -183,7 +183,7 @@ def _temperature(study: Study, group: records.TemperatureGroup) -> Section:
         change = changes[point.inverse]
         told = change_text(change) if point.inverse else "/"
         cell = Cell(told, change.is_lower, change.is_higher)
-        count = f"{effective_domains(point.weights.values()):.1f} of {len(point.weights)}"
+        count = _effective(point.weights.values())
         is_chosen = "written" if point.inverse == group.chosen else ""
         rows.append((f"{point.inverse:g}", f"{means[point.inverse]:.4f}", cell, count, is_chosen))
     is_several = any(len(each) > 1 for each in losses.values())
