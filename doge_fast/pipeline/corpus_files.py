@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from doge_fast.pipeline import cache
+from doge_fast.pipeline.wording import first_few
 
 _log = logging.getLogger("doge_fast")
 
@@ -42,7 +43,6 @@ _WORDS: Mapping[str, Split] = {
     **dict.fromkeys(("validation", "valid", "val", "dev", "heldout", "holdout"), "validation"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
-_MOST_NAMED = 5
 
 
 @dataclass(frozen=True)
@@ -71,16 +71,16 @@ class Listing:
         """Log what is read, and what is not."""
         read = []
         for domain, files in self.files.items():
-            told = shortened([str(file.path.relative_to(data)) for file in files])
+            told = first_few([str(file.path.relative_to(data)) for file in files])
             read.append(f"{domain} of {told}" if domain else told)
         tell_once(f"{data}: read are {'; '.join(read)}.")
         for why, names in self.left_out.items():
-            tell_once(f"{data}: not read are {shortened(names)}: {why}.")
+            tell_once(f"{data}: not read are {first_few(names)}: {why}.")
         if self.doubtful:
             _log.warning(
                 "%s: %s: the name begins with the word of a held-out split, and the text is "
                 "trained on. Have it end with that word, as c4-validation, to hold it out.",
-                *(data, shortened(self.doubtful)),
+                *(data, first_few(self.doubtful)),
             )
 
 
@@ -88,12 +88,6 @@ class Listing:
 def tell_once(line: str) -> None:
     """Log a line the first time only, since all runs of a search read the same corpus."""
     _log.info("%s", line)
-
-
-def shortened(names: Sequence[str]) -> str:
-    """The first names, and how many there are."""
-    told = ", ".join(names[:_MOST_NAMED])
-    return told + (f", ... ({len(names)} files)" if len(names) > _MOST_NAMED else "")
 
 
 def list_files(data: Path, chosen: Collection[str] | None) -> Listing:

@@ -17,6 +17,7 @@ from doge_fast.pipeline.model import open_model
 from doge_fast.pipeline.records import CorpusRecord, Json
 from doge_fast.pipeline.sources import find_parts
 from doge_fast.pipeline.trainer import held_out_losses
+from doge_fast.pipeline.wording import first_few
 
 _log = logging.getLogger("doge_fast")
 
@@ -71,7 +72,7 @@ def evaluate(config: EvaluateConfig) -> Json:
         losses = ", ".join(f"{name} {loss[name]:g}" for name in lost)
         raise health.Diverged(
             f"The model of {config.run} has diverged: the perplexity of "
-            f"{health.domains_told(lost)} is not finite (losses: {losses}). Nothing has been "
+            f"{first_few(lost)} is not finite (losses: {losses}). Nothing has been "
             "written. Train another with a lower learning_rate (--learning-rate)."
         )
     if ranks.is_first():

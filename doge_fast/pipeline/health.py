@@ -11,8 +11,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from doge_fast.pipeline.wording import domains_told as domains_told
-
 # Steps between looks at the counts, which make a host wait for its device.
 LOOK_EVERY = 16
 # The largest share of a run's steps that may be lost without its result being so.

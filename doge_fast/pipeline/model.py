@@ -28,6 +28,7 @@ from doge_fast.pipeline.failures import FileFailure, one_line, reading
 from doge_fast.pipeline.records.runs import read_json
 from doge_fast.pipeline.sizes import SIZES, Size
 from doge_fast.pipeline.tokenizer import end_of_text_id, vocabulary_size
+from doge_fast.pipeline.wording import first_few
 
 # Matrix products want a multiple of 64 rows; 50257 becomes the paper's 50304.
 VOCAB_MULTIPLE = 64
@@ -212,8 +213,7 @@ def open_model(name: str | Path) -> PreTrainedModel:
     if lost:
         raise FileFailure(
             f"{name} lacks weights of its model, or has them in another shape: "
-            f"{', '.join(lost[:3])}{', ...' if len(lost) > 3 else ''}. Name another model, or make "
-            "it anew."
+            f"{first_few(lost, 3)}. Name another model, or make it anew."
         )
     return _with_loss(model)
 

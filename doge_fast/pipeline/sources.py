@@ -24,6 +24,7 @@ from doge_fast.pipeline.config import CorpusConfig
 from doge_fast.pipeline.corpus_files import CorpusFile
 from doge_fast.pipeline.failures import FileFailure, one_line, reading
 from doge_fast.pipeline.file_rows import MEND, Absent, DocumentRow, kind_told, needed, picked, reach
+from doge_fast.pipeline.wording import first_few
 
 _log = logging.getLogger("doge_fast")
 
@@ -112,7 +113,7 @@ def _files_part(config: CorpusConfig, domain: str | None, files: Sequence[Corpus
     for file in files:
         splits.setdefault(file.split, []).append(file)
     if "train" not in splits:
-        told = corpus_files.shortened([str(file.path) for file in files])
+        told = first_few([str(file.path) for file in files])
         raise ValueError(f"Training needs files that no name holds out; there are only {told}.")
     chars, stamp = file_rows.TEXT_DOCUMENT_CHARS, corpus_files.stamp_of(files)
     if list(splits) == ["train"]:
@@ -129,9 +130,7 @@ def _files_part(config: CorpusConfig, domain: str | None, files: Sequence[Corpus
         domain,
         shards,
         cache.digest(facts),
-        held_out=corpus_files.shortened(
-            [f"{file.path.parent.name}/{file.path.name}" for file in held]
-        ),
+        held_out=first_few([f"{file.path.parent.name}/{file.path.name}" for file in held]),
         is_held_by_name=bool(held),
         is_cut=any(file.kind == "text" for file in splits["train"]),
     )
@@ -315,6 +314,7 @@ def _hub_part(config: CorpusConfig, name: str | None) -> Part:
     """A data set or, with `name`, its configuration; the stamp changes with its revision."""
     data = config.data
     where = data if name is None else f"{data}, {name}"
+    asked = None if name else config.domain_column
     with _from_hub(data):
         builder = datasets.load_dataset_builder(data, name)
         found = builder.as_streaming_dataset()
@@ -322,7 +322,8 @@ def _hub_part(config: CorpusConfig, name: str | None) -> Part:
     # A split may come in several, as validation_matched and validation_mismatched.
     splits = {split: _hub_split(split) for split in found}
     for split, kind in splits.items():
-        shards.setdefault(kind, []).append(_hub_shard(config, where, found[split], name))
+        read = functools.partial(_hub_rows, config, where, found[split], asked)
+        shards.setdefault(kind, []).append(Shard(where, read))
     if "train" not in shards:
         raise ValueError(f"{where} needs a train split; it has {', '.join(found)}.")
     held = "validation" if "validation" in shards else "test"
@@ -343,23 +344,14 @@ def _hub_split(name: str) -> str:
     return corpus_files.split_of(found[0]) or name if found else name
 
 
-def _hub_shard(
-    config: CorpusConfig, where: str, rows: datasets.IterableDataset, domain: str | None
-) -> Shard:
-    columns = functools.cache(lambda: rows.column_names or list(next(iter(rows), {})))
-    asked = None if domain else config.domain_column
-    return Shard(where, functools.partial(_hub_rows, config, where, rows, columns, asked))
-
-
 def _hub_rows(
     config: CorpusConfig,
     where: str,
     rows: datasets.IterableDataset,
-    columns: Callable[[], Sequence[str]],
     domain_column: str | None,
 ) -> Iterator[DocumentRow]:
     with reading(where, MEND):
-        names = list(columns())
+        names = rows.column_names or list(next(iter(rows), {}))
         others = dict.fromkeys(names)
         kept = needed(names, filter(None, (config.text_column, domain_column)))
         found = rows.select_columns(kept) if kept else rows

@@ -40,6 +40,7 @@ from doge_fast.pipeline.domains import Batch, Batches, BlockSampler, Corpus
 from doge_fast.pipeline.failures import FileFailure
 from doge_fast.pipeline.named import visible
 from doge_fast.pipeline.records import Json
+from doge_fast.pipeline.wording import first_few
 
 # A line waits this long on the device at most: reading it makes the host wait for the step.
 FLUSH_SECONDS = 1.0
@@ -414,7 +415,7 @@ class Recorder(TrainerCallback):
         if too_many := self.lost.too_many(step):
             self._add_line(step)
             names = trainer.lost_domains()
-            whose = f" of {health.domains_told(names)}" if names else ""
+            whose = f" of {first_few(names)}" if names else ""
             self._end_as_lost(
                 f"up to step {step}, {too_many} steps in a row were lost, for the loss or the "
                 f"gradient{whose} is not finite"
@@ -460,8 +461,8 @@ class Recorder(TrainerCallback):
         self._pending.append({"step": step, "kind": "eval", "loss": losses})
         if names := health.not_finite(losses):
             where = "" if is_last else f"at step {step} "
-            told = health.domains_told(names)
-            self._end_as_lost(f"{where}the held-out loss of {told} is not finite")
+            lost = first_few(names)
+            self._end_as_lost(f"{where}the held-out loss of {lost} is not finite")
         # Not part of what a step costs.
         self._last_line, self._last_step = time.monotonic(), step
 

@@ -37,12 +37,12 @@ def plural(count: int, noun: str) -> str:
 
 
 def listed(words: Iterable[str]) -> str:
-    """a, b and c."""
-    *others, last = words
+    """a, b and c; nothing of none."""
+    *others, last = [*words] or [""]
     return f"{', '.join(others)} and {last}" if others else last
 
 
-def domains_told(names: Sequence[str], most: int = 5) -> str:
+def first_few(names: Sequence[str], most: int = 5) -> str:
     """a, b and 3 more."""
     left = len(names) - most
     return listed([*names[:most], *([f"{left} more"] if left > 0 else [])])

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from doge_fast.pipeline import records
-from doge_fast.pipeline.config import BaseConfig, CorpusConfig, ProxyConfig, TrainingConfig
+from doge_fast.pipeline.config import BaseConfig, CorpusConfig, ProxyConfig
 from doge_fast.pipeline.records.shapes import DomainEntry, WeightsRecord
 from tests.pipeline import written_runs
 

@@ -17,9 +17,9 @@ from doge_fast.pipeline.config.ranges import (
 from doge_fast.pipeline.config.stages import (
     CorpusConfig,
     check_data,
+    check_is_run,
     check_model_name,
     check_rates,
-    check_is_run,
 )
 from doge_fast.weights.defaults import DOMAIN_MAX_GRAD_NORM
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from doge_fast.pipeline.config.ranges import Count, CountOrZero, Device, Positive, Range, Seed
-from doge_fast.pipeline.config.stages import TasksConfig, check_data, check_model_name, check_is_run
+from doge_fast.pipeline.config.stages import TasksConfig, check_data, check_is_run, check_model_name
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,8 @@ from doge_fast.pipeline.exports.blend import (
 )
 from doge_fast.pipeline.exports.writers import WRITERS
 from doge_fast.pipeline.records.weights import check_fields
+from doge_fast.pipeline.wording import first_few
 
-# Domains named in a sentence; more are counted.
-_NAMED = 8
 _UNITS = {"blocks": "tokens", "documents": "documents"}
 
 
@@ -208,11 +207,10 @@ def _unit(target: Target, blend: Blend) -> str:
         way = ": all rows are taken to hold equally many (else --rows documents)" if is_open else ""
         return f"Weights are shares of tokens{way}."
     lengths = [f"{name} {tokens:.6g}" for name, tokens in sorted(blend.mean_doc_tokens.items())]
-    more = f" and {len(lengths) - _NAMED} more" if len(lengths) > _NAMED else ""
     way = "; --rows blocks where all rows hold equally many" if is_open else ""
     return (
         "Weights are shares of documents, made from the learned shares of tokens by the mean "
-        f"tokens of a document: {', '.join(lengths[:_NAMED])}{more}{way}."
+        f"tokens of a document: {first_few(lengths, 8)}{way}."
     )
 
 

@@ -33,6 +33,7 @@ from doge_fast.pipeline.records.shapes import (
     Stage,
     check_shape,
 )
+from doge_fast.pipeline.wording import first_few
 from doge_fast.weights.weights_file import SCHEMA_VERSION, plain, write_json
 
 METRICS = "metrics.jsonl"
@@ -77,7 +78,8 @@ def check_run(out: Path, *, stage: Stage, config: Any) -> ConfigRecord | None:
     recorded, before = load_config(out)
     if recorded.stage != stage:
         raise ValueError(
-            f"{out} holds a {recorded.stage} run; this is the {stage} stage. Name another directory."
+            f"{out} holds a {recorded.stage} run; this is the {stage} stage. Name another "
+            "directory."
         )
     check_same("configuration", out, _kept(before), _kept(config), _NOT_COMPARED)
     return recorded
@@ -164,11 +166,10 @@ def check_same(what: str, out: Path, recorded: Json, asked: Json, ignored: Seque
     if differing:
         first, *others = differing
         was, is_now = pairs[first]
-        also = f" (also {', '.join(others[:3])}{', ...' if len(others) > 3 else ''})"
+        also = f" (also {first_few(others, 3)})" if others else ""
         raise ValueError(
             f"{out} holds another run: the {what}'s {first} is {was!r} there and {is_now!r} here"
-            f"{also if others else ''}. Name another directory, or repeat the recorded run to "
-            "resume it."
+            f"{also}. Name another directory, or repeat the recorded run to resume it."
         )
 
 
@@ -266,8 +267,8 @@ def check_empty(out: Path) -> None:
             held.append(entry.name)
     if held:
         raise ValueError(
-            f"A new run needs an empty directory; {out} holds {', '.join(held[:3])}"
-            f"{', ...' if len(held) > 3 else ''} and no {CONFIG}. Name another directory."
+            f"A new run needs an empty directory; {out} holds {first_few(held, 3)}, and no "
+            f"{CONFIG}. Name another directory."
         )
 
 

@@ -29,7 +29,7 @@ from doge_fast.pipeline.reporting.statistics import (
 )
 from doge_fast.pipeline.reporting.study import Study, mean_weights, open_study
 from doge_fast.pipeline.tables import Cell, Table, table_of
-from doge_fast.pipeline.wording import count_text, domains_told, listed, plural
+from doge_fast.pipeline.wording import count_text, first_few, listed, plural
 from doge_fast.weights.projection import effective_domains
 
 MARKS = "Bold: lower, and the 95 % interval over paired seeds leaves out zero; with a !: higher."
@@ -191,7 +191,7 @@ def _temperature(study: Study, group: records.TemperatureGroup) -> Section:
     if max(group.aim.values()) - min(group.aim.values()) < 1e-9:
         aim = list(group.aim)
     note = (
-        f"Loss: mean over {domains_told(aim)}, nats per token. 1/T = 0: uniform weights; 1: the "
+        f"Loss: mean over {first_few(aim)}, nats per token. 1/T = 0: uniform weights; 1: the "
         "proxy's own. Change of perplexity with its 95 % interval over paired seeds."
         f"{'' if is_several else ONE_SEED}"
     )
@@ -440,10 +440,9 @@ def _what(run: RecordedRun) -> str:
 def _warnings(study: Study) -> Iterator[str]:
     """Everything that a reader should know before believing a number."""
     if missing := study.unmeasured:
-        shown = listed(missing[:5]) + (" and others" if len(missing) > 5 else "")
         yield (
-            f"{plural(len(missing), 'run')} not complete yet, so left out: {shown}. The same "
-            "command goes on with them."
+            f"{plural(len(missing), 'run')} not complete yet, so left out: {first_few(missing)}. "
+            "The same command goes on with them."
         )
     # Runs of one corpus say the same.
     yield from dict.fromkeys(told for run in study.shown for told in run.record.warnings)

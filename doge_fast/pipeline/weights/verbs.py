@@ -27,7 +27,7 @@ from doge_fast.pipeline.weights.summary import (
     tokens_text,
     weight_text,
 )
-from doge_fast.pipeline.wording import domains_told, listed, wrapped
+from doge_fast.pipeline.wording import first_few, listed, wrapped
 
 # Lines longer than this are hard to read, however wide the window is.
 _LONGEST_LINE = 100
@@ -167,7 +167,7 @@ def _remarks(mixture: WeightsSummary, budget: float | None) -> list[str]:
     if often:
         lines.append(
             f"More than {MAX_EPOCHS:g} epochs in {tokens_text(budget)} tokens, where repeated text "
-            f"is worth less: {domains_told(often)}. doge-fast weights constrain --max-epochs "
+            f"is worth less: {first_few(often)}. doge-fast weights constrain --max-epochs "
             "bounds them."
         )
     if len(unknown) < len(mixture.domains):
@@ -176,7 +176,7 @@ def _remarks(mixture: WeightsSummary, budget: float | None) -> list[str]:
             "where the training has others."
         )
     if unknown and budget is not None:
-        told = domains_told(unknown)
+        told = first_few(unknown)
         lines.append(f"No epochs without a number of tokens: {told}. Pass --tokens NAME=NUMBER.")
     return lines
 
