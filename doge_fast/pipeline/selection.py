@@ -78,7 +78,7 @@ def prepare(config: SelectConfig, existing: ExistingRun) -> "SelectionTrainer":
 
 def table(run: Path) -> str:
     """What a finished run has selected, as aligned plain text."""
-    selections = records.load(run, records.CancellationRecord).selections
+    selections = records.load_cancellation(run).selections
     rows = [(each.file, str(each.parameters), f"{each.share:.2%}") for each in selections]
     return tables.text(tables.table_of(("selection", "parameters", "of columns"), rows))
 

@@ -38,8 +38,7 @@ def is_finished(run: Path, stage: records.Stage) -> bool:
     """
     # A result that is damaged is no result.
     if stage == "select":
-        is_left = (run / records.CANCELLATION).exists()
-        return is_left and bool(records.load(run, records.CancellationRecord))
+        return (run / records.CANCELLATION).exists() and bool(records.load_cancellation(run))
     return records.check_model(run, is_hashed=False) and bool(records.read_weights(run))
 
 

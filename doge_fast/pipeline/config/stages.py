@@ -23,6 +23,7 @@ from doge_fast.pipeline.sizes import SIZES
 from doge_fast.weights.defaults import DOMAIN_MAX_GRAD_NORM
 
 Target = str | dict[str, float]
+Reading = Literal["norms-over-change", "sum-over-change", "change-over-sum", "change-over-norms"]
 
 # Words of a target.
 UNIVERSAL, MIX = "universal", "mix"
@@ -398,9 +399,7 @@ class SelectConfig(_Stage):
     training: TrainingConfig = field(default_factory=lambda: TrainingConfig(steps=1000))
     strategies: tuple[str, ...] = ("low10", "low30", "low50", "high30", "high10")
     """lowN or highN: select the N parameters with the lowest or highest scores."""
-    reading: Literal[
-        "norms-over-change", "sum-over-change", "change-over-sum", "change-over-norms"
-    ] = "norms-over-change"
+    reading: Reading = "norms-over-change"
     """How the score is computed. norms-over-change (the paper's words): the sum of the examples'
     gradient norms over the norm of the weight change. sum-over-change: the norm of the gradients'
     sum over it. change-over-sum (the paper's formula) and change-over-norms: the inverses. Every

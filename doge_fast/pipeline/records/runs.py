@@ -14,16 +14,19 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from platform import python_version
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from doge_fast import atomic_file
+from doge_fast.pipeline.config import Reading
 from doge_fast.pipeline.failures import FileFailure
 from doge_fast.pipeline.records.shapes import (
+    CANCELLATION,
     CONFIG,
     EVALUATION,
     EXPERIMENT,
     STAGES,
     WAY_OUT,
+    CancellationRecord,
     ConfigRecord,
     CorpusRecord,
     EvaluationRecord,
@@ -431,6 +434,16 @@ def load_evaluation(run: Path) -> EvaluationRecord:
         raise FileFailure(
             f"{run / EVALUATION} is damaged: loss, blocks and perplexity are not of the same "
             f"domains. {WAY_OUT}"
+        )
+    return found
+
+
+def load_cancellation(run: Path) -> CancellationRecord:
+    """cancellation.json of a run directory; ValueError where it is absent or damaged."""
+    found = load(run, CancellationRecord)
+    if lost := [reading for reading in get_args(Reading) if reading not in found.scores]:
+        raise FileFailure(
+            f"{run / CANCELLATION} is damaged: it has no scores {', '.join(lost)}. {WAY_OUT}"
         )
     return found
 
