@@ -223,7 +223,7 @@ def make(name: str, problem: dict[str, Any], device: str) -> PlainStep:
     return PEERS[name](Problem.from_dict(problem), device)
 
 
-def obstacle(name: str) -> str | None:
+def unavailable_reason(name: str) -> str | None:
     """Why a peer cannot be asked at all."""
     if name.startswith("TorchJD") and importlib.util.find_spec("torchjd") is None:
         return "the package torchjd is not installed"
@@ -271,7 +271,7 @@ def measure(
     rows = []
     for name in names:
         row: Row = {"peer": name}
-        reason = obstacle(name)
+        reason = unavailable_reason(name)
         if reason is None:
             try:
                 row |= _measured(name, problem, device, truth, pairs, seconds)

@@ -43,10 +43,10 @@ DEFAULT_READING: Reading = "norms-over-change"
 class _Watched(NamedTuple):
     """Sums over the examples of the step so far."""
 
-    norms_P: Tensor
-    """[P] sums over the examples of their gradients' norms."""
-    sum_P: Tensor
-    """[P] norms of the sum of the examples' gradients."""
+    norms_U: Tensor
+    """[U] sums over the examples of their gradients' norms."""
+    sum_U: Tensor
+    """[U] norms of the sum of the examples' gradients."""
     weight: float
     """The factor of an example in the loss."""
 
@@ -88,8 +88,8 @@ class CancellationEffect:
             )
         device = next(iter(self._params.values())).device
         shape = len(READINGS), len(self._params)
-        self._scores_RP = torch.zeros(shape, dtype=torch.float64, device=device)
-        self._terms_RP = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._scores_FU = torch.zeros(shape, dtype=torch.float64, device=device)
+        self._terms_FU = torch.zeros(shape, dtype=torch.int64, device=device)
         self.num_steps = 0
         self._copies: dict[str, Tensor] = {}
         # None before the first example of a step.
@@ -133,10 +133,10 @@ class CancellationEffect:
         for name, param in self._params.items():
             grad, old = param.grad, before.pop(name)
             gained[name] = grad if grad is None or old is None else old.sub_(grad)
-        earlier_P = 0 if self._watched is None else self._watched.norms_P
+        earlier_U = 0 if self._watched is None else self._watched.norms_U
         # p.grad holds all examples so far, and nothing has clipped it yet.
-        norms_P = self._norms_of(gained) / weight + earlier_P
-        self._watched = _Watched(norms_P, self._norms_of_sums() / weight, weight)
+        norms_U = self._norms_of(gained) / weight + earlier_U
+        self._watched = _Watched(norms_U, self._norms_of_sums() / weight, weight)
 
     def sum_over_ranks(self, summed: Callable[[Tensor], Tensor]) -> None:
         """Sum `p.grad` and the norms of this step over all ranks with `summed`, before the step.
@@ -147,8 +147,8 @@ class CancellationEffect:
         assert self._watched is not None
         for param in self._params.values():
             param.grad = summed(torch.zeros_like(param) if param.grad is None else param.grad)
-        norms_P, _, weight = self._watched
-        self._watched = _Watched(summed(norms_P), self._norms_of_sums() / weight, weight)
+        norms_U, _, weight = self._watched
+        self._watched = _Watched(summed(norms_U), self._norms_of_sums() / weight, weight)
 
     def scores(self, reading: Reading = DEFAULT_READING) -> dict[str, float]:
         """C(w) of every parameter so far, {name: score}.
@@ -157,30 +157,30 @@ class CancellationEffect:
             ValueError: an unknown reading.
             RuntimeError: no step has counted yet.
         """
-        return self._by_name(self._scores_RP, reading)
+        return self._by_name(self._scores_FU, reading)
 
     def terms(self, reading: Reading = DEFAULT_READING) -> dict[str, int]:
         """The number of terms of each score, {name: count}; raises as `scores` does."""
-        return self._by_name(self._terms_RP, reading)
+        return self._by_name(self._terms_FU, reading)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of all sums so far. Call it between steps, not within one."""
         return {
-            "scores": self._scores_RP.clone(),
-            "terms": self._terms_RP.clone(),
+            "scores": self._scores_FU.clone(),
+            "terms": self._terms_FU.clone(),
             "num_steps": torch.tensor(self.num_steps),
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from `state_dict()` of the same model; ValueError if it is of another one."""
-        if state["scores"].shape != self._scores_RP.shape:
+        if state["scores"].shape != self._scores_FU.shape:
             raise ValueError(
                 f"The state has scores of shape {list(state['scores'].shape)}; those of this "
-                f"model have {list(self._scores_RP.shape)}. Load it into the model that it was "
+                f"model have {list(self._scores_FU.shape)}. Load it into the model that it was "
                 "saved from."
             )
-        self._scores_RP.copy_(state["scores"])
-        self._terms_RP.copy_(state["terms"])
+        self._scores_FU.copy_(state["scores"])
+        self._terms_FU.copy_(state["terms"])
         self.num_steps = int(state["num_steps"])
         self._watched = None
 
@@ -190,7 +190,7 @@ class CancellationEffect:
             handle.remove()
         self._copies.clear()
 
-    def _by_name(self, values_RP: Tensor, reading: Reading) -> dict[str, Any]:
+    def _by_name(self, values_FU: Tensor, reading: Reading) -> dict[str, Any]:
         if reading not in READINGS:
             raise ValueError(f"reading must be one of {', '.join(READINGS)}; got {reading!r}.")
         if self.num_steps == 0:
@@ -198,7 +198,7 @@ class CancellationEffect:
                 "No step has been watched. Run backward inside effect.watching() and step the "
                 "optimizer."
             )
-        return dict(zip(self._params, values_RP[READINGS.index(reading)].tolist(), strict=True))
+        return dict(zip(self._params, values_FU[READINGS.index(reading)].tolist(), strict=True))
 
     def _before_step(self, *_: Any) -> None:
         if self._watched is not None:
@@ -207,16 +207,16 @@ class CancellationEffect:
     def _after_step(self, *_: Any) -> None:
         if self._watched is None:
             return
-        norms_P, sum_P = self._watched[:2]
-        change_P = self._norms_of(
+        norms_U, sum_U = self._watched[:2]
+        change_U = self._norms_of(
             {name: self._copies.pop(name).sub_(p.detach()) for name, p in self._params.items()}
         )
         # In the order of READINGS.
-        above_RP = torch.stack([norms_P, sum_P, change_P, change_P])
-        below_RP = torch.stack([change_P, change_P, sum_P, norms_P])
-        counts_RP = below_RP != 0
-        self._scores_RP += torch.where(counts_RP, above_RP / below_RP, 0)
-        self._terms_RP += counts_RP
+        above_FU = torch.stack([norms_U, sum_U, change_U, change_U])
+        below_FU = torch.stack([change_U, change_U, sum_U, norms_U])
+        counts_FU = below_FU != 0
+        self._scores_FU += torch.where(counts_FU, above_FU / below_FU, 0)
+        self._terms_FU += counts_FU
         self.num_steps += 1
         self._watched = None
 
@@ -224,8 +224,8 @@ class CancellationEffect:
         return self._norms_of({name: param.grad for name, param in self._params.items()})
 
     def _norms_of(self, values: Mapping[str, Tensor | None]) -> Tensor:
-        """[P] norms."""
-        device = self._scores_RP.device
+        """[U] norms."""
+        device = self._scores_FU.device
         return torch.stack([self._norm(name, value).to(device) for name, value in values.items()])
 
     def _norm(self, name: str, value: Tensor | None) -> Tensor:

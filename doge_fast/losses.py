@@ -144,7 +144,7 @@ class _Head(NamedTuple):
 
 
 class _LinearLosses(torch.autograd.Function):
-    """[D] mean losses. Gradients are computed with the losses where they have a place to wait in.
+    """[D] mean losses; where rows have memory for it, forward computes the gradients too.
 
     A domain's loss reaches the weight through one number, the gradient of that loss, which the
     backward pass brings: mostly 1, or the scale of a GradScaler. So in a stacked pass the gradients
@@ -212,7 +212,10 @@ class _LinearLosses(torch.autograd.Function):
 
 
 def _reserved(head: _Head, weight: Tensor | None, dtype: torch.dtype) -> list[Tensor] | None:
-    """Memory of each domain's row of the weight, if it has one; None if a row's is not free."""
+    """Memory for the gradient of each domain, in its row; None where some row has none to spare.
+
+    Empty if the weight needs no gradient.
+    """
     if not head.is_trained or dtype == torch.float16:
         return None
     if weight is None:
@@ -317,15 +320,15 @@ def _counts(
     return on_device([int(count) for count in counts], device).clamp(min=1)
 
 
-def _sums(values_BP: Tensor, sizes: Mapping[str, int]) -> Tensor:
+def _sums(values_BL: Tensor, sizes: Mapping[str, int]) -> Tensor:
     """[D] sums over the tokens of each domain; the number of operators does not grow with D."""
     if len(set(sizes.values())) == 1:
-        return values_BP.reshape(len(sizes), -1).sum(1)
-    device = values_BP.device
+        return values_BL.reshape(len(sizes), -1).sum(1)
+    device = values_BL.device
     domain_of = [domain for domain, size in enumerate(sizes.values()) for _ in range(size)]
     is_in_DB = torch.arange(len(sizes), device=device)[:, None] == on_device(domain_of, device)
     # torch.where, not a product with the mask: NaN * 0 would reach every domain.
-    return torch.where(is_in_DB, values_BP.sum(1), 0).sum(1)
+    return torch.where(is_in_DB, values_BL.sum(1), 0).sum(1)
 
 
 def _checked_sizes(

@@ -97,7 +97,7 @@ class OptimizerWrapper(Optimizer):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
         def __setattr__(self, name: str, value: Any) -> None:
-            """Set a public name on the optimizers that have it; if none has, on all and here."""
+            """Set a public name on the wrapped optimizers that have it; else on all, and here."""
             # Trainers set what the optimizer's step reads, such as the latest loss. The step may
             # ask for it with a default, so that nobody has it yet. Here, since copies of torch
             # optimizers lose such names.

@@ -95,10 +95,10 @@ class Communicator:
         self._compare({"the number of domains or of parameters": lengths, **report.settings})
         counts_B = [report.counts.get(name, 0.0) for name in rows]
         codes = [0 if dtype is None else 1 + STORAGE_DTYPES.index(dtype) for dtype in report.dtypes]
-        counts_nB, codes_nP = torch.split(self._gather([*counts_B, *codes]), lengths, dim=1)
+        counts_nB, codes_nU = torch.split(self._gather([*counts_B, *codes]), lengths, dim=1)
         is_seen_B = (counts_nB > 0).any(0).tolist()
         seen = frozenset(name for name, is_seen in zip(rows, is_seen_B, strict=True) if is_seen)
-        return counts_nB, Agreement(seen, [_widest(codes) for codes in codes_nP.int().T.tolist()])
+        return counts_nB, Agreement(seen, [_widest(codes) for codes in codes_nU.int().T.tolist()])
 
     def fail(self) -> str:
         """As `Exchange.fail`."""

@@ -254,7 +254,7 @@ class DoGETrainer(_StepByDomain):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            # Of FSDP2 they are a folder optimizer_0.
+            # Under FSDP2 the optimizer is saved as a folder, optimizer_0.
             left = {name.split(".")[0].split("_")[0] for name in os.listdir(checkpoint)}
             # Trainer would go on without a word, with moments and an average of the rest alone.
             if missing := {"optimizer", "scheduler"} - left:

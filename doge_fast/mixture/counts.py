@@ -63,11 +63,11 @@ class MixtureCounts:
         self.names = tuple(names)
         self._start = Totals(0, np.zeros(len(self.names), dtype=np.int64))
         first_steps = [phase.first_step for phase in phases]
-        weights_PK = [self.ordered(phase.weights, phase.first_step) for phase in phases]
-        self.restart(seed, first_steps, weights_PK, self._start)
+        weights_QK = [self.ordered(phase.weights, phase.first_step) for phase in phases]
+        self.restart(seed, first_steps, weights_QK, self._start)
 
     def restart(
-        self, seed: int, first_steps: Sequence[int], weights_PK: Sequence[Floats], totals: Totals
+        self, seed: int, first_steps: Sequence[int], weights_QK: Sequence[Floats], totals: Totals
     ) -> None:
         """Replace seed and phases, and go on from `totals` without counting earlier batches.
 
@@ -80,7 +80,7 @@ class MixtureCounts:
                 "The phases of a mixture must begin at step 0 and go on at increasing steps; they "
                 f"begin at {list(first_steps)}."
             )
-        self.weights_PK = [on_simplex(weights_K) for weights_K in weights_PK]
+        self.weights_QK = [on_simplex(weights_K) for weights_K in weights_QK]
         self.first_steps = list(first_steps)
         self.seed = seed
         # Ascending by step. Totals at another step are counted from the nearest one before it.
@@ -99,13 +99,13 @@ class MixtureCounts:
     def set_weights(self, first_step: int, weights_K: Floats) -> None:
         """Use these `ordered` weights from `first_step` until the next change."""
         index = bisect_right(self.first_steps, first_step)
-        if np.array_equal(self.weights_PK[index - 1], weights_K):
+        if np.array_equal(self.weights_QK[index - 1], weights_K):
             return
         if self.first_steps[index - 1] == first_step:
-            self.weights_PK[index - 1] = weights_K
+            self.weights_QK[index - 1] = weights_K
         else:
             self.first_steps.insert(index, first_step)
-            self.weights_PK.insert(index, weights_K)
+            self.weights_QK.insert(index, weights_K)
         self._totals = [totals for totals in self._totals if totals.step <= first_step]
 
     def weights(self, steps_T: Ints) -> Floats:
@@ -114,7 +114,7 @@ class MixtureCounts:
         low = bisect_right(self.first_steps, steps_T.min()) - 1
         high = bisect_right(self.first_steps, steps_T.max())
         phase_T = np.searchsorted(self.first_steps[low:high], steps_T, side="right") - 1
-        return np.stack(self.weights_PK[low:high])[phase_T]
+        return np.stack(self.weights_QK[low:high])[phase_T]
 
     def counts(self, steps_T: Ints) -> Ints:
         """[T, K] rows of each domain in these batches; ValueError if a step is negative."""

@@ -94,7 +94,7 @@ class DomainMixture(Dataset[Any]):
         if weights is None:
             weights = dict.fromkeys(domains, 1 / len(domains))
         self._counts = MixtureCounts(seed, [Phase(0, weights)], batch_size, self.names)
-        self._check_weights(self._counts.weights_PK[0].tolist())
+        self._check_weights(self._counts.weights_QK[0].tolist())
         self._progress = Progress(steps)
 
     # Rows.
@@ -166,7 +166,7 @@ class DomainMixture(Dataset[Any]):
     @property
     def history(self) -> list[tuple[int, dict[str, float]]]:
         """All changes of weights, past and planned, as (first step, weights)."""
-        changes = zip(self._counts.first_steps, self._counts.weights_PK, strict=True)
+        changes = zip(self._counts.first_steps, self._counts.weights_QK, strict=True)
         return [(first_step, self._named(weights_K)) for first_step, weights_K in changes]
 
     def set_weights(self, weights: Mapping[str, float], *, from_step: int | None = None) -> int:
@@ -330,9 +330,9 @@ class DomainMixture(Dataset[Any]):
                 f"{step} times {self.batch_size}"
             )
         first_steps = [int(first_step) for first_step, _ in state["history"]]
-        weights_PK = [np.array(weights, dtype=np.float64) for _, weights in state["history"]]
-        if any(weights_K.shape != (num_domains,) for weights_K in weights_PK):
+        weights_QK = [np.array(weights, dtype=np.float64) for _, weights in state["history"]]
+        if any(weights_K.shape != (num_domains,) for weights_K in weights_QK):
             raise ValueError(f"its history must hold {num_domains} weights for each change")
         totals = Totals(step, drawn_K)
-        self._counts.restart(int(state["seed"]), first_steps, weights_PK, totals)
+        self._counts.restart(int(state["seed"]), first_steps, weights_QK, totals)
         return step

@@ -241,7 +241,7 @@ def _watcher(noted: deque[Tensor], finished: dict[int, tuple[Tensor, int]]) -> R
 
 
 def _is_foreign(grad: Tensor, finished: tuple[Tensor, int] | None) -> bool:
-    """Whether it is another tensor than the one that autograd finished, or has changed since."""
+    """Whether something other than autograd has replaced a gradient, or changed it in place."""
     if finished is None:
         return False
     known, version = finished

@@ -145,7 +145,7 @@ class Step:
         self._open: OpenDomain | None = None
         self._received = Received()
         self._has_entered = False
-        # Whether a state that appears in the wrapped optimizer was loaded in its place.
+        # Whether state that appears in the wrapped optimizer may have been loaded into it directly.
         self._may_be_loaded = not self._inner.state
         self._one_step = ownership.OneStep(each_of(self._inner), self.buffer.is_combined)
         self.parameters.receive = torch.compiler.disable(weakly(self.receive))  # type: ignore[no-untyped-call]
@@ -369,11 +369,11 @@ class Step:
         selected = self.parameters.selected_ids
         lr = self.parameters.lr
 
-        # Complete over ranks: agree on the rows, and get all of them for this rank's columns.
         with self._failure_reaches_all_ranks():
             params = self._params_to_combine()
             scale = loss_scale(grad_scale, self._scaler, self.parameters.params[0].device)
         agreement = self._agree(params, scale)
+        # All rows of this rank's columns.
         blocks = self.buffer.touched(params, agreement.dtypes)
         columns = self.exchange.complete(blocks, selected or ())
 

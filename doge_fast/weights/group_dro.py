@@ -61,21 +61,21 @@ class ExcessWeights(NamedTuple):
         return ExcessWeights(alpha_K, mean_K, excess_K, count)
 
 
-def domain_means(values_BT: Tensor, domain_ids_B: Tensor, num_domains: int) -> Tensor:
+def domain_means(values_ET: Tensor, domain_ids_E: Tensor, num_domains: int) -> Tensor:
     """[K] float64: mean over the tokens of each domain; NaN for a domain without any.
 
-    `domain_ids_B` is int64 in [0, K): the domain of each example of `values_BT`.
+    `domain_ids_E` is int64 in [0, K): the domain of each example of `values_ET`.
     """
-    ids_K1 = torch.arange(num_domains, device=domain_ids_B.device).unsqueeze(1)
+    ids_K1 = torch.arange(num_domains, device=domain_ids_E.device).unsqueeze(1)
     # Not index_add, which adds in any order on a GPU.
-    is_of_KB = (domain_ids_B == ids_K1).double()
-    return is_of_KB @ values_BT.double().mean(1) / is_of_KB.sum(1)
+    is_of_KE = (domain_ids_E == ids_K1).double()
+    return is_of_KE @ values_ET.double().mean(1) / is_of_KE.sum(1)
 
 
 def excess_losses(
-    losses_BT: Tensor,
-    reference_BT: Tensor,
-    domain_ids_B: Tensor,
+    losses_ET: Tensor,
+    reference_ET: Tensor,
+    domain_ids_E: Tensor,
     last_K: Tensor,
     *,
     variant: Variant = "doremi",
@@ -85,36 +85,36 @@ def excess_losses(
     doremi:  lambda_k  =  mean over the tokens t of k of  max(0, l_t - l_ref,t)
     doge:    lambda_k  =  max(0, mean_t l_t - mean_t l_ref,t)
 
-    The losses are [B, T] in nats, `domain_ids_B` int64 in [0, K), and `last_K` the values of the
+    The losses are [E, T] in nats, `domain_ids_E` int64 in [0, K), and `last_K` the values of the
     step before, which a domain without tokens in the batch keeps.
 
     Source: DoReMi (Xie et al., NeurIPS 2023), Algorithm 1, lambda_t[i].
     """
-    difference_BT = losses_BT - reference_BT
+    difference_ET = losses_ET - reference_ET
     if variant == "doremi":
-        difference_BT = difference_BT.clamp(min=0)
-    excess_K = domain_means(difference_BT, domain_ids_B, len(last_K)).clamp(min=0)
-    ids_K = torch.arange(len(last_K), device=domain_ids_B.device)
-    return torch.where(torch.isin(ids_K, domain_ids_B), excess_K, last_K)
+        difference_ET = difference_ET.clamp(min=0)
+    excess_K = domain_means(difference_ET, domain_ids_E, len(last_K)).clamp(min=0)
+    ids_K = torch.arange(len(last_K), device=domain_ids_E.device)
+    return torch.where(torch.isin(ids_K, domain_ids_E), excess_K, last_K)
 
 
 def example_shares(
-    alpha_K: Tensor, sampling_K: Tensor, domain_ids_B: Tensor, *, variant: Variant = "doremi"
+    alpha_K: Tensor, sampling_K: Tensor, domain_ids_E: Tensor, *, variant: Variant = "doremi"
 ) -> Tensor:
-    """The share of each example's mean loss in the loss of the proxy, [B].
+    """The share of each example's mean loss in the loss of the proxy, [E].
 
     doremi:  r_b  =  w_k(b) / sum_b' w_k(b'),   w_k = alpha_k / s_k
     doge:    r_b  =  alpha_k(b) / B_k(b)
 
     s are the weights > 0 at which the batch was drawn, `sampling_K`; k(b) is the domain of example
     b, B_k the number of examples of domain k. The first is DoReMi's normalisation: the shares sum
-    to one, and a domain with more than s_k B examples counts more. The second makes the loss sum_k
+    to one, and a domain with more than s_k E examples counts more. The second makes the loss sum_k
     alpha_k l_k over the domains in the batch, where l_k is the domain's mean loss.
 
     Source: DoReMi (Xie et al., NeurIPS 2023), eq. (1).
     """
     if variant == "doremi":
-        ratios_B = (alpha_K / sampling_K)[domain_ids_B]
-        return ratios_B / ratios_B.sum()
-    is_same_BB = domain_ids_B.unsqueeze(0) == domain_ids_B.unsqueeze(1)
-    return alpha_K[domain_ids_B] / is_same_BB.sum(1)
+        ratios_E = (alpha_K / sampling_K)[domain_ids_E]
+        return ratios_E / ratios_E.sum()
+    is_same_EE = domain_ids_E.unsqueeze(0) == domain_ids_E.unsqueeze(1)
+    return alpha_K[domain_ids_E] / is_same_EE.sum(1)

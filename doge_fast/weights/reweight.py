@@ -22,7 +22,7 @@ from doge_fast.weights.scores import NAMED_SCORES, PAPER, Score
 
 
 class StepSettings(NamedTuple):
-    """The settings of a step: `settings_C`, [6] float64."""
+    """The settings of a step: `settings_F`, [6] float64."""
 
     lr: float | Tensor
     """eta of this step."""
@@ -96,7 +96,7 @@ class StepTensors(NamedTuple):
     state_S: Tensor
     tau_R: Tensor
     slot_R: Tensor
-    settings_C: Tensor
+    settings_F: Tensor
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -124,7 +124,7 @@ def reweight(
     *,
     tau_R: Tensor,
     slot_R: Tensor,
-    settings_C: Tensor,
+    settings_F: Tensor,
     score: Score = PAPER,
     implementation: str | None = None,
 ) -> LastStep:
@@ -151,7 +151,7 @@ def reweight(
         state_S: [3 K + 2] float64, made by `new_state`.
         tau_R: [R] float64 >= 0, the target weights.
         slot_R: [R] int32: index of each row in the buffer; -1: not drawn, or absent.
-        settings_C: [6] float64, the fields of `StepSettings`. Their ranges are not checked.
+        settings_F: [6] float64, the fields of `StepSettings`. Their ranges are not checked.
         score: any other than `PAPER` and `PUBLISHED` runs in plain torch on any device.
         implementation: "torch" or "triton"; None: the dispatcher chooses.
 
@@ -161,7 +161,7 @@ def reweight(
 
     Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), eq. (update_dw), Algorithm 1.
     """
-    tensors = StepTensors(gram_BB, full_BB, state_S, tau_R, slot_R, settings_C)
+    tensors = StepTensors(gram_BB, full_BB, state_S, tau_R, slot_R, settings_F)
     if score not in NAMED_SCORES.values():
         implementation = "torch"
     outputs = choose("reweight", gram_BB.device, implementation)(tensors, score)
@@ -174,10 +174,10 @@ def in_torch(tensors: StepTensors, score: Score) -> tuple[Tensor, Tensor, Tensor
     Returns:
         The [V] values that `LastStep` views, and `skipped` and `found_inf`.
     """
-    gram_BB, full_BB, state_S, tau_R, slot_R, settings_C = tensors
+    gram_BB, full_BB, state_S, tau_R, slot_R, settings_F = tensors
     num_rows, num_domains, num_slots = tensors.sizes
     num_drawn = num_slots - (num_rows - num_domains)
-    state, settings = state_views(state_S), StepSettings(*settings_C.unbind())
+    state, settings = state_views(state_S), StepSettings(*settings_F.unbind())
     present_R = slot_R >= 0
     square = settings.grad_scale**2
     full_RR = _scatter(full_BB, slot_R, present_R) / square

@@ -23,7 +23,7 @@ SLAB = 4096
 NUM_WARPS = 4
 NORM_FLOOR = tl.constexpr(scores.NORM_FLOOR)
 LOW, HIGH = map(tl.constexpr, scores.PUBLISHED_BOUNDS)
-# Places of the settings in `settings_C`. They are in memory, since Triton rounds float arguments to
+# Places of the settings in `settings_F`. They are in memory, since Triton rounds float arguments to
 # float32, and each is loaded where it is used, since in registers they would spill.
 _ORDER = StepSettings._fields.index
 LR = tl.constexpr(_ORDER("lr"))

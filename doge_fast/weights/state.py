@@ -105,7 +105,7 @@ class DomainWeights:
         # Whether the state is a checkpoint's: loaded, and not moved since.
         self._are_loaded = False
         self._slot_R = KeptVector(len(objective.rows), torch.int32)
-        self._settings_C = KeptVector(len(StepSettings._fields), torch.float64)
+        self._settings_F = KeptVector(len(StepSettings._fields), torch.float64)
 
     def read(self, name: str) -> Tensor:
         """A copy of a part of the state: "alpha", "alpha_mean", "gain" or a count."""
@@ -194,7 +194,7 @@ class DomainWeights:
             self.state_S,
             tau_R=self._tau_R,
             slot_R=self._slot_R.write(slot_R, device),
-            settings_C=self._settings_C.write(settings, device),
+            settings_F=self._settings_F.write(settings, device),
             score=rule.score,
         )
         return step._replace(lr=lr)
@@ -246,7 +246,7 @@ class DomainWeights:
             largest_there, total_there, count_there = self._rates_there.tolist()
             largest = max(largest, largest_there)
             total, count = total + total_there, count + count_there
-        # By the rates seen, not by the steps: the host sees none that a CUDA graph replays.
+        # The mean over the rates that the host has seen; a CUDA graph's replays are not among them.
         mean = total / max(count, 1)
         latest = None if self.last is None else self.last.lr
         # While a rate warms up, the mean is far below the peak.

@@ -169,7 +169,7 @@ def test_peers_of_torchjd():
 
 def test_a_peer_that_cannot_run_says_why(monkeypatch):
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
-    assert peers.obstacle("TorchJD autojac") == "the package torchjd is not installed"
+    assert peers.unavailable_reason("TorchJD autojac") == "the package torchjd is not installed"
     unequal = Problem(TINY, 3, 7)
     (row,) = peers.measure(unequal, "cpu", names=["torch.func.vmap"], pairs=2, with_memory=False)
     assert "7 sequences do not go into 3" in row["reason"]

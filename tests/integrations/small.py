@@ -28,6 +28,11 @@ def sgd(model: nn.Module) -> Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
+def two_sgds(model: nn.Module) -> list[Optimizer]:
+    """One for matrices, one for the rest."""
+    return [torch.optim.SGD(params, lr=0.05, momentum=0.9) for params in divided(model)]
+
+
 def divided(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Matrices, and everything else."""
     params = list(model.parameters())

@@ -32,6 +32,7 @@ from tests.integrations.small import (
     small_model,
     train,
     train_plainly,
+    two_sgds,
     wrapped,
 )
 
@@ -457,16 +458,16 @@ def test_a_closure_runs_once_with_gradients(way):
     assert_same(everything(model, optimizer), everything(twin, plain))
 
 
-def check_compiled(what: str) -> None:
+def check_compiled(what: str, inner: Callable[[nn.Module], Any]) -> None:
     """The step, a whole training step with its domains, or the model, against an uncompiled twin.
 
     With SGD: torch compiles Adam's arithmetic in another order, wrapped or not.
     """
     # The compiler's own.
     warnings.simplefilter("ignore", DeprecationWarning)
-    twin, plain = wrapped(sgd)
+    twin, plain = wrapped(inner)
     train(twin, plain, range(3))
-    model, optimizer = wrapped(sgd)
+    model, optimizer = wrapped(inner)
     forward = torch.compile(model, backend="aot_eager") if what == "model" else model
     update = torch.compile(optimizer.step, backend="eager") if what == "step" else optimizer.step
 
@@ -487,6 +488,7 @@ def check_compiled(what: str) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("inner", [sgd, two_sgds], ids=["one", "several"])
 @pytest.mark.parametrize("what", ["step", "training", "model"])
-def test_compilers(what):
-    isolated(check_compiled, what)
+def test_compilers(what, inner):
+    isolated(check_compiled, what, inner)

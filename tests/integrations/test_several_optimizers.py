@@ -36,10 +36,6 @@ def last_of(optimizer: DoGEOptimizer) -> Any:
     return getattr(optimizer.inner, "optimizers", [optimizer.inner])[-1]
 
 
-def sgd_twice(model: nn.Module) -> list[Optimizer]:
-    return [torch.optim.SGD(params, lr=0.1) for params in small.divided(model)]
-
-
 def test_groups_and_state_are_those_of_the_optimizers():
     model, optimizer = small.wrapped(small.pair)
     sgd, adamw = optimizer.inner.optimizers
@@ -139,7 +135,7 @@ def test_groups_are_added_to_one_of_them():
 @pytest.mark.parametrize(
     ("saved", "into"),
     [
-        (small.pair, sgd_twice),
+        (small.pair, small.two_sgds),
         (small.pair, lambda model: small.pair(model)[::-1]),
         (small.pair, small.sgd),
         (small.sgd, small.pair),
@@ -160,7 +156,7 @@ def test_a_checkpoint_of_other_optimizers_is_refused(saved, into):
 
 
 def test_what_belongs_to_no_parameter_is_saved_with_its_optimizer():
-    optimizer, again = (small.wrapped(sgd_twice)[1] for _ in range(2))
+    optimizer, again = (small.wrapped(small.two_sgds)[1] for _ in range(2))
     for count, each in enumerate(optimizer.inner.optimizers):
         each.state["count"] = count
     again.load_state_dict(optimizer.state_dict())

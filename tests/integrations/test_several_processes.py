@@ -248,7 +248,7 @@ LOOPS: dict[str, tuple[Sizes, dict[str, Any]]] = {
 }
 
 
-# Two domains that are cut to one norm never move.
+# Two domains that are clipped to one norm never move.
 UNCUT = {"domain_max_grad_norm": None}
 FORMS = [
     *((2, form, UNEQUAL, {}, "") for form in (compiled_ddp, checkpointed_ddp)),

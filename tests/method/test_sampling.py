@@ -53,7 +53,7 @@ def counts_at(weights_TK: np.ndarray, batch_size: int, seed: int = 0) -> Mixture
     start = Phase(0, dict(zip(names, weights_TK[0], strict=True)))
     counts = MixtureCounts(seed, [start], batch_size, names)
     counts.first_steps = list(range(len(weights_TK)))
-    counts.weights_PK = list(weights_TK)
+    counts.weights_QK = list(weights_TK)
     return counts
 
 

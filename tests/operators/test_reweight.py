@@ -78,7 +78,7 @@ class Problem:
             self.state_S,
             tau_R=self.tau_R,
             slot_R=self.slot_R,
-            settings_C=self.settings(grad_scale=scale, **rule),
+            settings_F=self.settings(grad_scale=scale, **rule),
             score=score,
             implementation=implementation,
         )
@@ -222,7 +222,7 @@ def test_two_runs_give_the_same_bits(implementation, device):
     ("spoil", "message"),
     [
         ({"state_S": torch.ones(7, dtype=torch.float64)}, r"state_S .* has shape \[7\]"),
-        ({"settings_C": torch.ones(6)}, r"settings_C contiguous, of shape \[6\] and torch.float64"),
+        ({"settings_F": torch.ones(6)}, r"settings_F contiguous, of shape \[6\] and torch.float64"),
         ({"tau_R": torch.ones(4)}, r"tau_R contiguous, of shape \[4\] and torch.float64"),
         ({"slot_R": torch.ones(4)}, r"slot_R contiguous, of shape \[4\] and torch.int32"),
         ({"full_BB": torch.ones(4, 3)}, r"full_BB contiguous, of shape \[4, 4\]"),
@@ -241,7 +241,7 @@ def test_misuse_speaks(spoil, message, score, device):
         "state_S": problem.state_S,
         "tau_R": problem.tau_R,
         "slot_R": problem.slot_R,
-        "settings_C": problem.settings(),
+        "settings_F": problem.settings(),
     } | {name: tensor.to(device) for name, tensor in spoil.items()}
     with pytest.raises(ValueError, match=message):
         reweight(**arguments, score=score)

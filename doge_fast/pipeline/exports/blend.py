@@ -247,7 +247,7 @@ class Target:
     title: str
     """What is printed, in a few words."""
     write: Callable[[Blend], str | Mapping[str, object]]
-    """The text, or what stands for the words of its template. Raises ValueError
+    """The text, or the words of its template and their values. Raises ValueError
     for what the framework would not take."""
     template: str = ""
     """Text with $words."""

@@ -208,7 +208,7 @@ def _swift(blend: Blend) -> str:
     return " \\\n".join(lines) + "\n"
 
 
-# Frameworks that take their mixture in Python: what stands for the words of their templates.
+# Frameworks that take their mixture in Python: the values of the words in their templates.
 
 # The reader that a suffix asks for, by the name that `datasets` gives it.
 _READERS = {

@@ -158,8 +158,8 @@ class Proxy:
         # W_j = 1 + g_1 . g_2 for both of two domains whose gradients are of norm 1.
         elif number == 2 and asked.domain_max_grad_norm and asked.target == (UNIVERSAL,):
             yield (
-                "the weights hardly left uniform: two domains whose gradients are cut to one norm "
-                "have equal scores, whatever mu is. Use --domain-max-grad-norm 0."
+                "the weights hardly left uniform: two domains whose gradients are clipped to one "
+                "norm have equal scores, whatever mu is. Use --domain-max-grad-norm 0."
             )
         else:
             yield f"the weights hardly left uniform. A {faster} or more steps would move them."

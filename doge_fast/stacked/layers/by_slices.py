@@ -102,9 +102,9 @@ def _alias(param: Tensor, row: int, receive: Receive) -> Tensor:
 
 def _concatenated(module: nn.Module, outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     """The domains' outputs as one: tensors concatenated, other values from the first domain."""
-    leaves_DP, specs = zip(*map(pytree.tree_flatten, outputs), strict=True)
+    leaves_of_domains, specs = zip(*map(pytree.tree_flatten, outputs), strict=True)
     whole = []
-    for index, leaves in enumerate(zip(*leaves_DP, strict=True)):
+    for index, leaves in enumerate(zip(*leaves_of_domains, strict=True)):
         first = leaves[0]
         if not isinstance(first, Tensor):
             whole.append(first)
