@@ -7,7 +7,7 @@ script speak of the same things.
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -217,7 +217,7 @@ def reweight_case(num_rows: int, device: torch.device | str, names: Sequence[str
         state_S.copy_(start_S)
         step = call()
         pairs = [(step.alpha, exact_K), (step.gain, exact_gain_K)]  # type: ignore[attr-defined]
-        return max(relative_error([found], [exact.to(device)]) for found, exact in pairs)
+        return largest(relative_error([found], [exact.to(device)]) for found, exact in pairs)
 
     problem = OperatorProblem(num_rows, torch.float64, MATRIX, (num_rows,))
     runs = {
@@ -315,12 +315,14 @@ def gram_truth(blocks: Sequence[Tensor]) -> Tensor:
 
 def relative_error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     """Largest difference over the largest exact entry; infinite where anything is not a number."""
-    largest = max(float(each.abs().max()) for each in exact)
     pairs = zip(found, exact, strict=True)
-    worst = max(
-        float((a.double() - b).abs().max().nan_to_num(math.inf, math.inf)) for a, b in pairs
-    )
-    return worst / largest
+    worst = largest(float((a.double() - b).abs().max()) for a, b in pairs)
+    return worst / max(float(each.abs().max()) for each in exact)
+
+
+def largest(errors: Iterable[float]) -> float:
+    """Of errors; infinite where one is not a number, which `max` loses unless it comes first."""
+    return max(math.inf if math.isnan(error) else error for error in errors)
 
 
 def _sum_tolerance(problem: OperatorProblem) -> float:

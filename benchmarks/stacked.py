@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from benchmarks import memory, models, optimizer_step, protocol, steps
+from benchmarks import cases, memory, models, optimizer_step, protocol, steps
 from benchmarks.models import Shape
 from benchmarks.protocol import paired
 from benchmarks.steps import DogeStep, PlainStep, Problem
@@ -200,7 +200,7 @@ def measure_head(
 ) -> dict[str, Any]:
     """One row of the second table."""
     fused, naive = (Head(is_fused, *sizes, device) for is_fused in (True, False))
-    error = max(
+    error = cases.largest(
         float((ours - theirs).norm() / theirs.norm())
         for ours, theirs in zip(fused(), naive(), strict=True)
     )

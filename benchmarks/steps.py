@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import models
+from benchmarks import cases, models
 from benchmarks.models import Shape
 from doge_fast import DoGEOptimizer
 
@@ -181,12 +181,7 @@ def gradient_error(problem: Problem, device: torch.device | str) -> float:
             expected, torch.autograd.grad(doge.loss(tokens), params), strict=True
         ):
             total += alpha * grad.double()
-    largest = max(float(each.abs().max()) for each in expected)
-    errors = [
-        float((p.grad.double() - exact).abs().max())  # type: ignore[union-attr]
-        for p, exact in zip(params, expected, strict=True)
-    ]
-    return max(errors) / largest
+    return cases.relative_error([p.grad for p in params], expected)  # type: ignore[misc]
 
 
 def host_synchronisations(problem: Problem, device: torch.device | str) -> str:
@@ -235,7 +230,7 @@ def captured_step_error(device: torch.device | str, *, num_domains: int = 7) -> 
         twin()
     pairs = list(zip(captured.params, twin.params, strict=True))
     pairs.append((captured.optimizer.alpha_mean, twin.optimizer.alpha_mean))
-    return max(float((a.detach() - b.detach()).abs().max()) for a, b in pairs)
+    return cases.largest(float((a.detach() - b.detach()).abs().max()) for a, b in pairs)
 
 
 class _Directed:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from benchmarks import optimizer_step
+from benchmarks import cases, optimizer_step
 from benchmarks.gpu.session import Row
 
 # Operator, K and dtype of what must reach the bandwidth of a copy.
@@ -66,11 +66,9 @@ def _bars(sections: Sections) -> list[Row]:
 
 
 def _graph_bar(rows: Sequence[Row]) -> Row:
-    return _bar(
-        "a captured step is the step, to the bit",
-        max((row["largest_difference"] for row in rows if "skipped" not in row), default=None),
-        lambda value: value == 0,
-    )
+    differences = [row["largest_difference"] for row in rows if "skipped" not in row]
+    found = cases.largest(differences) if differences else None
+    return _bar("a captured step is the step, to the bit", found, lambda value: value == 0)
 
 
 def _step_bar(mode: str, num_domains: int, bar: float, rows: Sequence[Row]) -> Row:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks import protocol
+from benchmarks import cases, protocol
 from benchmarks.gpu.session import Row, Session
 from benchmarks.models import PAPER, Shape
 from benchmarks.optimizer_step import GPU_SEQUENCES
@@ -107,7 +107,7 @@ def of_all_ranks(values: Tensor) -> list[Tensor]:
 def check(form: str, alone: Tensor, together: Tensor) -> Row:
     """Whether ranks agree to the bit, and with one process to rounding."""
     found = of_all_ranks(together)
-    largest = max(float((each - alone).abs().max()) for each in found)
+    largest = cases.largest(float((each - alone).abs().max()) for each in found)
     is_same = all(torch.equal(each, found[0]) for each in found)
     row: Row = {"operator": f"weights of {form}", "implementation": f"{len(found)} ranks"}
     row |= {"dtype": "float64", "rows": alone.shape[1]}

@@ -1,6 +1,7 @@
 """The script for GPUs, here on the CPU with tiny problems, and what comes of its record."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -239,6 +240,9 @@ def test_bars_of_steps_are_of_the_worst_size():
         (None, "not measured"),
         ("none", "met"),
     ]
+    # Where a parameter is not a number, whichever GPU has it.
+    graphs = [{"largest_difference": each} for each in (0.0, math.nan)]
+    assert list(verdicts({"graphs": graphs}).values()) == [(math.inf, "MISSED")]
     # What no size has room for is not judged.
     crowded = [step_row("stacked", 50, None), step_row("stacked", 50, None, "124M")]
     assert list(verdicts({"steps": [*rows, *crowded]}).values())[3] == (None, "skipped")

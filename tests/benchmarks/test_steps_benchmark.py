@@ -1,6 +1,7 @@
 """The benchmarks of whole steps, on models of a few thousand parameters."""
 
 import json
+import math
 from dataclasses import asdict
 from typing import Any
 
@@ -11,6 +12,7 @@ from benchmarks import memory, models, optimizer_step, peers, protocol, stacked,
 from benchmarks.models import PAPER, Shape
 from benchmarks.stacked import FusedStep, Head
 from benchmarks.steps import DogeStep, Problem
+from doge_fast.distributed import exchange
 from doge_fast.pipeline.sizes import SIZES
 
 TINY = Shape(1, 2, 32, 64, 16)
@@ -95,6 +97,20 @@ def test_memory_is_given_back_between_the_sides(monkeypatch):
 def test_a_wrong_gradient_is_not_timed(monkeypatch):
     monkeypatch.setattr(steps, "gradient_error", lambda problem, device: 1e-3)
     with pytest.raises(RuntimeError, match=r"off by 1\.0e-03; nothing is timed"):
+        optimizer_step.measure(PROBLEM, "cpu", pairs=2)
+
+
+@pytest.mark.parametrize("place", [0, -1])
+def test_a_gradient_that_is_not_a_number_is_not_timed(place, monkeypatch):
+    right = exchange.weighted_gradients
+
+    def wrong(*args: Any, **options: Any) -> list[torch.Tensor]:
+        sums = list(right(*args, **options))
+        sums[place] = sums[place] * math.nan
+        return sums
+
+    monkeypatch.setattr(exchange, "weighted_gradients", wrong)
+    with pytest.raises(RuntimeError, match="off by inf; nothing is timed"):
         optimizer_step.measure(PROBLEM, "cpu", pairs=2)
 
 
@@ -251,8 +267,14 @@ def test_the_command_of_stacked_steps_prints_and_records(tmp_path, monkeypatch, 
     assert head["fused_peak_bytes"] > 0
 
 
-def test_a_wrong_head_is_not_timed(monkeypatch):
-    wrong = stacked.linear_domain_losses
-    monkeypatch.setattr(stacked, "linear_domain_losses", lambda *args: 2 * wrong(*args))
+@pytest.mark.parametrize("factor", [2.0, math.nan])
+def test_a_wrong_head_is_not_timed(factor, monkeypatch):
+    right = Head.__call__
+
+    def wrong(head: Head) -> tuple[torch.Tensor, torch.Tensor]:
+        of_hidden, of_weight = right(head)
+        return of_hidden, of_weight * factor if head.is_fused else of_weight
+
+    monkeypatch.setattr(Head, "__call__", wrong)
     with pytest.raises(RuntimeError, match="gradients of the head are off"):
         stacked.measure_head((3, 5, 8, 40), "cpu", pairs=1, with_memory=False)

@@ -1,5 +1,6 @@
 """Steps on the fake device beside a twin on the CPU; tests/method/test_fake_cuda.py starts them."""
 
+import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -182,6 +183,17 @@ def test_a_wait_and_a_mixed_device_are_noticed(fault, monkeypatch):
     ):
         with pytest.raises(RuntimeError, match=r"synchronizing|device"):
             watch("cuda:1")
+
+
+def test_a_parameter_that_is_not_a_number_is_noticed(monkeypatch):
+    right = exchange.weighted_gradients
+
+    def wrong(*args: Any, **options: Any) -> list[Tensor]:
+        *others, last = right(*args, **options)
+        return [*others, last * (math.nan if torch.cuda.is_current_stream_capturing() else 1.0)]
+
+    monkeypatch.setattr(exchange, "weighted_gradients", wrong)
+    assert steps.captured_step_error("cuda:1") == math.inf
 
 
 def test_what_a_graph_does_not_hold_is_noticed(monkeypatch):
