@@ -16,4 +16,3 @@ else:
     )
 
 KERNELS_DIR: Path = _root / "kernels"
-CSRC_DIR: Path = _root / "csrc"

@@ -33,7 +33,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from doge_fast._layout import CSRC_DIR
+# Beside kernels/, in a checkout as in a wheel.
+CSRC_DIR = Path(__file__).resolve().parents[1] / "csrc"
 
 # The libraries, as torch.ops names them.
 CPP, CUDA, EMULATED = "doge_fast_cpp", "doge_fast_cuda", "doge_fast_cuda_emulated"

@@ -30,8 +30,9 @@ PROBE = """
 import importlib.util, sys
 import doge_fast, doge_fast.kernels
 from doge_fast import _layout
+from doge_fast.kernels import build
 assert (_layout.KERNELS_DIR / "gram.py").exists()
-assert (_layout.CSRC_DIR / "cpu" / "gram.cpp").exists()
+assert (build.CSRC_DIR / "cpu" / "gram.cpp").exists()
 import torch
 doge_fast.kernels.gram(torch.ones(2, 3), implementation="torch")
 import doge_fast.pipeline.config
