@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerFast
+
 from doge_fast.mixture.counts import Phase
 from doge_fast.pipeline import records, stage
 from doge_fast.pipeline.baselines import BASELINES
@@ -18,6 +20,7 @@ from doge_fast.pipeline.domains import Corpus
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.run import Run
 from doge_fast.pipeline.stage import ExistingRun
+from doge_fast.pipeline.tokenizer import tokenizer_sha256
 from doge_fast.pipeline.trainer import MixtureTrainer, from_first
 
 _log = logging.getLogger(__name__)
@@ -73,14 +76,18 @@ def train_base(config: BaseConfig) -> Run:
 
 def prepare(config: BaseConfig, existing: ExistingRun) -> MixtureTrainer:
     """The trainer of a run: its corpus and weights read, its model made."""
-    if config.weights not in BASELINES:
-        # Before a corpus is packed, which may take hours.
-        records.read_weights(Path(config.weights))
-    corpus, model = stage.corpus_and_model(config, existing)
-    phases = resolve_phases(config, corpus)
-    if config.weights not in BASELINES:
-        _warn_of_other_tokens(Path(config.weights), corpus)
-    return MixtureTrainer(config, corpus, model, phases)
+    is_given = config.weights not in BASELINES
+    # Before a corpus is packed, which may take hours.
+    if is_given:
+        records.read_weights(Path(config.weights), domains=config.corpus.domains or None)
+
+    def check(model: object, names: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> None:
+        if is_given:
+            _given_phases(config, names)
+            _warn_of_other_tokens(Path(config.weights), tokenizer)
+
+    corpus, model = stage.corpus_and_model(config, existing, check=check)
+    return MixtureTrainer(config, corpus, model, resolve_phases(config, corpus))
 
 
 def held_out_perplexity(run: Path) -> list[str]:
@@ -113,15 +120,20 @@ def resolve_phases(config: BaseConfig, corpus: Corpus) -> tuple[Phase, ...]:
     """
     if config.weights in BASELINES:
         return (Phase(0, BASELINES[config.weights](corpus.tokens)),)
-    record = records.read_weights(Path(config.weights), domains=corpus.names)
+    return _given_phases(config, corpus.names)
+
+
+def _given_phases(config: BaseConfig, names: Sequence[str]) -> tuple[Phase, ...]:
+    """Those of a file or run."""
+    record = records.read_weights(Path(config.weights), domains=names)
     if config.stages > 1:
-        return _curriculum(config, corpus)
+        return _curriculum(config, names)
     return (Phase(0, records.weights_by_name(record)),)
 
 
-def _warn_of_other_tokens(weights: Path, corpus: Corpus) -> None:
-    tokenizer = records.read_weights(weights).get("tokenizer_sha256")
-    if tokenizer not in (None, corpus.tokenizer_sha256):
+def _warn_of_other_tokens(weights: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    there = records.read_weights(weights).get("tokenizer_sha256")
+    if there not in (None, tokenizer_sha256(tokenizer)):
         _log.warning(
             "%s: learned with another tokenizer, so these are shares of other tokens. Pass the "
             "--tokenizer of that run.",
@@ -129,7 +141,7 @@ def _warn_of_other_tokens(weights: Path, corpus: Corpus) -> None:
         )
 
 
-def _curriculum(config: BaseConfig, corpus: Corpus) -> tuple[Phase, ...]:
+def _curriculum(config: BaseConfig, names: Sequence[str]) -> tuple[Phase, ...]:
     """Means of the proxy's weights over equal parts of its run, at equal parts of this one."""
     run = Path(config.weights)
     lines = [line for line in records.read_metrics(run, kind="train") if line["step"] > 0]
@@ -143,7 +155,7 @@ def _curriculum(config: BaseConfig, corpus: Corpus) -> tuple[Phase, ...]:
                 f"A curriculum of {config.stages} stages needs weights logged in each; {run} has "
                 f"none in steps {first + 1} to {end} of {last}. Ask for fewer stages."
             )
-        sums = {name: sum(alpha[name] for alpha in found) for name in corpus.names}
+        sums = {name: sum(alpha[name] for alpha in found) for name in names}
         total = sum(sums.values())
         weights = {name: value / total for name, value in sums.items()}
         phases.append(Phase(config.training.steps * part // config.stages, weights))

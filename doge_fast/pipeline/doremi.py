@@ -9,12 +9,13 @@ paper, its authors' code and DoGE's differ, are in `doge_fast.weights.group_dro`
 
 import hashlib
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from doge_fast.losses import token_losses
 from doge_fast.mixture.counts import Phase
@@ -25,6 +26,7 @@ from doge_fast.pipeline.model import open_model
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.run import Run
 from doge_fast.pipeline.stage import ExistingRun
+from doge_fast.pipeline.tokenizer import open_tokenizer, tokenizer_sha256
 from doge_fast.pipeline.trainer import ByName, MixtureTrainer, from_first
 from doge_fast.weights import group_dro
 from doge_fast.weights.group_dro import SMOOTHING, STEP_SIZE, ExcessWeights
@@ -64,10 +66,14 @@ def learn_by_excess_loss(config: DoReMiConfig) -> Run:
 
 
 def _prepare(config: DoReMiConfig, existing: ExistingRun) -> "DoReMiTrainer":
-    """The trainer of a run: its corpus and reference read, its model made."""
-    corpus, model = stage.corpus_and_model(config, existing)
-    reference = _open_reference(config.reference, corpus)
-    return DoReMiTrainer(config, corpus, model, reference)
+    """The trainer of a run: its reference and corpus read, its model made."""
+    # Before a corpus is packed, which may take hours.
+    reference = _open_reference(config)
+    corpus, model = stage.corpus_and_model(
+        config, existing, check=lambda _, *text: _check_text(config.reference, *text)
+    )
+    weights = {name: reference.weights[name] for name in corpus.names}
+    return DoReMiTrainer(config, corpus, model, reference._replace(weights=weights))
 
 
 class Reference(NamedTuple):
@@ -200,12 +206,14 @@ def _leave(trainer: DoReMiTrainer) -> None:
     stage.leave_model(trainer)
 
 
-def _open_reference(run: Path, corpus: Corpus) -> Reference:
-    """The model of a finished base run on the corpus, every domain of which has a weight.
+def _open_reference(asked: DoReMiConfig) -> Reference:
+    """The model of a finished base run, every domain of which has a weight.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is none, or one of other blocks, or, as far as that is known before the
+            corpus is read, of other domains or another tokenizer.
     """
+    run, corpus = asked.reference, asked.corpus
     record, config = records.load_config(run)
     if record.stage != "base":
         raise ValueError(
@@ -213,16 +221,10 @@ def _open_reference(run: Path, corpus: Corpus) -> Reference:
             "doge-fast base, at the reference weights."
         )
     records.check_finished(run)
-    weights = records.weights_by_name(records.read_weights(run, domains=corpus.names))
-    # Losses can be subtracted on the same tokens only.
-    for what, key in (("the tokenizer", "tokenizer_sha256"), ("blocks of", "block_size")):
-        there, here = (str(getattr(each, key))[:12] for each in (record.corpus, corpus))
-        if there != here:
-            raise ValueError(
-                f"The reference {run} was trained with {what} {there}; this corpus has {here}. "
-                "Give both the same data, domains, targets, tokenizer and block_size "
-                "(--block-size)."
-            )
+    weights = records.weights_by_name(records.read_weights(run, domains=corpus.domains or None))
+    _check_same(run, "blocks of", record.corpus.block_size, corpus.block_size)
+    if corpus.tokenizer != "train":
+        _check_text(run, tuple(weights), open_tokenizer(corpus, {}))
     if absent := [name for name, weight in weights.items() if weight <= 0]:
         raise ValueError(
             f"Every domain needs a weight above zero in the reference run; {run} has none for "
@@ -244,3 +246,19 @@ def _open_reference(run: Path, corpus: Corpus) -> Reference:
         "seed": config.training.seed,
     }
     return Reference(model, weights, told)
+
+
+def _check_text(run: Path, names: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> None:
+    """Losses can be subtracted on the same tokens only."""
+    records.read_weights(run, domains=names)
+    there = records.load_config(run)[0].corpus.tokenizer_sha256
+    _check_same(run, "the tokenizer", there, tokenizer_sha256(tokenizer))
+
+
+def _check_same(run: Path, what: str, there: str | int, here: str | int) -> None:
+    if there != here:
+        raise ValueError(
+            f"The reference {run} was trained with {what} {str(there)[:12]}; this corpus has "
+            f"{str(here)[:12]}. Give both the same data, domains, targets, tokenizer and "
+            "block_size (--block-size)."
+        )

@@ -64,7 +64,7 @@ def prepare(config: ProxyConfig, existing: ExistingRun) -> "ProxyTrainer":
     """The trainer of a run: its corpus read, its model made, its optimizer wrapped."""
     selection = None if config.selection is None else _read_selection(config.selection)
 
-    def check(model: nn.Module) -> None:
+    def check(model: nn.Module, *_: object) -> None:
         if selection is not None:
             resolve(selection, model.parameters(), dict(model.named_parameters()))
 

@@ -61,7 +61,7 @@ def measure_cancellation(config: SelectConfig) -> Path:
 def prepare(config: SelectConfig, existing: ExistingRun) -> "SelectionTrainer":
     """The trainer of a run."""
 
-    def check(model: nn.Module) -> None:
+    def check(model: nn.Module, *_: object) -> None:
         number = sum(param.requires_grad for param in model.parameters())
         for strategy in config.strategies:
             if parse_strategy(strategy)[1] > number:

@@ -80,7 +80,8 @@ def corpus_and_model(
     existing: ExistingRun,
     *,
     rows_of: Callable[[Sequence[str]], int] = lambda names: 0,
-    check: Callable[[PreTrainedModel], object] = lambda model: None,
+    check: Callable[[PreTrainedModel, Sequence[str], PreTrainedTokenizerFast], object]
+    | None = None,
 ) -> tuple[Corpus, PreTrainedModel]:
     """The corpus, and the fresh or pretrained model, which is made first: packing may take hours.
 
@@ -89,7 +90,8 @@ def corpus_and_model(
         existing: what its directory holds.
         rows_of: of how many domains and targets a step keeps a gradient of the model's size, if
             these are trained on.
-        check: called with the model before the corpus is packed; may refuse.
+        check: called before the corpus is packed, with the model, the names of the domains and the
+            tokenizer; may refuse.
 
     Raises:
         ValueError: as `load_corpus` and `build_model`; a run that is resumed began with another
@@ -108,7 +110,8 @@ def corpus_and_model(
         set_seed(config.training.seed)
         size = config.corpus.block_size
         made.append(build_model(config.model, tokenizer, block_size=size, on_size=check_memory))
-        check(made[0])
+        if check is not None:
+            check(made[0], names, tokenizer)
 
     check_model(config.model, block_size=config.corpus.block_size)
     # How many domains there are may be in the data alone.
