@@ -143,10 +143,10 @@ def _checked(optimizer: object) -> Optimizer:
             "hands on a closure alone. Wrap a subclass whose step() takes no more than that."
         )
     try:
-        keys = set(optimizer.state_dict())
-    except (KeyError, AttributeError):
-        keys = set()
-    if not keys >= {"state", "param_groups"}:
+        saved: Any = optimizer.state_dict()
+    except Exception:
+        saved = None
+    if not isinstance(saved, dict) or not saved.keys() >= {"state", "param_groups"}:
         raise TypeError(
             f"{type(optimizer).__name__}.state_dict() lacks `state` or `param_groups`, so no "
             "checkpoint of it could be written. If it wraps another optimizer, wrap that one."

@@ -71,6 +71,18 @@ class _StepByDomain(Trainer, metaclass=_TrainersAround):
         """
         return self._step_by_domain(model, inputs, num_items_in_batch)
 
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's, of the batch of one domain."""
+        self._refuse_all_domains(inputs)
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def _refuse_all_domains(self, data: Any) -> None:
+        if isinstance(data, RankBatch):
+            raise TypeError(
+                f"{type(self).__name__}.training_step takes {{domain: batch}} for the batch of one "
+                "domain. Have it call super().training_step(), which runs a pass for each."
+            )
+
 
 class DoGETrainer(_StepByDomain):
     """A `transformers.Trainer` that learns domain weights while it trains.
@@ -167,13 +179,8 @@ class DoGETrainer(_StepByDomain):
         ready = (kwargs.get("optimizers") or (None,))[0]
         if isinstance(ready, DoGEOptimizer):
             domains = domains or ready.domains
-        if not domains:
-            raise ValueError(
-                f"DoGETrainer needs the names of the training domains; got domains={domains!r}. "
-                'Pass domains=["arxiv", "book", ...].'
-            )
         self._doge_options: dict[str, Any] = {
-            "domains": list(domains),
+            "domains": list(Objective.of(domains, target).domains),
             "target": target,
             "mu": mu,
             "score": score,
@@ -271,6 +278,13 @@ class DoGETrainer(_StepByDomain):
 
         Where it returns, `is_fsdp_enabled` means FSDP2: every rank runs every domain of a step.
         """
+        for name in ("get_train_dataloader", "get_batch_samples", "_clip_grad_norm"):
+            own, *others = [each for each in type(self).__mro__ if name in vars(each)]
+            if own is DoGETrainer and others[:-1]:
+                raise RuntimeError(
+                    f"{others[0].__name__}.{name}() would never run, for DoGETrainer has its own. "
+                    f"Define {name}() in {type(self).__name__}, with what you need of either."
+                )
         accelerator = self.accelerator
         kept_by = {
             f"deepspeed={self.args.deepspeed!r}": self.is_deepspeed_enabled,
@@ -472,12 +486,7 @@ class DoGETrainer(_StepByDomain):
 
     def _prepare_input(self, data: Any) -> Any:
         """Trainer's; the host does not wait for the copy of a tensor to a GPU."""
-        if isinstance(data, RankBatch):
-            raise TypeError(
-                f"{type(self).__name__}.training_step takes a batch of all domains, {{domain: "
-                "batch}, for that of one. Have it call super().training_step(model, inputs, "
-                "num_items_in_batch), which runs a pass for each domain."
-            )
+        self._refuse_all_domains(data)
         is_copied = isinstance(data, Tensor) and data.device.type == "cpu"
         if is_copied and self.args.device.type == "cuda":
             return on_device(data, self.args.device, data.dtype)
@@ -551,7 +560,7 @@ class DoGETrainer(_StepByDomain):
     def _unstackable_reason(self, inputs: Mapping[str, Batch]) -> str | None:
         if self.is_fsdp_enabled:
             return "takes a whole model, and fsdp shards it."
-        is_own_loss = type(self).compute_loss is Trainer.compute_loss
+        is_own_loss = type(self).compute_loss is _StepByDomain.compute_loss
         if not (is_own_loss and self.compute_loss_func is None and self.label_smoother is None):
             return "takes the model's own loss, and another is set."
         if not self.shifts_labels():
@@ -609,7 +618,9 @@ class DoGETrainer(_StepByDomain):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Tensor:
         # From the Gram matrix; Trainer would read every gradient again.
         last = self.doge.last
-        assert last is not None
+        # None: an overridden training_step has left out the domains, which step() refuses.
+        if last is None:
+            return cast(Tensor, super()._get_grad_norm(model))  # type: ignore[no-untyped-call]
         return last.combined_norm
 
     # Counts and logs.

@@ -88,7 +88,6 @@ def test_schedulers_take_the_wrapper_the_joined_one_or_each():
         found.append(small.everything(model, optimizer))
     small.assert_same(found[0], found[1])
     small.assert_same(found[0], found[2])
-    # Not all have a momentum.
     with pytest.raises(ValueError, match="momentum"):
         lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=5)
     lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=5, cycle_momentum=False)
@@ -169,7 +168,6 @@ def test_which_lists_are_wrapped():
     assert DoGEOptimizer([sgd], **one).inner is sgd
     with pytest.raises(ValueError, match="empty"):
         DoGEOptimizer([], **one)
-    # A parameter has one owner.
     with pytest.raises(ValueError, match="AdamW"):
         DoGEOptimizer([sgd, torch.optim.AdamW(model[0].parameters())], **one)
     for wrong in (3, DoGEOptimizer(sgd, **one)):
@@ -252,7 +250,7 @@ class Lookahead(torch.optim.SGD):
 
     def state_dict(self) -> Any:
         if self.form is None:
-            raise AttributeError("no hooks: a class that leaves out torch's __init__")
+            raise NotImplementedError("no hooks: a class that leaves out torch's __init__")
         return {"base_optimizer": super().state_dict(), "form": self.form["slow weights"]}
 
 

@@ -332,10 +332,8 @@ def test_the_step_of_another_trainer_runs_around_that_of_the_domains(tmp_path):
             self.entered += 1
             return super().training_step(*args, **kwargs)
 
-    class Both(DoGETrainer, Around):
-        pass
-
-    trainer, alone = trainer_for(tmp_path / "both", kind=Both), trainer_for(tmp_path / "alone")
+    both = type("Both", (DoGETrainer, Around), {})
+    trainer, alone = trainer_for(tmp_path / "both", kind=both), trainer_for(tmp_path / "alone")
     trainer.train()
     alone.train()
     assert trainer.entered == trainer.state.global_step
@@ -344,12 +342,19 @@ def test_the_step_of_another_trainer_runs_around_that_of_the_domains(tmp_path):
 
 
 def test_a_step_of_another_trainer_that_leaves_out_that_of_the_domains_is_refused(tmp_path):
-    class Instead(DoGETrainer):
-        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-            return self.compute_loss(model, self._prepare_inputs(inputs))
+    def picks(_: Any, model: Any, batches: Any, *__: Any) -> Any:
+        model(**batches["ab"]).loss.backward()
+        return torch.zeros(())
 
-    with pytest.raises(TypeError, match=r"call super\(\).training_step"):
-        trainer_for(tmp_path, kind=Instead).train()
+    for name, step, told in (
+        ("training_step", lambda self, _, each, *__: self._prepare_inputs(each), r"call super\(\)"),
+        ("training_step", lambda self, *each: self.compute_loss(*each[:2]), r"call super\(\)"),
+        ("training_step", picks, "outside any domain"),
+        ("get_batch_samples", picks, r"Other.get_batch_samples\(\) would never run"),
+    ):
+        other = type("Other", (Trainer,), {name: step})
+        with pytest.raises((TypeError, RuntimeError), match=told):
+            trainer_for(tmp_path, kind=type("Both", (DoGETrainer, other), {})).train()
 
 
 @pytest.mark.parametrize(
@@ -467,8 +472,9 @@ def test_data_that_is_refused(tmp_path, changes, data, error, message):
 
 
 def test_misuse_is_answered_in_a_sentence(tmp_path):
-    with pytest.raises(ValueError, match="names of the training domains"):
-        DoGETrainer(model=tiny_gpt2(), args=arguments(tmp_path))
+    for domains in ({"ab": 0.7, "cd": 0.3}, "ab", []):
+        with pytest.raises(ValueError, match=r"domains must be (a list of|at least one) name"):
+            DoGETrainer(model=tiny_gpt2(), args=arguments(tmp_path), domains=domains)
     with pytest.raises(ValueError, match=r"mode .*'sideways'"):
         trainer_for(tmp_path, mode="sideways")
     with pytest.raises(RuntimeError, match="create_optimizer"):
@@ -679,7 +685,6 @@ def test_the_cache_is_emptied_as_often_as_asked(tmp_path, monkeypatch):
     assert steps == [0, 2, 4]
 
 
-# The limit of the arguments is 0.5.
 @pytest.mark.parametrize(
     ("kind", "limit"), [("of the trainer", 0.5), ("ready", 0.25), ("left to the loop", 0.5)]
 )
