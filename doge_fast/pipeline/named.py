@@ -12,7 +12,11 @@ from typing import Any
 _INVISIBLE = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-_FACTORS = {"%": 1e-2, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+# Nothing is drawn for them, though their categories are those of letters and marks.
+_BLANK = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\ufe00-\ufe0f\U000e0100-\U000e01ef]"
+)
+_FACTORS = {"%": 1e-2, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _BREAKS = {"\n", "\t"}
 
 
@@ -33,14 +37,15 @@ def check_visible(names: Iterable[str], where: str) -> None:
     """
     alike: dict[str, str] = {}
     for name in names:
-        if not name.strip() or _INVISIBLE.search(name):
+        # Of NFKC, which writes U+3164 as U+1160.
+        letters = _BLANK.sub("", unicodedata.normalize("NFKC", name))
+        visible_ones = (each for each in letters if unicodedata.category(each) != "Cf")
+        seen = " ".join("".join(visible_ones).split())
+        if not seen or _INVISIBLE.search(name):
             raise ValueError(
                 f"A domain's name must be of characters that are written; {where} has {name!a}. "
                 "Rename it."
             )
-        letters = unicodedata.normalize("NFKC", name)
-        visible_ones = (each for each in letters if unicodedata.category(each) != "Cf")
-        seen = " ".join("".join(visible_ones).split())
         other = alike.setdefault(seen, name)
         if other != name:
             raise ValueError(
@@ -62,11 +67,12 @@ def check(what: str, names: Iterable[str], known: Collection[str], where: str) -
 def nearest(word: str, known: Iterable[str], otherwise: str = "") -> str:
     """Which of the known words may have been meant, as a sentence; `otherwise` where none is near.
 
-    Those that begin with it, or else the one that is spelled most alike.
+    Those that begin with it, or else the one that is spelled most alike; the dashes of options
+    aside.
     """
-    known = list(known)
-    near = [each for each in known if word and each.startswith(word)]
-    near = near or difflib.get_close_matches(word, known, n=1)
+    bare = {each.lstrip("-"): each for each in known}
+    near = [each for name, each in bare.items() if word and name.startswith(word)]
+    near = near or [bare[name] for name in difflib.get_close_matches(word, bare, n=1)]
     return f"Did you mean {' or '.join(near[:3])}?" if near else otherwise
 
 
@@ -87,7 +93,7 @@ def numbers(words: Sequence[str], what: str) -> dict[str, float]:
 
 def float_of(text: str) -> float:
     """The number that people write so, "10k", "1.5B" and "30%" too; ValueError for other text."""
-    factor = _FACTORS.get(text[-1:])
+    factor = _FACTORS.get(text[-1:].lower())
     return float(text) if factor is None else float(text[:-1]) * factor
 
 

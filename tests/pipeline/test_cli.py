@@ -82,7 +82,7 @@ PROXY_X, HERE = ProxyConfig(Path("x")), Path("a")
             replace(PROXY_X, corpus=CorpusConfig(max_tokens_per_domain=10_000)),
         ),
         ("proxy --out x --steps 1.5e3", replace(PROXY_X, training=TrainingConfig(steps=1500))),
-        ("weights show a --budget-tokens 1.5B", WeightsShowConfig((HERE,), budget_tokens=1.5e9)),
+        ("weights show a --budget-tokens 1.5b", WeightsShowConfig((HERE,), budget_tokens=1.5e9)),
         ("proxy --out x --mu 2 --mu None", PROXY_X),
     ],
 )

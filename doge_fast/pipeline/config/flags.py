@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin, get
 
 from doge_fast.pipeline import config as configs
 from doge_fast.pipeline.config.fields import (
-    ELSEWHERE,
     Json,
+    called,
     converted,
     filled,
     read_file,
@@ -152,10 +152,14 @@ class _Parser(argparse.ArgumentParser):
 
     def _nearest(self, flag: str, verb: str) -> str:
         known = list(self._option_string_actions)
-        word = flag.lstrip("-").replace("_", "-")
-        same = [each for each in known if word in ELSEWHERE.get(each.lstrip("-"), ())]
+        prefix, _, word = flag.lstrip("-").replace("_", "-").rpartition(".")
+        named = {each: called(each.lstrip("-").rpartition(".")[2], word) for each in known}
+        # Of --proxy.steps and --base.steps that of what was typed.
+        best = max(known, key=lambda each: (named[each], each.startswith(f"--{prefix}.")))
+        if named[best]:
+            return f"Did you mean {best}?"
         otherwise = _DASHED if flag[:2] != "--" else f"doge-fast {verb} --help-all lists all."
-        return f"Did you mean {same[0]}?" if same else nearest(f"--{word}", known, otherwise)
+        return nearest(word, known, otherwise)
 
 
 def _parser(

@@ -76,9 +76,14 @@ def check_data(data: str) -> None:
         )
 
 
+def _is_there(path: str) -> bool:
+    # No name is the present folder, to pathlib.
+    return path != "" and Path(path).expanduser().exists()
+
+
 def check_model_name(name: str) -> None:
     """Raise ValueError unless it is a size, a path that is there, or may be a Hub id."""
-    if not (name in SIZES or Path(name).expanduser().exists() or _HUB_MODEL.fullmatch(name)):
+    if not (name in SIZES or _is_there(name) or _HUB_MODEL.fullmatch(name)):
         raise ValueError(
             f"model must be a size of the family ({', '.join(SIZES)}), or a folder or Hub id whose "
             f"config.json AutoConfig opens; got {name!r}, which does not exist."
@@ -133,7 +138,7 @@ class CorpusConfig:
     def _check(self) -> None:
         check_data(self.data)
         name, limit = self.tokenizer, self.max_tokens_per_domain
-        if not (Path(name).expanduser().exists() or _HUB_MODEL.fullmatch(name)):
+        if not (_is_there(name) or _HUB_MODEL.fullmatch(name)):
             raise ValueError(
                 f'tokenizer must be a folder that is there, a Hub id, or "train"; got {name!r}, '
                 "which does not exist."
