@@ -297,7 +297,10 @@ def test_what_is_missing_is_told(tmp_path):
     write_base(tmp_path / "uniform", blocks=64)
     write_base(tmp_path / "natural", weights="natural")
     write_base(tmp_path / "learned", weights=str(proxy), is_evaluated=False)
+    (tmp_path / "uniform" / records.METRICS).write_text("")
+    (tmp_path / "uniform" / records.MODEL).mkdir()
     text = words_of(tmp_path)
+    assert "uniform: complete, and its records end at step 0 of 200" in text
     assert "learned: not measured, so left out" in text
     assert "proxy: not complete, its records end at step 50 of 200." in text
     # Its weights are not there to be exported.

@@ -87,7 +87,13 @@ class RecordedRun:
     def is_complete(self) -> bool:
         """Whether it came to its end, and left the weights that it learned."""
         is_lacking = self.record.stage in LEARNING and self.weights is None
-        return self.last_step >= self.asked.training.steps and not is_lacking
+        has_model = (self.path / records.MODEL).is_dir()
+        return (self.has_all_lines or has_model) and not is_lacking
+
+    @property
+    def has_all_lines(self) -> bool:
+        """Whether the records go on to the last step; something may have cut metrics.jsonl."""
+        return self.last_step >= self.asked.training.steps
 
     @property
     def tokens(self) -> int:

@@ -219,7 +219,7 @@ def _temperature(study: Study, group: records.TemperatureGroup) -> Section:
         group.title,
         [headline],
         commands=[shlex.join(["doge-fast", "export", directory, "--to", "json"])],
-        tables=[measured, table_of(["domain", *heads], mixtures, title="Mixtures", note=note)],
+        tables=[table_of(["domain", *heads], mixtures, title="Mixtures", note=note), measured],
         drawings=[Drawing("Loss over 1/T", caption, make)],
     )
 
@@ -353,7 +353,8 @@ def _cost(study: Study, group: records.CostGroup) -> Section:
         values = [float(mean[place]) / unit for mean in means]
         told = [f"{value:.3g}" if unit > 1 else count_text(value) for value in values]
         ratios = [f"{value / values[0]:.2f} ×" if values[0] else "–" for value in values]
-        if any(values):
+        # Of a run that has lost its lines the time is not known.
+        if any(values) and not any(map(math.isnan, values)):
             rows.append((label, *(f"{a}  ({b})" for a, b in zip(told, ratios, strict=True))))
     note = (
         "Of one seed, references and targets included; in brackets against the first column. "
@@ -456,6 +457,12 @@ def _warnings(study: Study) -> Iterator[str]:
                 f"{run.name}: not complete, its records end at step {run.last_step} of "
                 f"{run.asked.training.steps}. The command that began it goes on, or says why it "
                 "cannot."
+            )
+        elif not run.has_all_lines:
+            yield (
+                f"{run.name}: complete, and its records end at step {run.last_step} of "
+                f"{run.asked.training.steps}: metrics.jsonl was removed or cut. What is shown of "
+                "its steps is of the lines that are left."
             )
         if skipped := sum(line.skipped for line in run.train):
             steps = plural(skipped, "logged step")
