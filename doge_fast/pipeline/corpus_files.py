@@ -65,7 +65,7 @@ class Listing:
     left_out: Mapping[str, Sequence[str]]
     """{why: paths below the folder}."""
     doubtful: Sequence[str] = ()
-    """Paths that begin with the word of a held-out split and are trained on."""
+    """Paths that have the word of a held-out split, not at the end, and are trained on."""
 
     def tell(self, data: Path) -> None:
         """Log what is read, and what is not."""
@@ -78,8 +78,8 @@ class Listing:
             tell_once(f"{data}: not read are {first_few(names)}: {why}.")
         if self.doubtful:
             _log.warning(
-                "%s: %s: the name begins with the word of a held-out split, and the text is "
-                "trained on. Have it end with that word, as c4-validation, to hold it out.",
+                "%s: %s: the name has the word of a held-out split, and the text is trained on. "
+                "Have it end with that word, as c4-validation, to hold it out.",
                 *(data, first_few(self.doubtful)),
             )
 
@@ -113,7 +113,7 @@ def list_files(data: Path, chosen: Collection[str] | None) -> Listing:
         # The first folder or file name that states a split decides.
         split: Split = next(filter(None, map(split_of, told)), "train")
         found.append(CorpusFile(path, domain, split, kind_of(path)))
-        if split == "train" and any(map(_begins_as_held_out, told)):
+        if split == "train" and any(map(_mentions_held_out, told)):
             doubtful.append(str(inside))
     _check_twice(file for file in found if not chosen or file.domain in chosen)
     files = {name: [f for f in found if f.domain == name] for name in _unique(found)}
@@ -215,9 +215,9 @@ def _words(name: str) -> list[str]:
     return [word for word in re.split(r"[-._ \d]+", plain) if word]
 
 
-def _begins_as_held_out(name: str) -> bool:
-    words = _words(name)
-    return bool(words) and _WORDS.get(words[0]) in ("validation", "test")
+def _mentions_held_out(name: str) -> bool:
+    words = (word.removesuffix("set") for word in _words(name))
+    return any(_WORDS.get(word) in ("validation", "test") for word in words)
 
 
 def _unique(files: Iterable[CorpusFile]) -> list[str]:

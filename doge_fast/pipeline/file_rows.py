@@ -180,6 +180,9 @@ def _loaded(text: bytes, path: Path, number: int) -> Any:
         ) from None
     except ValueError as error:
         way_out = _ENCODE if isinstance(error, UnicodeDecodeError) else MEND
+        if number == 1 and way_out == MEND:
+            # Any other layout ends so, too.
+            way_out = "Write one object a line, or one array of objects; or restore the file."
         raise FileFailure(f"{path}, line {number} cannot be read: {error}. {way_out}") from None
 
 

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 import datasets
 from huggingface_hub import HfApi, constants, get_session
 
+from doge_fast.pipeline.failures import one_line
+
 Opened = TypeVar("Opened")
 
 _SECONDS = 10
@@ -32,7 +34,11 @@ def from_pretrained(opener: Callable[..., Opened], name: str, **options: Any) ->
     try:
         return opener(name, local_files_only=True, **options)
     except (OSError, ValueError):
-        HfApi().model_info(name, timeout=_SECONDS)
+        try:
+            HfApi().model_info(name, timeout=_SECONDS)
+        except Exception as error:
+            told = f"it is not in the cache, and the Hub says: {one_line(error)}"
+            raise OSError(told) from error
         return opener(name, **options)
 
 

@@ -184,14 +184,6 @@ def test_numbers_of_tokens_may_have_gaps(tmp_path, load):
     assert loaded.vocab_size == 70_001
 
 
-def test_two_tokens_with_one_number_are_refused(tmp_path, config):
-    tokenizer = save_words(tmp_path / "tokenizer", {"</s>": 0, "<unk>": 1, "a": 2, "b": 3})
-    file = tmp_path / "tokenizer" / "tokenizer.json"
-    file.write_text(file.read_text().replace('"b": 3', '"b": 2'))
-    with pytest.raises(ValueError, match="'a', 'b' share one"):
-        load_corpus(replace(config, tokenizer=tokenizer))
-
-
 def test_tokens_do_not_depend_on_chance(tmp_path, config, corpus):
     """A tokenizer.json may ask for BPE dropout, which leaves merges out at random."""
     corpus.tokenizer.save_pretrained(tmp_path / "tokenizer")
@@ -212,7 +204,7 @@ def test_a_tokenizer_of_the_hub_is_asked_for_once(config, monkeypatch):
         raise ConnectionError("Name or service not known")
 
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", refuse)
-    with pytest.raises(ValueError, match="tokenizer gpt-none does not open: Name or service"):
+    with pytest.raises(ValueError, match=r"gpt-none does not open: .* the Hub says: Name or"):
         load_corpus(replace(config, tokenizer="gpt-none"))
     with pytest.raises(ValueError, match="got '/nonexistent/tok', which does not"):
         load_corpus(replace(config, tokenizer="/nonexistent/tok"))

@@ -202,17 +202,17 @@ def versions() -> dict[str, str]:
     return found
 
 
-def read_json(path: Path) -> Json:
+def read_json(path: Path, way_out: str = WAY_OUT) -> Json:
     """The object that the file holds; ValueError where it is absent or holds another thing."""
     try:
         value = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_unique_keys)
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist.") from None
     except (ValueError, RecursionError) as error:
-        raise FileFailure(f"{path} must hold JSON and does not: {error}. {WAY_OUT}") from None
+        raise FileFailure(f"{path} must hold JSON and does not: {error}. {way_out}") from None
     if not isinstance(value, dict):
         held = _JSON_NAMES.get(type(value), "a number")
-        raise FileFailure(f"{path} must hold a JSON object; it holds {held}. {WAY_OUT}")
+        raise FileFailure(f"{path} must hold a JSON object; it holds {held}. {way_out}")
     return value
 
 

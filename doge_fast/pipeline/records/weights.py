@@ -97,7 +97,7 @@ def read_weights(source: str | Path, *, domains: Sequence[str] | None = None) ->
             "themselves, as web=0.7,code=0.3."
         )
     else:
-        record = read_json(Path(file))
+        record = read_json(Path(file), f"Restore it.{_WAY_TO_WEIGHTS}")
         if not record.keys() & {"domains", "schema_version"}:
             record = _of_numbers(record, file)
         _check_weights(record, file)
