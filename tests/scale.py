@@ -26,9 +26,6 @@ def most_rows(num_rows: int, num_ranks: int) -> int:
     )
 
 
-# Memory of a rank, {what: bytes}.
-
-
 def training_bytes(num_params: int, num_ranks: int = 1) -> dict[str, int]:
     """What plain training keeps in float32; `num_ranks` > 1 divides it into shards."""
     return {
@@ -56,11 +53,8 @@ def gathered_gram_bytes(num_rows: int, num_ranks: int) -> int:
     return num_ranks * FLOAT64 * num_rows**2 if num_ranks > 1 else 0
 
 
-# Bytes that a rank sends in a step.
-
-
 def data_parallel_bytes(num_params: int, num_rows: int, num_ranks: int, itemsize: int) -> float:
-    """The all-to-all of the rows, the all-gather of the sums and that of the Gram matrices.
+    """Bytes that a rank sends: the all-to-all of rows, the all-gathers of sums and Gram matrices.
 
     (n - 1) / n N (F / n b + 4) + 8 (n - 1) K^2, averaged over ranks; b is `itemsize`.
     """

@@ -96,9 +96,6 @@ RUNS: dict[str, Build] = {
 }
 
 
-# Routes: from a model and its optimizer to new ones that stand where they stood.
-
-
 def in_memory(options: StateDictOptions) -> Callable[[Pair, Build, Path], Pair]:
     """What a loop hands from one to the other."""
 
@@ -170,6 +167,7 @@ def by_itself(old: Pair, build: Build, path: Path) -> Pair:
     return new
 
 
+# From a model and its optimizer to new ones that stand where they stood.
 ROUTES: dict[str, Callable[[Pair, Build, Path], Pair]] = {
     "pickle": lambda old, build, path: pickle.loads(pickle.dumps(old)),
     "deepcopy": lambda old, build, path: copy.deepcopy(old),

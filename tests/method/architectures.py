@@ -139,9 +139,6 @@ class Recurrent(Tiny):
         return self.head(states_BLE + last_2BE.transpose(0, 1).flatten(1)[:, None])
 
 
-# Modules of a user's own, and their rules.
-
-
 class Offset(nn.Module):
     """A bias and nothing else."""
 

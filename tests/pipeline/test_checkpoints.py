@@ -199,10 +199,8 @@ def test_without_locks_in_the_file_system_a_warning_is_all(run, tmp_path, monkey
         assert (first, second) == (False, False)
 
 
-# metrics.jsonl, of which the newest checkpoint knows 9 lines and the one before it 6.
-
-
 def lines_of(run: Path) -> list[bytes]:
+    """Of metrics.jsonl; the newest checkpoint knows 9 of them, the one before it 6."""
     return (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
 
 
@@ -239,9 +237,6 @@ def test_a_damaged_record_is_refused_and_left(run, damage, why):
     assert path.read_bytes() == before
 
 
-# What is on the disk before a name says that it is there.
-
-
 def test_files_and_folders_are_kept_before_the_checkpoint_has_its_name(
     config, tmp_path, monkeypatch
 ):
@@ -274,9 +269,6 @@ def test_files_and_folders_are_kept_before_the_checkpoint_has_its_name(
     model = events.index("name .model")
     assert {"keep model.safetensors", "keep metrics.jsonl"} < set(events[named:model])
     assert events[model + 1] == "keep run"
-
-
-# What says that a run is complete.
 
 
 def test_an_emptied_model_is_not_complete_and_is_made_again(base, trained_base):

@@ -146,9 +146,6 @@ def test_a_model_measured_otherwise_since_is_measured_again(experiment):
     assert run_experiment(config)[0] == table
 
 
-# Averages and curricula.
-
-
 def test_a_curriculum_takes_the_proxys_means_stage_by_stage(proxy, base):
     source = proxy("source", steps=6, mu=0.001)
     learn_weights(source)

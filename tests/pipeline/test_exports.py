@@ -44,9 +44,6 @@ def made(to: str, weights: Mapping[str, Any] = WEIGHTS, **changes: Any) -> str:
     return export(weights, to=to, **options).text
 
 
-# Rounding.
-
-
 @pytest.mark.parametrize(("count", "decimals"), [(1, 4), (40, 1), (512, 15)])
 def test_rounded_shares_sum_to_one_and_stay_within_a_unit(count, decimals):
     draw = random.Random(count * 100 + decimals)
@@ -74,9 +71,6 @@ def test_rounding_breaks_ties_by_name_and_refuses_what_has_no_shares():
     for decimals in (0, 16):
         with pytest.raises(ValueError, match="decimals"):
             largest_remainder({"a": 1.0}, decimals)
-
-
-# Every target.
 
 
 @pytest.mark.parametrize("to", targets())
@@ -119,9 +113,6 @@ def test_a_target_of_documents_asks_for_their_length(to):
         for name, weight in WEIGHTS.items()
     ]
     assert made(to, {"domains": held}, mean_doc_tokens={}) == made(to)
-
-
-# What is written.
 
 
 def test_json_has_shares_of_tokens_or_of_documents():
@@ -243,16 +234,10 @@ def test_levanter_gets_a_block_that_holds_every_domain(share, block):
     assert yaml.safe_load(text)["data"]["mixture_block_size"] == block
 
 
-# What comes from outside.
-
-
 @pytest.mark.parametrize("given", [[], ["/a", "/a"], {"/a": 1}, 3, [3]], ids=str)
 def test_what_is_no_list_of_paths_is_refused(given):
     with pytest.raises(ValueError, match="web"):
         export(WEIGHTS, to="megatron", paths={"web": given})
-
-
-# The command line.
 
 
 @pytest.fixture

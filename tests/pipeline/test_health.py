@@ -117,9 +117,6 @@ def test_steps_are_counted_on_the_device_and_looked_at_now_and_then():
     assert [far.too_many(step) for step in (1, 15)] == [0, 0]
 
 
-# What a model predicts.
-
-
 def test_a_perplexity_that_is_not_finite_is_no_result(trained_base, tmp_path, capsys):
     run = shutil.copytree(trained_base, tmp_path / "run")
     weights = run / "model" / "model.safetensors"
@@ -133,9 +130,6 @@ def test_a_perplexity_that_is_not_finite_is_no_result(trained_base, tmp_path, ca
     printed, said = capsys.readouterr()
     assert printed == ""
     assert "has diverged" in said
-
-
-# Weights that mean little.
 
 
 def test_collapse_is_told_by_the_verb_alone(proxy, recwarn):

@@ -114,9 +114,6 @@ def test_a_run_that_fails_is_named_and_the_others_are_made(experiment, monkeypat
     assert len(list((config.out / "runs").glob("*/model"))) == 3
 
 
-# The paper's own size, of which only the plan can be looked at here.
-
-
 def test_the_papers_universal_experiment():
     plan = planned(preset_of("universal", "paper"))
     by_stage: dict[type, list[Any]] = {}

@@ -206,9 +206,6 @@ def test_sigterm_under_torchrun_leaves_a_checkpoint_and_loses_nothing(proxy):
     assert_same_run(config.out, whole.out)
 
 
-# What is refused, before anything is written.
-
-
 @pytest.mark.parametrize(
     "words", [["demo"], ["experiment", "universal"], ["profile"], ["export"], ["report"]], ids=str
 )

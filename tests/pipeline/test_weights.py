@@ -58,9 +58,6 @@ def cells(text: str, name: str) -> list[str]:
     return row[1:]
 
 
-# What weights mean.
-
-
 def test_tokens_that_there_really_are_decide_epochs_and_given_for_all_the_priors():
     one = summary.describe(record(), budget_tokens=1e7, tokens={"verse": 2e6})
     assert one.domains[2].epochs == pytest.approx(1.0)
@@ -83,9 +80,6 @@ def test_a_notebook_shows_the_table_and_names_as_they_are():
     assert "&lt;b&gt;code&lt;/b&gt;  0.5000" in shown
     assert "prior" not in shown
     assert "2.80 of 3" in shown
-
-
-# Averages.
 
 
 def seeds(*values: tuple[float, ...], **changes: Any) -> dict[str, dict[str, Any]]:
@@ -128,9 +122,6 @@ def test_an_average_is_of_the_same_thing():
         summary.average(tokenizers)
     # One that does not say is not another.
     summary.average({"a": record(tokenizer_sha256="aa"), "b": record()})
-
-
-# Bounds.
 
 
 def test_bounds_hold_and_free_domains_keep_their_ratios():
@@ -183,9 +174,6 @@ def test_a_zero_is_lifted_by_a_floor_alone():
     # What a floor lifts stays at the floor.
     with pytest.raises(ValueError, match=r"domains may take 0.9 of it, 0.1 is missing. Raise caps"):
         bounds.constrain(content, cap={"code": 0.4, "prose": 0.4}, floor={"verse": 0.1})
-
-
-# The command line.
 
 
 def test_show_says_what_the_weights_mean(tmp_path, capsys):
@@ -242,9 +230,6 @@ def test_constrain_writes_what_it_tells(tmp_path, capsys):
     free = said(capsys, "constrain", file)
     assert "No bound holds any domain" in free
     assert "Nothing is written" in free
-
-
-# Figures.
 
 
 def test_a_run_draws_its_weights_and_their_steps(tmp_path):
