@@ -71,13 +71,13 @@ class Bounded(Score):
         return (gram_RR @ tau_R)[: len(present_K)].clamp(self.low, self.high)
 
 
-def tiny_gpt2(num_layers: int = 2) -> Any:
+def tiny_gpt2(num_layers: int = 2, **options: Any) -> Any:
     """transformers' GPT-2 without dropout, the same at each call: 48 words, at most 12 of them."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
     shape = {"n_layer": num_layers, "n_embd": 16, "n_head": 2, "n_positions": 12, "vocab_size": 48}
-    others = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    others = options | dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
     others |= dict.fromkeys(("bos_token_id", "eos_token_id"), 0)
     return GPT2LMHeadModel(GPT2Config(**shape, **others))
 

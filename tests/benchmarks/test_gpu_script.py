@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from benchmarks.gpu import bars, checks, job, report, sanitizer, session, times
 from benchmarks.gpu import ranks as ranks_part
 from benchmarks.gpu.__main__ import ScriptSection
 from benchmarks.gpu.session import Row, Session
+from benchmarks.models import PAPER
 from doge_fast.kernels import segment_sum
 from doge_fast.kernels.segment_sum import pick
 from tests.processes import printed_by, shell_script
@@ -41,8 +43,12 @@ def record_in(folder: Path) -> tuple[Row, str]:
 
 @pytest.mark.exhaustive
 def test_every_part_runs_and_is_right(tmp_path, capsys):
-    # The job has a test of its own.
-    code = gpu.main([*QUICK, "--out", str(tmp_path), "--corpus", str(tmp_path / "none")])
+    pytest.importorskip("datasets", reason="the pipeline's packages are not installed")
+    (tmp_path / "corpus").mkdir()
+    for name in ("code", "prose"):
+        lines = [json.dumps({"text": f"{name} number {i} of many words " * 20}) for i in range(60)]
+        (tmp_path / "corpus" / f"{name}.jsonl").write_text("\n".join(lines))
+    code = gpu.main([*QUICK, "--out", str(tmp_path), "--corpus", str(tmp_path / "corpus")])
     record, text = record_in(tmp_path)
     # Triton's interpreter may be on, and its time means nothing.
     assert set(record["implementations"]) <= {"cpp", "torch"}
@@ -65,32 +71,66 @@ def test_every_part_runs_and_is_right(tmp_path, capsys):
     assert all(f"\n{name}: " in printed for name in SECTIONS)
     assert "not judged" in printed
     # What does not run here says why.
-    for reason in ("CUDA graphs need a GPU", "compute-sanitizer watches GPUs", "no corpus at"):
+    for reason in ("CUDA graphs need a GPU", "compute-sanitizer watches GPUs"):
         assert reason in printed
+    plain, doge = record["sections"]["job"]["rows"]
+    assert (plain["run"], doge["run"]) == ("base", "proxy")
+    assert doge["ratio"] == pytest.approx(doge["step_ms"] / plain["step_ms"], rel=1e-3)
+    assert doge["weights"].keys() == {"code", "prose"}
+    assert "doge-fast proxy --data" in text
+    for row in record["sections"]["profile"]["rows"]:
+        phases = {each["name"] for each in row["profile"]["phases"]}
+        assert {"gram", "reweight", "weighted_sum"} <= phases
+    assert "doge-fast profile --domains=7" in text
+    assert "of bandwidth" in text
+    # Several GPUs: here processes of a CPU.
+    *weights, timed = record["sections"]["ranks"]["rows"]
+    assert [row["operator"] for row in weights] == ["weights of ddp", "weights of fsdp2"]
+    assert {row["implementation"] for row in weights} == {"2 ranks"}
+    assert timed["ratio"] > 0
+    assert "\n3 checks held.\n" in text
+    assert "| tiny | 7 | ddp, 2 ranks |" in text
+    assert "  tiny ddp, 2 ranks K=7: " in printed
 
 
 def test_short_and_long_segments_are_checked(monkeypatch):
     """A segment that is one program, and one that several share: two launches."""
-    shares = []
-
-    def noted(values: torch.Tensor, out: torch.Tensor, **options: Any) -> None:
-        shares.append(pick(len(values), len(out), out.shape[-1], torch.float32).num_shares)
-        segment_sum(values, out, **options)
-
-    monkeypatch.setattr(checks, "segment_sum", noted)
+    spy = mock.Mock(wraps=segment_sum)
+    monkeypatch.setattr(checks, "segment_sum", spy)
     monkeypatch.setattr(checks, "NUM_ROWS", ())
     rows = list(checks.correctness(CPU))
     assert all(row["correct"] for row in rows)
+    shares = set()
+    for call in spy.call_args_list:
+        values, out = call.args
+        shares.add(pick(len(values), len(out), out.shape[-1], torch.float32).num_shares)
     assert min(shares) == 1 < max(shares)
 
 
-def test_memory_is_given_back_after_each_size(monkeypatch):
+def test_memory_is_given_back_after_each_size_and_one_without_room_is_skipped(monkeypatch):
     released: list[torch.device] = []
-    monkeypatch.setattr(optimizer_step, "measure", lambda *args, **options: {})
+
+    def measure(problem: steps.Problem, *_: Any, **__: Any) -> Row:
+        if problem.mode == steps.STACKED:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return {}
+
+    monkeypatch.setattr(optimizer_step, "measure", measure)
     monkeypatch.setattr(protocol, "release", released.append)
     # Not quick, but nothing is measured.
     rows = list(times.first_steps(Session(torch.device("cpu"), quick=False)))
     assert len(released) == len(rows) > 1
+    for row in rows:
+        is_skipped = row.get("skipped") == "out of memory: CUDA out of memory."
+        assert is_skipped == (row["mode"] == steps.STACKED)
+
+
+def test_rows_that_would_take_half_of_the_memory_are_in_16_bits(monkeypatch):
+    monkeypatch.setattr(Session, "free_bytes", lambda _: 39 << 30)
+    session = Session(torch.device("cuda"), quick=False)
+    for num_rows, dtype in ((22, None), (50, "bfloat16")):
+        problem = times.step_problem(session, PAPER["124M"], num_rows, steps.SEQUENTIAL)
+        assert problem.buffer_dtype == dtype
 
 
 def test_something_wrong_is_the_exit_code(tmp_path, monkeypatch):
@@ -322,27 +362,6 @@ def test_a_sanitizer_is_found_on_path_or_beside_nvcc(tmp_path, monkeypatch):
         assert sanitizer.find_sanitizer() == str(tool)
 
 
-DOMAINS = ("code", "prose")
-
-
-@pytest.mark.exhaustive
-def test_the_job_trains_as_a_user_would(tmp_path):
-    pytest.importorskip("datasets", reason="the pipeline's packages are not installed")
-    for name in DOMAINS:
-        lines = [json.dumps({"text": f"{name} number {i} of many words " * 20}) for i in range(60)]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-    found = gpu.run_section(job.job, Session(torch.device("cpu"), True, tmp_path), 300.0)
-    assert "failure" not in found, found
-    plain, doge = found["rows"]
-    assert (plain["run"], doge["run"]) == ("base", "proxy")
-    assert plain["correct"], plain
-    assert doge["correct"], doge
-    assert doge["ratio"] == pytest.approx(doge["step_ms"] / plain["step_ms"], rel=1e-3)
-    assert doge["weights"].keys() == set(DOMAINS)
-    text = "\n".join(report._job_table(found["rows"]))
-    assert "doge-fast proxy --data" in text
-
-
 def test_a_job_that_fails_says_so(tmp_path, monkeypatch):
     words = [sys.executable, "-c", "raise SystemExit('no such corpus')"]
     monkeypatch.setattr(job, "command", lambda *_: words)
@@ -357,6 +376,8 @@ def test_a_job_that_fails_says_so(tmp_path, monkeypatch):
         assert row["skipped"] == "out of memory"
         # Nothing is wrong.
         assert bars.is_correct({"job": {"rows": [row], "cut": False}})
+    (skipped,) = job.job(Session(torch.device("cpu"), True, tmp_path / "none"))
+    assert "no corpus at" in skipped["skipped"]
     monkeypatch.setattr(job, "_missing", lambda: "ModuleNotFoundError: No module named 'datasets'")
     (skipped,) = job.job(Session(torch.device("cpu"), True, tmp_path))
     assert "No module named 'datasets'" in skipped["skipped"]
@@ -375,21 +396,6 @@ def test_the_job_takes_as_many_tokens_as_there_is_room_for(gigabytes, sequences,
     assert words["proxy"][-1] == str(sequences)
 
 
-@pytest.mark.exhaustive
-def test_the_profile_says_what_each_phase_costs(monkeypatch):
-    monkeypatch.setattr(steps, "MODES", (steps.STACKED,))
-    found = gpu.run_section(job.profiles, CPU, 300.0)
-    (row,) = found["rows"]
-    assert row["correct"], row
-    assert {"gram", "reweight", "weighted_sum"} <= {
-        each["name"] for each in row["profile"]["phases"]
-    }
-    text = "\n".join(report._profile_text(found["rows"]))
-    assert "doge-fast profile --domains=7" in text
-    assert "of bandwidth" in text
-    assert "DoGE step" in str(report.line_of(row))
-
-
 def test_without_a_gpu_it_says_what_to_do(capsys):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
@@ -401,56 +407,17 @@ def test_without_a_gpu_it_says_what_to_do(capsys):
     assert "there is no part speed; the parts are correctness, steps" in capsys.readouterr().err
 
 
-SCRIPT = ROOT / "benchmarks" / "gpu.sh"
-
-
-def help_of(script: Path, **variables: str) -> str:
-    """What it prints when it is asked for help, on a PATH whose python3 need not have torch."""
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHON"}
-    return printed_by("bash", script, "--help", env=environment | variables)
-
-
-@pytest.mark.exhaustive
-def test_the_shell_script_is_one():
-    text = help_of(SCRIPT, PYTHON=sys.executable)
-    options = ("--quick", "--commit", "--out", "--corpus", "--device", "--minutes", *gpu.PARTS)
-    assert all(option in text for option in options)
-
-
-def test_the_shell_script_takes_the_python_of_the_checkout(tmp_path):
+def test_the_shell_script_takes_the_python_of_the_checkout_or_the_one_it_is_told(tmp_path):
     (tmp_path / "benchmarks").mkdir()
-    script = Path(shutil.copy(SCRIPT, tmp_path / "benchmarks"))
+    script = shutil.copy(ROOT / "benchmarks" / "gpu.sh", tmp_path / "benchmarks")
     path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    for python in ("bin/python3", ".venv/bin/python"):
-        shell_script(tmp_path / python, f'echo "{python} $*"')
-        printed = help_of(script, PATH=path)
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHON"}
+    for python in ("bin/python3", ".venv/bin/python", "own"):
         # By its whole path, since the caller may stand elsewhere.
-        expected = f"{python} -P -m benchmarks.gpu --help\n"
-        assert printed == expected
-
-
-# Several GPUs: here processes of a CPU.
-
-
-@pytest.mark.exhaustive
-def test_two_ranks_are_right_and_timed():
-    found = gpu.run_section(ranks_part.ranks, CPU, 300.0)
-    assert "failure" not in found, found
-    *checks, timed = found["rows"]
-    assert all(row["correct"] for row in found["rows"]), found
-    assert [row["operator"] for row in checks] == ["weights of ddp", "weights of fsdp2"]
-    assert {row["implementation"] for row in checks} == {"2 ranks"}
-    assert timed["ratio"] > 0
-    text = "\n".join(report._rank_table(found["rows"]))
-    assert "3 checks held." in text
-    assert "| tiny | 7 | ddp, 2 ranks |" in text
-    assert (report.line_of(timed) or "").startswith("tiny ddp, 2 ranks K=7: ")
-
-
-def test_one_gpu_is_too_few(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    rows = list(ranks_part.ranks(Session(torch.device("cuda"), quick=True)))
-    assert rows == [{"skipped": "needs two GPUs"}]
+        program = shell_script(tmp_path / python, f'echo "{python} $*"')
+        chosen = {"PYTHON": str(program)} if python == "own" else {}
+        printed = printed_by("bash", script, "--help", env=environment | {"PATH": path} | chosen)
+        assert printed == f"{python} -P -m benchmarks.gpu --help\n"
 
 
 def test_as_many_ranks_as_gpus(monkeypatch):
@@ -467,6 +434,9 @@ def test_as_many_ranks_as_gpus(monkeypatch):
     assert words[words.index("--nproc-per-node") + 1] == "4"
     assert words[words.index("--device") + 1] == "cuda"
     assert "--quick" not in words
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    rows = list(ranks_part.ranks(Session(torch.device("cuda"), quick=True)))
+    assert rows == [{"skipped": "needs two GPUs"}]
 
 
 def checked(near: float, far: float) -> Row:
@@ -505,6 +475,7 @@ HANGS = """
 import signal, subprocess, sys, time
 lives = "import sys, time\\nwhile True: open(sys.argv[1], 'a').write('.'); time.sleep(0.05)"
 child = subprocess.Popen([sys.executable, "-c", lives, sys.argv[1]], start_new_session=True)
+
 
 def end(*_):
     child.kill()

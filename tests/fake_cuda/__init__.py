@@ -2,14 +2,13 @@
 
 Tensors say `cuda:0` and go through torch's dispatch key, guards and autograd queues of CUDA;
 operators run on the CPU. Every wait of the host is noted or raises, new memory is NaN, a captured
-region can be replayed, and memory ends where a test says. It changes torch for good, so it belongs
+region can be replayed, and memory is counted. It changes torch for good, so it belongs
 in a process of its own, as a plugin of pytest: `-p tests.fake_cuda`.
 """
 
 import os
 import subprocess
 import sysconfig
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,22 +42,6 @@ class Stream:
         pass
 
     wait_stream = wait_event
-
-
-class Event:
-    """A moment of the host, for times that mean nothing."""
-
-    def __init__(self, **options: object) -> None:
-        self.record()
-
-    def record(self, stream: object = None) -> None:
-        self.seconds = time.perf_counter()
-
-    def synchronize(self) -> None:
-        torch.ops.fake_cuda.wait("event")
-
-    def elapsed_time(self, end: "Event") -> float:
-        return 1e3 * (end.seconds - self.seconds)
 
 
 class Graph:
@@ -114,25 +97,6 @@ def _pinned(self: Tensor, device: object = None) -> Tensor:
     return copy
 
 
-@contextmanager
-def memory_of(num_bytes: int) -> Iterator[None]:
-    """Both devices together say that they have so much memory, and refuse what goes beyond.
-
-    What is refused is not allocated; what fits is, on the host.
-    """
-    before = _memory()[0]
-    torch.ops.fake_cuda.set_memory(num_bytes)
-    try:
-        yield
-    finally:
-        torch.ops.fake_cuda.set_memory(before)
-
-
-def _memory() -> list[int]:
-    """[bytes of the device, bytes in use, most bytes that were in use]"""
-    return list(torch.ops.fake_cuda.memory())
-
-
 def waits() -> list[str]:
     """What the host has waited for since the last call."""
     return list(torch.ops.fake_cuda.take_waits())
@@ -166,19 +130,9 @@ def pytest_configure() -> None:
         "current_device": torch.ops.fake_cuda.current_device,
         "device": OnDevice,
         "set_device": lambda device: torch.ops.fake_cuda.set_device(_placed(device).index),
-        "get_device_capability": lambda device=None: (8, 0),
-        "get_device_name": lambda device=None: "fake",
-        "get_device_properties": lambda device=None: SimpleNamespace(
-            name="fake", major=8, minor=0, L2_cache_size=40 << 20, total_memory=_memory()[0]
-        ),
-        "mem_get_info": lambda device=None: (_memory()[0] - _memory()[1], _memory()[0]),
-        "memory_reserved": lambda device=None: _memory()[1],
-        "memory_allocated": lambda device=None: _memory()[1],
-        "max_memory_allocated": lambda device=None: _memory()[2],
+        "memory_allocated": lambda device=None: torch.ops.fake_cuda.memory()[0],
+        "max_memory_allocated": lambda device=None: torch.ops.fake_cuda.memory()[1],
         "reset_peak_memory_stats": lambda device=None: torch.ops.fake_cuda.reset_peak(),
-        "empty_cache": lambda: None,
-        "Event": Event,
-        "is_bf16_supported": lambda *_: True,
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: None,
         "current_stream": Stream,

@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
 from doge_fast.integrations.transformers import DoGETrainer
 from tests import fake_cuda
+from tests.integrations.test_transformers import arguments
+from tests.models import tiny_gpt2
 
 DOMAINS = ["a", "b"]
 
@@ -27,10 +28,7 @@ class Model(nn.Module):
 
 def gpt2() -> nn.Module:
     """Of transformers, whose blocks are full: its batches have no mask."""
-    sizes = {"n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 40, "n_positions": 8}
-    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    config = GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0)
-    return GPT2LMHeadModel._from_config(config, attn_implementation="eager")
+    return tiny_gpt2(num_layers=1, attn_implementation="eager")
 
 
 @pytest.mark.parametrize(
@@ -48,23 +46,14 @@ def test_a_step_of_trainer_waits_for_nothing_of_ours(
     make, mode, micro_batches, waits, tmp_path, monkeypatch
 ):
     tokens = torch.randint(40, (16, 8), generator=torch.Generator().manual_seed(0))
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path),
-        max_steps=4,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=micro_batches,
-        optim="adamw_torch_fused",
-        logging_strategy="no",
-        logging_nan_inf_filter=False,
-        save_strategy="no",
-        disable_tqdm=True,
-        report_to=[],
-    )
-    arguments._n_gpu = 1
+    changes = {"use_cpu": False, "optim": "adamw_torch_fused", "logging_nan_inf_filter": False}
+    changes |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": micro_batches}
+    args = arguments(tmp_path, max_steps=4, dataloader_pin_memory=True, **changes)
+    args._n_gpu = 1
     rows = [{"input_ids": each, "labels": each} for each in tokens]
     trainer = DoGETrainer(
         model=make(),
-        args=arguments,
+        args=args,
         train_dataset=dict.fromkeys(DOMAINS, rows),
         domains=DOMAINS,
         mode=mode,
