@@ -7,6 +7,7 @@ import pytest
 from benchmarks import known
 from benchmarks.known import HELD_OUT, TRAIN
 from doge_fast.pipeline.records import read_weights, weights_by_name
+from tests.pipeline.corpora import write_jsonl
 
 NAMES = ("alpha", "beta", "gamma", "delta")
 TEXTS = {(name, TRAIN): list(known.generated(name, 40)) for name in NAMES}
@@ -70,10 +71,8 @@ def test_too_few_domains_or_no_target(names, target):
 
 def test_a_corpus_in_files(tmp_path):
     data, out = tmp_path / "data", tmp_path / "out"
-    data.mkdir()
     for name in NAMES:
-        lines = (json.dumps({"text": text}) + "\n" for text in TEXTS[name, TRAIN])
-        (data / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+        write_jsonl(data / f"{name}.jsonl", TEXTS[name, TRAIN])
     assert known.main([str(out), "--data", str(data), "--target", "beta"]) == 0
     told = json.loads((out / "cases.json").read_text(encoding="utf-8"))["cases"]
     assert [case["targets"] for case in told if case["name"] == "hidden"] == [["beta"]]

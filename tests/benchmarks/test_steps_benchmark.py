@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import asdict
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -76,22 +77,14 @@ def test_a_row_of_the_step_benchmark(options):
 
 
 def test_memory_is_given_back_between_the_sides(monkeypatch):
-    seen: list[str] = []
-    originals = {"check": steps.check, "paired": optimizer_step.paired}
-
-    def noted(name: str) -> Any:
-        def call(*args: Any, **options: Any) -> Any:
-            seen.append(name)
-            return originals[name](*args, **options)
-
-        return call
-
-    monkeypatch.setattr(steps, "check", noted("check"))
-    monkeypatch.setattr(optimizer_step, "paired", noted("paired"))
-    monkeypatch.setattr(protocol, "release", lambda device: seen.append("release"))
+    spied = mock.Mock()
+    for module, name in ((steps, "check"), (optimizer_step, "paired"), (protocol, "release")):
+        spied.attach_mock(mock.Mock(wraps=getattr(module, name)), name)
+        monkeypatch.setattr(module, name, getattr(spied, name))
     optimizer_step.measure(PROBLEM, "cpu", pairs=2, with_memory=False)
     # After the check, and before what waits for the host is looked for.
-    assert seen == ["check", "release", "paired", "release"]
+    called = [name for name, *_ in spied.mock_calls]
+    assert called == ["check", "release", "paired", "release"]
 
 
 def test_a_wrong_gradient_is_not_timed(monkeypatch):
@@ -153,34 +146,17 @@ def test_given_gradients_make_a_step_that_repeats_itself():
 @pytest.mark.exhaustive
 def test_every_peer_finds_the_truth():
     rows = peers.measure(PROBLEM, "cpu", pairs=2, seconds=0.0, with_memory=False)
-    found = {row["peer"]: row for row in rows}
-    assert found.keys() == peers.PEERS.keys()
-    for name in found.keys() - {"plain training", "TorchJD autojac", "TorchJD autogram"}:
-        row = found[name]
-        assert "reason" not in row, row
-        assert row["gram_error"] < 1e-5, row
-        assert row["gradient_error"] < 1e-5, row
-        assert row["ratio"] > 0
-    text = peers.table(rows, PROBLEM)
-    assert max(map(len, text.splitlines())) <= 100
-
-
-@pytest.mark.exhaustive
-def test_peers_of_torchjd():
-    pytest.importorskip("torchjd", reason="torchjd is not installed")
-    rows = peers.measure(
-        PROBLEM,
-        "cpu",
-        names=["TorchJD autojac", "TorchJD autogram"],
-        pairs=2,
-        seconds=0.0,
-        with_memory=False,
-    )
-    autojac, autogram = rows
-    assert autojac["gram_error"] < 1e-5
-    # It drops the products between the two uses of a tied matrix; that is its row's point.
-    assert 1e-4 < autogram["gram_error"] < 0.5
-    assert max(autojac["gradient_error"], autogram["gradient_error"]) < 1e-5
+    assert [row["peer"] for row in rows] == list(peers.PEERS)
+    assert max(map(len, peers.table(rows, PROBLEM).splitlines())) <= 100
+    # The first has no Gram matrix; others need packages.
+    for row in rows[1:]:
+        if peers.obstacle(row["peer"]) is None:
+            assert "reason" not in row, row
+            assert row["gradient_error"] < 1e-5, row
+            assert row["ratio"] > 0
+            # It drops the products between the two uses of a tied matrix; that is its row's point.
+            least, most = (1e-4, 0.5) if row["peer"] == "TorchJD autogram" else (-1.0, 1e-5)
+            assert least < row["gram_error"] < most, row
 
 
 def test_a_peer_that_cannot_run_says_why(monkeypatch):
@@ -226,9 +202,6 @@ def test_many_logits_are_taken_one_domain_at_a_time(monkeypatch):
     at_once = plain.sum_of_losses()
     monkeypatch.setattr(models, "MOST_LOGITS_BYTES", 0)
     torch.testing.assert_close(plain.sum_of_losses(), at_once)
-
-
-# One backward pass for all domains.
 
 
 def test_the_fused_step_is_the_stacked_step():

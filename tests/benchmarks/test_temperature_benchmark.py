@@ -50,15 +50,9 @@ def measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., re
     assert known.main([str(tmp_path / "known")]) == 0
 
     def run(*words: str) -> records.Json:
-        of_all = [
-            "--vocab-size",
-            "320",
-            "--seeds",
-            "0",
-            "--data",
-            str(tmp_path / "known" / "noise"),
-        ]
-        assert temperature.main([str(tmp_path / "out"), *of_all, *words]) == 0
+        data = str(tmp_path / "known" / "noise")
+        of_all = [str(tmp_path / "out"), "--data", data, "--vocab-size", "320", "--seeds", "0"]
+        assert temperature.main([*of_all, *words]) == 0
         (seed,) = json.loads((tmp_path / "out" / temperature.RECORD).read_text())["seeds"]
         return seed
 
