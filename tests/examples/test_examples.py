@@ -9,6 +9,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import sys
 import types
 import warnings
@@ -25,6 +26,7 @@ from doge_fast import DoGEOptimizer
 from tests.examples import titan
 from tests.packages import installed
 from tests.pages import ROOT, blocks_of
+from tests.pipeline.corpora import write_jsonl
 from tests.processes import printed_by
 from tests.ranks import as_launched
 
@@ -129,13 +131,43 @@ def test_trainer_finds_the_known_answer_and_resumes_to_the_same_bits(run, tmp_pa
     (tmp_path / "whole").rename(tmp_path / "cut")
     cut = tmp_path / "cut"
     kept = {path: (cut / path).read_bytes() for path in ("weights.json", "model/model.safetensors")}
-    for path in sorted((cut / "checkpoint-160").iterdir()):
-        path.unlink()
-    (cut / "checkpoint-160").rmdir()
+    shutil.rmtree(cut / "checkpoint-160")
     for path in kept:
         (cut / path).unlink()
     assert last_object(run("hf_trainer", "--out", "cut", "--resume")) == found
     assert {path: (cut / path).read_bytes() for path in kept} == kept
+
+
+def test_the_base_model_reads_what_the_proxy_finds(run, tmp_path):
+    def shares(*arguments: str) -> dict[str, float]:
+        """Of the domains in what was drawn."""
+        output = run("domain_mixture", "--steps", "200", *arguments)
+        drawn = re.findall(r"^(\w+) +(\d\.\d{3}) of the rows drawn$", output, re.M)
+        return {name: float(share) for name, share in drawn}
+
+    found = shares("--out", "whole")
+    assert found["stranger"] < found["half"] < found["kin"]
+    assert found["kin"] > 0.5
+
+    # Stopped on the way, and gone on with from worker processes: the same bits.
+    shares("--out", "parts", "--stop-at", "30")
+    assert shares("--out", "parts", "--workers", "2") == found
+    whole, parts = (
+        torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)
+        for name in ("whole", "parts")
+    )
+    assert whole["reading"] == parts["reading"]
+    assert whole["step"] == parts["step"] == 200
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+
+    # What was drawn in all is the mean of the weights that held, within the rows of two batches.
+    history = whole["reading"]["history"]
+    ends = [*(first for first, _ in history[1:]), 200]
+    held = [max(0, min(end, 200) - first) for (first, _), end in zip(history, ends, strict=True)]
+    kin = sum(weights[2] * steps for (_, weights), steps in zip(history, held, strict=True)) / 200
+    assert found["kin"] == pytest.approx(kin, abs=2 / 200)
+    learned = weights_in(tmp_path / "whole")
+    assert max(learned, key=learned.__getitem__) == "kin"
 
 
 def test_trainer_measures_no_target_where_all_domains_count(run):
@@ -149,33 +181,19 @@ def last_object(output: str) -> Any:
     return json.loads(output[output.rindex('{\n "weights"') :])
 
 
-@pytest.mark.exhaustive
-def test_an_example_runs_by_itself_anywhere(tmp_path):
-    words = ("-W", "error::UserWarning", EXAMPLES / "plain_loop.py", "--steps", "3")
-    printed_by(sys.executable, *words, cwd=tmp_path)
-    assert set(weights_in(tmp_path / "plain_loop")) == {"stranger", "half", "kin"}
-
-
-def test_every_example_is_run_and_says_what_to_copy():
-    source = Path(__file__).read_text(encoding="utf-8")
-    for example in sorted(EXAMPLES.glob("*.py")):
-        text = example.read_text(encoding="utf-8")
-        assert "What to copy" in text.split('"""')[1]
-        if "# DoGE" in text:
-            tests = [source, *(path.read_text() for path in Path(__file__).parent.glob("*.py"))]
-            assert any(f'"{example.stem}"' in test for test in tests), example
-
-
-# The text about loops of others: its code runs on stand-ins that have what theirs have.
-
 DOMAINS = ["arxiv", "book", "code"]
 
 
-def program(name: str) -> str:
-    """The block of the page on other trainers that defines a class."""
+def names_of_page(name: str, old: str = "", new: str = "") -> dict[str, Any]:
+    """What the block of the page on other trainers defines that has this class.
+
+    Their loops are not there: it runs on stand-ins that have what theirs have.
+    """
     page = ROOT / "docs/how-to/other-trainers.md"
     (found,) = [block.text for block in blocks_of(page) if f"\nclass {name}(" in block.text]
-    return found
+    namespace: dict[str, Any] = {"__name__": "my_train"}
+    exec(found.replace(old, new), namespace)
+    return namespace
 
 
 class Head(torch.nn.Module):
@@ -188,13 +206,6 @@ class Head(torch.nn.Module):
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         logits: torch.Tensor = self.table(tokens)
         return logits
-
-
-def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **names: Any) -> None:
-    module = types.ModuleType(name)
-    for key, value in names.items():
-        setattr(module, key, value)
-    monkeypatch.setitem(sys.modules, name, module)
 
 
 def tokens_of(domain: str, rows: int = 2) -> torch.Tensor:
@@ -242,20 +253,16 @@ class Numbers:
 
 def write_corpus(folder: Path, rows: int) -> None:
     """{"text": ...} a line, in the folder that the text for torchtitan reads."""
-    (folder / "corpus").mkdir()
     for domain in DOMAINS:
         texts = [" ".join(map(str, row)) for row in tokens_of(domain, rows).tolist()]
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-        (folder / "corpus" / f"{domain}.jsonl").write_text(lines, encoding="utf-8")
+        write_jsonl(folder / "corpus" / f"{domain}.jsonl", texts)
 
 
 def titan_text(patch: pytest.MonkeyPatch, folder: Path) -> dict[str, Any]:
     """The names that the text for torchtitan defines, in a folder that has a corpus."""
     patch.chdir(folder)
     patch.setattr(installed("datasets").config, "HF_DATASETS_CACHE", folder / "cache")
-    namespace: dict[str, Any] = {"__name__": "my_train"}
-    exec(program("DoGETitan"), namespace)
-    return namespace
+    return names_of_page("DoGETitan")
 
 
 def titan_debugmodel(local_batch_size: int = 2) -> titan.Trainer.Config:
@@ -380,11 +387,12 @@ class Tune:
 
 def test_the_text_for_torchtune_learns_what_a_plain_loop_learns(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    stand_in(monkeypatch, "torchtune", config=types.SimpleNamespace(parse=lambda main: main))
-    stand_in(monkeypatch, "full_finetune_single_device", FullFinetuneRecipeSingleDevice=Tune)
-    namespace: dict[str, Any] = {"__name__": "my_recipe"}
-    exec(program("DoGERecipe"), namespace)
-    recipe = namespace["DoGERecipe"]()
+    modules = {
+        "torchtune": {"config": types.SimpleNamespace(parse=lambda main: main)},
+        "full_finetune_single_device": {"FullFinetuneRecipeSingleDevice": Tune},
+    }
+    titan.stand_in(monkeypatch, modules)
+    recipe = names_of_page("DoGERecipe")["DoGERecipe"]()
     recipe.train()
     expected = weights_by_hand(DOMAINS, [0.1, 0.1], with_masked_labels)
     assert weights_in(tmp_path) == pytest.approx(expected, rel=1e-6)
@@ -417,12 +425,9 @@ class OLMo:
 
 
 def test_the_text_for_olmo_core_learns_what_a_plain_loop_learns(monkeypatch):
-    stand_in(monkeypatch, "olmo_core")
-    stand_in(monkeypatch, "olmo_core.train")
-    stand_in(monkeypatch, "olmo_core.train.train_module", TransformerTrainModule=OLMo)
-    namespace: dict[str, Any] = {"__name__": "my_train"}
-    exec(program("DoGETrainModule").replace('"web"', '"arxiv"'), namespace)
-    module = namespace["DoGETrainModule"]()
+    own = {"TransformerTrainModule": OLMo}
+    titan.stand_in(monkeypatch, {"olmo_core.train.train_module": own})
+    module = names_of_page("DoGETrainModule", '"web"', '"arxiv"')["DoGETrainModule"]()
     domains = ["arxiv", "code"]
     tokens, labels = map(torch.cat, zip(*map(with_masked_labels, domains), strict=True))
     names = [{"label": name} for name in domains for _ in range(2)]
@@ -449,10 +454,18 @@ def launched(folder: Path, num_ranks: int, name: str, *arguments: str) -> dict[s
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["distributed_loop", "fsdp2_loop"])
-def test_ranks_learn_what_one_process_learns(tmp_path, run, name):
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("distributed_loop", [(2,)]),
+        # Shards go on with another number of ranks.
+        ("fsdp2_loop", [(2, "--stop-at", "15"), (4,)]),
+    ],
+)
+def test_ranks_learn_what_one_process_learns(tmp_path, run, name, parts):
     one = printed_weights(run("distributed_loop", "--steps", "40"))
-    assert launched(tmp_path, 2, name) == one
+    found = [launched(tmp_path, num_ranks, name, *words) for num_ranks, *words in parts]
+    assert [weights == one for weights in found] == [False] * (len(parts) - 1) + [True]
     alone, together = weights_in(tmp_path / "distributed_loop"), weights_in(tmp_path / "ranks")
     assert together == pytest.approx(alone, rel=1e-4)
 
@@ -482,13 +495,6 @@ def test_ranks_of_a_host_learn_what_one_process_learns(ranks, tmp_path, run, nam
     together, alone = weights_in(tmp_path / "ranks"), weights_in(tmp_path / "alone")
     # Each rank draws dropout of its own; the other two have none.
     assert together == pytest.approx(alone, rel=0.02 if name == "hf_trainer" else 1e-6)
-
-
-@pytest.mark.exhaustive
-def test_shards_go_on_with_another_number_of_ranks(tmp_path, run):
-    one = printed_weights(run("distributed_loop", "--steps", "40"))
-    assert launched(tmp_path, 2, "fsdp2_loop", "--stop-at", "15") != one
-    assert launched(tmp_path, 4, "fsdp2_loop") == one
 
 
 def test_several_processes_find_the_known_answer(run):

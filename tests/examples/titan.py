@@ -8,10 +8,9 @@ make the same batches.
 import dataclasses
 import itertools
 import os
-import pickle
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import pytest
@@ -62,7 +61,6 @@ class HuggingFaceTextDataLoader(BaseDataLoader):
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
         dataset: str = "c4_test"
-        infinite: bool = True
 
     datasets: ClassVar[dict[str, DatasetConfig]] = {}
 
@@ -76,7 +74,6 @@ class HuggingFaceTextDataLoader(BaseDataLoader):
         seq_len: int,
         local_batch_size: int,
         snapshot_every_n_steps: int | None = 1,
-        **kwargs: Any,
     ) -> None:
         from datasets.distributed import split_dataset_by_node
 
@@ -84,32 +81,28 @@ class HuggingFaceTextDataLoader(BaseDataLoader):
         rows = source.loader(config.dataset_path or source.path)
         self.rows = split_dataset_by_node(rows, dp_rank, dp_world_size)
         self.text_of, self.tokenizer = source.sample_processor, tokenizer
-        self.seq_len, self.local_batch_size = seq_len, local_batch_size
-        self.rank_id, self.world_size = f"dp_rank_{dp_rank}", dp_world_size
-        self.is_infinite, self.num_given = config.infinite, 0
+        self.seq_len, self.local_batch_size, self.num_given = seq_len, local_batch_size, 0
 
     def __iter__(self) -> Iterator[Batch]:
         samples = itertools.islice(self._samples(), self.num_given * self.local_batch_size, None)
-        while rows := list(itertools.islice(samples, self.local_batch_size)):
+        while True:
             self.num_given += 1
-            tokens = torch.stack(rows)
-            positions = torch.arange(self.seq_len).expand(len(rows), -1)
+            tokens = torch.stack([*itertools.islice(samples, self.local_batch_size)])
+            positions = torch.arange(self.seq_len).expand(len(tokens), -1)
             yield {"input": tokens[:, :-1], "positions": positions}, tokens[:, 1:]
 
     def _samples(self) -> Iterator[torch.Tensor]:
         # torchtitan shuffles from the second epoch on.
-        for _ in itertools.count() if self.is_infinite else range(1):
-            for row in self.rows:
-                tokens = self.tokenizer.encode(self.text_of(row), add_bos=True, add_eos=True)
-                assert len(tokens) == self.seq_len + 1
-                yield torch.tensor(tokens)
+        for row in itertools.chain.from_iterable(itertools.repeat(self.rows)):
+            tokens = self.tokenizer.encode(self.text_of(row), add_bos=True, add_eos=True)
+            assert len(tokens) == self.seq_len + 1
+            yield torch.tensor(tokens)
 
     def state_dict(self) -> dict[str, Any]:
-        return {self.rank_id: pickle.dumps(self.num_given), "world_size": self.world_size}
+        return {"num_given": self.num_given}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        assert self.world_size == state_dict["world_size"]
-        self.num_given = pickle.loads(state_dict[self.rank_id])
+        self.num_given = state_dict["num_given"]
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -120,10 +113,6 @@ class TrainingConfig:
     max_norm: float = 1.0
     steps: int = 10000
     disable_cuda_graphs: bool = False
-
-
-class DataloaderExhaustedError(Exception):
-    """The data ran out; the step is not made."""
 
 
 class OptimizersContainer:
@@ -153,17 +142,20 @@ class Trainer(Configurable):
 
     def __init__(self, config: Config) -> None:
         self.config, self.device = config, torch.device("cpu")
-        self.parallel_dims, degree, rank = self._ranks()
+        is_group = dist.is_initialized()
+        degree, rank = (dist.get_world_size(), dist.get_rank()) if is_group else (1, 0)
+        self.parallel_dims = types.SimpleNamespace(
+            dp_enabled=is_group, get_mesh=lambda name: {"batch": dist.group.WORLD}[name]
+        )
         training = config.training
-        global_batch_size = training.global_batch_size
-        if global_batch_size < 0:
-            global_batch_size = training.local_batch_size * degree
-        assert global_batch_size > 0
-        assert global_batch_size % (training.local_batch_size * degree) == 0
-        self.gradient_accumulation_steps = global_batch_size // (training.local_batch_size * degree)
+        self.gradient_accumulation_steps, rest = divmod(
+            training.global_batch_size, training.local_batch_size * degree
+        )
+        assert self.gradient_accumulation_steps > 0
+        assert rest == 0
 
         model = config.model_spec()
-        if self.parallel_dims.dp_enabled:
+        if is_group:
             fully_shard(model)
             model.set_gradient_divide_factor(1.0)
             # gloo has no other way not to divide.
@@ -191,14 +183,6 @@ class Trainer(Configurable):
         )
         self.checkpointer = types.SimpleNamespace(maybe_wait_for_staging=lambda: None)
 
-    @staticmethod
-    def _ranks() -> tuple[Any, int, int]:
-        if not dist.is_initialized():
-            return types.SimpleNamespace(dp_enabled=False), 1, 0
-        meshes = {"batch": dist.group.WORLD}
-        dims = types.SimpleNamespace(dp_enabled=True, get_mesh=meshes.__getitem__)
-        return dims, dist.get_world_size(), dist.get_rank()
-
     def forward_backward_step(
         self, *, input_dict: Any, labels: torch.Tensor, global_valid_tokens: torch.Tensor
     ) -> torch.Tensor:
@@ -209,26 +193,28 @@ class Trainer(Configurable):
         loss.backward()
         return loss
 
-    def batch_generator(self, data_iterable: Any) -> Iterator[Batch]:
-        yield from data_iterable
-        raise DataloaderExhaustedError
-
-    def train_step(self, data_iterator: Iterator[Batch]) -> None:
-        raise NotImplementedError("The text has its own.")
-
     def train(self) -> None:
-        data_iterator = self.batch_generator(self.dataloader)
+        data_iterator = iter(self.dataloader)
         while self.step < self.config.training.steps:
             self.step += 1
-            try:
-                self.train_step(data_iterator)
-            except DataloaderExhaustedError:
-                break
+            # The text has its own.
+            self.train_step(data_iterator)
 
 
 def _sum_over(value: torch.Tensor, group: Any) -> torch.Tensor:
     dist.all_reduce(value, group=group)
     return value
+
+
+def stand_in(patch: pytest.MonkeyPatch, modules: Mapping[str, Mapping[str, Any]]) -> None:
+    """Let programs import modules that have these names, and the packages in which they are."""
+    for name, names in modules.items():
+        for package in itertools.accumulate(name.split("."), "{}.{}".format):
+            if package not in modules:
+                patch.setitem(sys.modules, package, types.ModuleType(package))
+        module = types.ModuleType(name)
+        vars(module).update(names)
+        patch.setitem(sys.modules, name, module)
 
 
 def put_in_place(patch: pytest.MonkeyPatch, debugmodel: Callable[[], Trainer.Config]) -> None:
@@ -238,23 +224,15 @@ def put_in_place(patch: pytest.MonkeyPatch, debugmodel: Callable[[], Trainer.Con
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     patch.setitem(os.environ, "WORLD_SIZE", str(num_ranks))
     modules: dict[str, dict[str, Any]] = {
-        "components": {},
         "components.dataloader": {"BaseDataLoader": BaseDataLoader},
         "components.loss": {"IGNORE_INDEX": -100},
-        "distributed": {},
         "distributed.utils": {"dist_sum_tensor": _sum_over},
         "hf_datasets": {"DatasetConfig": DatasetConfig},
         "hf_datasets.text_datasets": {
             "DATASETS": datasets,
             "HuggingFaceTextDataLoader": HuggingFaceTextDataLoader,
         },
-        "models": {},
-        "models.llama3": {},
         "models.llama3.config_registry": {"llama3_debugmodel": debugmodel},
         "trainer": {"Trainer": Trainer},
     }
-    patch.setitem(sys.modules, "torchtitan", types.ModuleType("torchtitan"))
-    for name, names in modules.items():
-        module = types.ModuleType(f"torchtitan.{name}")
-        vars(module).update(names)
-        patch.setitem(sys.modules, module.__name__, module)
+    stand_in(patch, {f"torchtitan.{name}": names for name, names in modules.items()})
