@@ -15,7 +15,7 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,18 +42,14 @@ ARCHITECTURES = (80, 90)
 # Of a block. For sm_86, sm_89 and sm_120, which have the least, code is as for sm_80.
 SHARED_BYTES = {80: 101_376, 90: 232_448}
 POINTERS = {
-    **dict.fromkeys(["table"], "*i64"),
-    **dict.fromkeys(["skipped"], "*i1"),
-    **dict.fromkeys(["slot"], "*i32"),
-    **dict.fromkeys(["found_inf"], "*fp32"),
+    **{"table": "*i64", "skipped": "*i1", "slot": "*i32", "found_inf": "*fp32"},
     **dict.fromkeys(["partials", "gram", "full", "state", "tau", "settings"], "*fp64"),
     **dict.fromkeys(["values", "coefficients_R"], "*fp64"),
 }
 # Numbers that Triton finds to be multiples of 16 at a launch on a flat buffer's rows.
 ALIGNED = ("out_stride", "bias_stride")
 
-FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
-FLOAT64 = torch.float64
+FLOAT32, BFLOAT16, FLOAT16, FLOAT64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 # One of each kind of launch.
 SOME_GRAMS = (
     *itertools.product((1, 7, 22, 50, 128), (FLOAT32, BFLOAT16)),
@@ -91,13 +87,13 @@ class Case(NamedTuple):
     options: dict[str, Any]
     wide_loads: int = 0
     uses_matrix_units: bool = False
-    pointers: dict[str, str] | None = None
+    pointers: Mapping[str, str] = {}
     """Types of those that depend on the case."""
     narrow_loads: int = 0
     """Of what is one number for each token."""
 
 
-def gram_cases(num_rows: int, dtype: torch.dtype, is_aligned: bool) -> Iterator[Case]:
+def gram_case(num_rows: int, dtype: torch.dtype, is_aligned: bool) -> Case:
     """As gram.py launches them."""
     sizes = gram.pick(num_rows, dtype)
     name = f"gram of {num_rows} rows, {dtype}, {'aligned' if is_aligned else 'ragged'}"
@@ -114,8 +110,7 @@ def gram_cases(num_rows: int, dtype: torch.dtype, is_aligned: bool) -> Iterator[
         constants |= {"PROGRAM_DOUBLINGS": sizes.program_doublings}
         # Every row in loads of 16 bytes of every thread.
         wide = num_rows * sizes.block * dtype.itemsize // (16 * 32 * sizes.num_warps)
-        yield Case(name, gram.gram_pairs, constants, options, wide * is_aligned)
-        return
+        return Case(name, gram.gram_pairs, constants, options, wide * is_aligned)
     tiles = -(-num_rows // sizes.tile)
     product, is_split = gram.product_of(dtype)
     is_whole = tiles <= sizes.tiles
@@ -131,56 +126,44 @@ def gram_cases(num_rows: int, dtype: torch.dtype, is_aligned: bool) -> Iterator[
     options |= {"num_stages": sizes.num_stages}
     loaded = (tiles if is_whole else 2) * sizes.tile
     wide = loaded * sizes.block * dtype.itemsize // (16 * 32 * sizes.num_warps)
-    yield Case(name, gram.gram_tiles, constants, options, wide * is_aligned, uses_matrix_units=True)
+    return Case(name, gram.gram_tiles, constants, options, wide * is_aligned, True)
 
 
-def reduce_cases(num_rows: int) -> Iterator[Case]:
-    sizes = gram.reduction(num_rows)
-    constants = {
-        "R": num_rows,
-        "SIDE": num_rows,
-        "STRIDE": num_rows**2,
-        "PROGRAMS": sizes.programs,
-        "BLOCK": sizes.block,
-        "ADD": True,
-    }
+def reduce_case(rows: int) -> Case:
+    sizes = gram.reduction(rows)
+    constants = {"R": rows, "SIDE": rows, "STRIDE": rows**2, "ADD": True}
+    constants |= {"PROGRAMS": sizes.programs, "BLOCK": sizes.block}
     options = {"num_warps": sizes.num_warps}
-    yield Case(f"gram_reduce of {num_rows} rows", gram.gram_reduce, constants, options)
+    return Case(f"gram_reduce of {rows} rows", gram.gram_reduce, constants, options)
 
 
-def weighted_sum_cases(num_rows: int, dtype: torch.dtype, out_dtype: torch.dtype) -> Iterator[Case]:
-    sizes = weighted_sum.pick(num_rows)
-    constants = weighted_sum.constants_of(num_rows, dtype, out_dtype)
-    yield Case(
-        f"weighted_sum of {num_rows} rows, {dtype} to {out_dtype}",
-        weighted_sum.sum_chunk,
-        constants | {"ALIGNED": True},
-        {"num_warps": sizes.num_warps},
-        sizes.group,
-    )
+def weighted_sum_case(rows: int, dtype: torch.dtype, out_dtype: torch.dtype) -> Case:
+    sizes = weighted_sum.pick(rows)
+    constants = weighted_sum.constants_of(rows, dtype, out_dtype) | {"ALIGNED": True}
+    name = f"weighted_sum of {rows} rows, {dtype} to {out_dtype}"
+    options = {"num_warps": sizes.num_warps}
+    return Case(name, weighted_sum.sum_chunk, constants, options, sizes.group)
 
 
-def segment_sum_cases(
+def segment_sum_case(
     dtype: torch.dtype,
     out_dtype: torch.dtype,
     num_tokens: int,
     num_segments: int,
     *given: str,
     add: bool = False,
-) -> Iterator[Case]:
+) -> Case:
     """Of 768 columns; `given` are the optional arguments that there are."""
-    sums = sum_dtype(dtype, out_dtype)
-    sizes = segment_sum.pick(num_tokens, num_segments, 768, sums)
+    sizes = segment_sum.pick(num_tokens, num_segments, 768, sum_dtype(dtype, out_dtype))
     constants = segment_sum.constants_of(dtype, out_dtype, 768, sizes, add=add)
-    names = {FLOAT32: "*fp32", BFLOAT16: "*bf16", FLOAT16: "*fp16", FLOAT64: "*fp64"}
+    names = {FLOAT32: "*fp32", BFLOAT16: "*bf16"}
     optional = dict.fromkeys(("factor", "bias_values"), names[dtype])
     optional |= dict.fromkeys(("mean", "rstd"), "*fp32") | dict.fromkeys(EMBEDDING, "*i64")
     optional |= {"bias": names[out_dtype]}
-    # Each thread's part of a tile, for values and for the factor. Float64 is for tests.
+    # Each thread's part of a tile, for values and for the factor.
     tile = sizes.block_tokens * sizes.block_columns * dtype.itemsize
     wide = tile // (16 * 32 * segment_sum.NUM_WARPS) * (1 + ("factor" in given))
-    wide *= sums == FLOAT32
-    yield Case(
+    return Case(
         f"segment_sum of {dtype} to {out_dtype}, {num_tokens} tokens in {num_segments}, "
         f"with {', '.join(given) or 'the values alone'}",
         segment_sum.sum_segments,
@@ -206,43 +189,41 @@ def reweight_cases(num_rows: int) -> Iterator[Case]:
 def cases() -> Iterator[Case]:
     """One of each kind of launch, of the usual dtypes."""
     for num_rows, dtype in SOME_GRAMS:
-        yield from gram_cases(num_rows, dtype, True)
-    yield from gram_cases(7, FLOAT32, False)
-    yield from gram_cases(22, BFLOAT16, False)
-    yield from reduce_cases(22)
+        yield gram_case(num_rows, dtype, True)
+    yield gram_case(7, FLOAT32, False)
+    yield gram_case(22, BFLOAT16, False)
+    yield reduce_case(22)
     for num_rows, (dtype, out_dtype) in itertools.product((1, 7, 22), SOME_PAIRS):
-        yield from weighted_sum_cases(num_rows, dtype, out_dtype)
+        yield weighted_sum_case(num_rows, dtype, out_dtype)
     yield from reweight_cases(8)
     yield from reweight_cases(64)
     for dtype in (FLOAT32, BFLOAT16):
-        yield from segment_sum_cases(dtype, FLOAT32, 65536, 7, *GAIN)
-        yield from segment_sum_cases(dtype, FLOAT32, 65536, 7, *GAIN, "bias")
-        yield from segment_sum_cases(dtype, FLOAT32, 65536, 7 * 50257, *EMBEDDING, add=True)
-    yield from segment_sum_cases(FLOAT32, FLOAT32, 512, 7)
+        yield segment_sum_case(dtype, FLOAT32, 65536, 7, *GAIN)
+        yield segment_sum_case(dtype, FLOAT32, 65536, 7, *GAIN, "bias")
+        yield segment_sum_case(dtype, FLOAT32, 65536, 7 * 50257, *EMBEDDING, add=True)
+    yield segment_sum_case(FLOAT32, FLOAT32, 512, 7)
     # Its second launch.
-    yield from segment_sum_cases(FLOAT32, FLOAT32, 7 * 73, 7, "bias", "bias_values")
+    yield segment_sum_case(FLOAT32, FLOAT32, 7 * 73, 7, "bias", "bias_values")
 
 
 def spills() -> dict[str, list[int | None]]:
     """Bytes of a thread's stack, for each of `EVERY_ARCHITECTURE`; None: it does not compile."""
+    large = [gram_case(num_rows, dtype, True) for num_rows, dtype in LARGE_GRAMS]
     found: dict[str, list[int | None]] = {}
-    large = [case for rows_dtype in LARGE_GRAMS for case in gram_cases(*rows_dtype, True)]
     for case in [*large, *reweight_cases(64)]:
-        name = case.name.replace("torch.", "").replace(", aligned", "")
-        found[name] = []
+        stack_bytes = found.setdefault(case.name.replace("torch.", "").replace(", aligned", ""), [])
         for architecture in EVERY_ARCHITECTURE:
             try:
-                stack_bytes = inspect(compiled(case, architecture))["stack_bytes"]
+                stack_bytes.append(inspect(compiled(case, architecture))["stack_bytes"])
             except triton.CompilationError:
-                stack_bytes = None
-            found[name].append(stack_bytes)
+                stack_bytes.append(None)
     return found
 
 
 def compiled(case: Case, architecture: int) -> Any:
     """Triton's kernel for one compute capability."""
     names = case.kernel.arg_names
-    pointers = POINTERS | (case.pointers or {})
+    pointers = POINTERS | case.pointers
     signature = {
         name: "constexpr" if name in case.constants else pointers.get(name, "i32") for name in names
     }
@@ -280,23 +261,25 @@ def inspect(kernel: Any) -> dict[str, int]:
     }
 
 
+def judged(case: Case, architecture: int) -> dict[str, int]:
+    """What `inspect` finds, and whether it is right.
+
+    No spills, rows in loads of 16 bytes alone, matrix units where meant, and room for it.
+    """
+    found = inspect(compiled(case, architecture))
+    # Of reductions, of ragged blocks and of the K x K step nothing is wanted.
+    is_only_wide = found["narrow_loads"] <= case.narrow_loads or case.wide_loads == 0
+    has_products = (found["matrix_products"] > 0) == case.uses_matrix_units
+    fits = not found["stack_bytes"] and found["shared_bytes"] <= SHARED_BYTES[architecture]
+    is_wide = found["wide_loads"] >= case.wide_loads
+    found |= {"wanted": case.wide_loads}
+    return found | {"is_right": is_wide and is_only_wide and has_products and fits}
+
+
 if __name__ == "__main__":
     if sys.argv[1:] == ["spills"]:
         print(json.dumps(spills()))
         sys.exit()
     part, parts = map(int, sys.argv[1:])
-    every = itertools.product(cases(), ARCHITECTURES)
-    print(
-        json.dumps(
-            {
-                f"{case.name}, sm_{architecture}": inspect(compiled(case, architecture))
-                | {
-                    "wanted": case.wide_loads,
-                    "uses_matrix_units": case.uses_matrix_units,
-                    "allowed_narrow_loads": case.narrow_loads,
-                    "allowed_shared_bytes": SHARED_BYTES[architecture],
-                }
-                for case, architecture in itertools.islice(every, part, None, parts)
-            }
-        )
-    )
+    mine = itertools.islice(itertools.product(cases(), ARCHITECTURES), part, None, parts)
+    print(json.dumps({f"{case.name}, sm_{number}": judged(case, number) for case, number in mine}))

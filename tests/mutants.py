@@ -43,13 +43,11 @@ FORK = multiprocessing.get_context("fork")
 
 
 class Mutant(NamedTuple):
-    """One change of a module's source: lines that go and lines that come, without indent."""
+    """A module with one change, and the lines of its source that go (-) and come (+)."""
 
     module: str
-    old: str
-    new: str
     source: str
-    line: int
+    change: str
 
 
 def path_of(module: str) -> Path:
@@ -71,17 +69,6 @@ def _nodes(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
         yield from _nodes(child)
 
 
-def changes_of(tree: cst.Module) -> list[tuple[cst.CSTNode, cst.CSTNode]]:
-    """A node and what may stand in its place, in the order of the source."""
-    return [
-        (node, changed)
-        for node in _nodes(tree)
-        for kind, change in _CHANGES
-        if isinstance(node, kind)
-        for changed in change(node)
-    ]
-
-
 def mutants_of(module: str, sample: int = 0) -> tuple[int, list[Mutant]]:
     """How many changes there are, and the mutants of all or of `sample` of them.
 
@@ -89,7 +76,14 @@ def mutants_of(module: str, sample: int = 0) -> tuple[int, list[Mutant]]:
     """
     source = path_of(module).read_text("utf-8")
     tree = cst.parse_module(source)
-    changes = changes_of(tree)
+    # A node and what may stand in its place, in the order of the source.
+    changes = [
+        (node, changed)
+        for node in _nodes(tree)
+        for kind, change in _CHANGES
+        if isinstance(node, kind)
+        for changed in change(node)
+    ]
     chosen = range(len(changes))
     if 0 < sample < len(changes):
         chosen = sorted(random.Random(f"{SEED} {module}").sample(chosen, sample))
@@ -101,37 +95,15 @@ def mutants_of(module: str, sample: int = 0) -> tuple[int, list[Mutant]]:
             meaning = _meaning(mutated)
             if meaning not in known:
                 known.add(meaning)
-                found.append(_mutant(module, source, mutated))
+                lines = [each.splitlines() for each in (source, mutated)]
+                change = "\n".join([*difflib.unified_diff(*lines, n=0, lineterm="")][2:])
+                found.append(Mutant(module, mutated, change))
     return len(changes), found
 
 
 def _meaning(source: str) -> str:
     """Its syntax, with None for False: what is asked for its truth is the same."""
     return ast.dump(ast.parse(source)).replace("value=None", "value=False")
-
-
-def _mutant(module: str, source: str, mutated: str) -> Mutant:
-    before, after = source.splitlines(), mutated.splitlines()
-    codes = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
-    old, new, line = [], [], 0
-    for tag, first, end, new_first, new_end in codes:
-        if tag != "equal":
-            line = line or first + 1
-            old += [text.strip() for text in before[first:end]]
-            new += [text.strip() for text in after[new_first:new_end]]
-    return Mutant(module, " ".join(old), " ".join(new), mutated, line)
-
-
-# Running them.
-
-
-def _workspace(folder: Path) -> Path:
-    """A copy of the package beside what belongs to it, for one mutant after another."""
-    folder.mkdir()
-    shutil.copytree(ROOT / "doge_fast", folder / "doge_fast")
-    for name in ("kernels", "csrc", "tests", "benchmarks", "docs", "pyproject.toml"):
-        (folder / name).symlink_to(ROOT / name)
-    return folder
 
 
 def _run(module: str, workspace: Path) -> None:
@@ -173,7 +145,11 @@ def _verdict(mutant: Mutant, workspace: Path, allowed_s: float) -> tuple[bool, s
 
 def _work(mutants: Sequence[Mutant], allowed_s: Mapping[str, float], told: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        workspace = _workspace(Path(folder, "tree"))
+        # A copy of the package beside what belongs to it, for one mutant after another.
+        workspace = Path(folder)
+        shutil.copytree(ROOT / "doge_fast", workspace / "doge_fast")
+        for name in ("kernels", "csrc", "tests", "benchmarks", "docs", "pyproject.toml"):
+            (workspace / name).symlink_to(ROOT / name)
         for mutant in mutants:
             began = time.monotonic()
             is_killed, said = _verdict(mutant, workspace, allowed_s[mutant.module])
@@ -200,7 +176,7 @@ def outcomes(
 def allowed(modules: Sequence[str], jobs: int) -> dict[str, float]:
     """Seconds that the tests of each module may take; as it stands they pass."""
     limits = {}
-    whole = [Mutant(name, "", "", path_of(name).read_text("utf-8"), 0) for name in modules]
+    whole = [Mutant(name, path_of(name).read_text("utf-8"), "") for name in modules]
     for mutant, is_killed, said, seconds in outcomes(whole, jobs, dict.fromkeys(modules, 1800.0)):
         if is_killed:
             raise SystemExit(f"the tests of {mutant.module} fail as it stands: {said[-400:]}")
@@ -228,7 +204,7 @@ def main() -> int:
     parser.add_argument("modules", nargs="*", default=list(MODULES))
     parser.add_argument("--sample", type=int, default=0, help="mutants of each module; 0: all")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--only", default="", help="those whose old line holds this")
+    parser.add_argument("--only", default="", help="those whose change holds this")
     given = parser.parse_args()
     _prepare()
     limits = allowed(given.modules, given.jobs)
@@ -236,14 +212,13 @@ def main() -> int:
         mutant
         for module in given.modules
         for mutant in mutants_of(module, given.sample)[1]
-        if given.only in mutant.old
+        if given.only in mutant.change
     ]
     killed, run = Counter[str](), Counter(mutant.module for mutant in chosen)
     for mutant, is_killed, *_ in outcomes(chosen, given.jobs, limits):
         killed[mutant.module] += is_killed
         if not is_killed:
-            where = f"{mutant.module}:{mutant.line}"
-            print(f"survived: {where}\n  - {mutant.old}\n  + {mutant.new}", flush=True)
+            print(f"survived: {mutant.module}\n{mutant.change}", flush=True)
     for module in given.modules:
         print(f"{module:20} {killed[module]} of {run[module]} killed")
     return int(any(killed[module] < WANTED * run[module] for module in given.modules))
