@@ -20,7 +20,6 @@ import io
 import json
 import re
 import shlex
-import shutil
 import sys
 import tomllib
 import warnings
@@ -28,7 +27,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
 import yaml
 
 from doge_fast import cli
@@ -216,9 +214,3 @@ _SHELL: dict[str, Callable[[list[str]], str]] = {
     # Their names are all that can be checked here.
     **dict.fromkeys(("make", "git", "cd"), lambda words: "..."),
 }
-
-
-def copy_workplace(template: Path, to: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy of what the pages take for granted, to write in."""
-    shutil.copytree(template, to, dirs_exist_ok=True)
-    monkeypatch.chdir(to)

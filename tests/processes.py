@@ -3,19 +3,25 @@
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 
-def printed_by(
+def ended(
     *command: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None
-) -> str:
-    """What a command prints; it fails with all that was said.
+) -> subprocess.CompletedProcess[str]:
+    """How a command ends, and what it says.
 
     Args:
         command: the program and its words.
         cwd: where it runs, if not here.
         env: all of its environment, if not this one.
     """
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+
+
+def printed_by(*command: str | Path, **where: Any) -> str:
+    """What a command prints; it fails with all that was said. Arguments: those of `ended`."""
+    done = ended(*command, **where)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr
     return done.stdout
 

@@ -1,12 +1,11 @@
 """The documentation: every block of every page is run, the site builds, and it names everything."""
 
-import importlib.util
+import importlib
 import io
-import json
 import pkgutil
-import random
 import re
 import shlex
+import shutil
 import warnings
 from pathlib import Path
 
@@ -19,8 +18,9 @@ from benchmarks.models import PAPER, num_parameters
 from doge_fast import cli
 from tests import scale
 from tests.grids import grid
-from tests.pages import ROOT, Reader, assert_alike, blocks_of, copy_workplace
-from tests.pipeline.task_documents import document
+from tests.pages import ROOT, Reader, assert_alike, blocks_of
+from tests.pipeline.corpora import texts, write_jsonl
+from tests.pipeline.task_documents import write_documents
 
 DOCS = ROOT / "docs"
 PAGES = [page for page in sorted(DOCS.rglob("*.md")) if "_build" not in page.parts]
@@ -31,8 +31,6 @@ UNDOCUMENTED = re.compile(
 )
 
 
-_EXAMPLE_PAGE = DOCS / "how-to" / "examples.md"
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -40,43 +38,19 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a reader has after the tutorial, small: a corpus of its domains; and a task."""
     folder = tmp_path_factory.mktemp("workplace")
-    (folder / "corpus").mkdir()
-    words = {
-        "code": "def return if else for in range print value index list not and or import class",
-        "docstrings": "return the value of index in range and list for a class that is not print",
-        "manual": "the and of a in range to value was statement that it its not for as had list",
-    }
-    for name, vocabulary in words.items():
-        known = vocabulary.split()
-        draw = torch.Generator().manual_seed(len(name))
-        texts = [
-            " ".join(known[i] for i in torch.randint(len(known), (400,), generator=draw))
-            for _ in range(40)
-        ]
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-        (folder / "corpus" / f"{name}.jsonl").write_text(lines, encoding="utf-8")
-    (folder / "tasks" / "logiqa").mkdir(parents=True)
-    for split, seed in (("train", 0), ("validation", 1)):
-        documents = (document("logiqa", random.Random(200 * seed + index)) for index in range(200))
-        lines = "".join(json.dumps(each) + "\n" for each in documents)
-        (folder / "tasks" / "logiqa" / f"{split}.jsonl").write_text(lines, encoding="utf-8")
-    _write_web_organizer(folder / "Corpus-200B", (folder / "corpus" / "code.jsonl").read_bytes())
+    for name in ("code", "docstrings", "manual"):
+        write_jsonl(folder / "corpus" / f"{name}.jsonl", texts(name, 200))
+    (folder / "tasks").mkdir()
+    write_documents(folder / "tasks", "logiqa", train=200, scored=200)
+    # A shard as WebOrganizer's corpus has it: two topics, and two formats of each.
+    shard, numbers = "CC_shard_00000000_processed", np.arange(200)
+    rows = folder / "Corpus-200B" / "documents" / f"{shard}.jsonl.zst"
+    write_jsonl(rows, texts("code", len(numbers)))
+    for name, domains in (("topics", numbers % 2), ("formats", numbers // 2 % 2)):
+        file = folder / "Corpus-200B" / f"domains_{name}" / f"{shard}__choice.npy"
+        file.parent.mkdir()
+        np.save(file, domains)
     return folder
-
-
-def _write_web_organizer(folder: Path, rows: bytes) -> None:
-    """A shard as WebOrganizer's corpus has it: two topics, and two formats of each."""
-    if importlib.util.find_spec("zstandard") is None:
-        return
-    import zstandard
-
-    for name in ("documents", "domains_topics", "domains_formats"):
-        (folder / name).mkdir(parents=True)
-    shard = "CC_shard_00000000_processed"
-    (folder / "documents" / f"{shard}.jsonl.zst").write_bytes(zstandard.compress(rows))
-    numbers = np.arange(rows.count(b"\n"))
-    np.save(folder / "domains_topics" / f"{shard}__choice.npy", numbers % 2)
-    np.save(folder / "domains_formats" / f"{shard}__choice.npy", numbers // 2 % 2)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +63,8 @@ def test_what_a_page_shows_runs(page, workplace, tmp_path, tmp_path_factory, mon
     if not any(block.language != "none" for block in blocks_of(page)):
         pytest.skip("nothing to run on this page")
     monkeypatch.setenv("COLUMNS", "100")
-    copy_workplace(workplace, tmp_path, monkeypatch)
+    shutil.copytree(workplace, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     Reader(page, tmp_path_factory.getbasetemp() / "blocks").read()
 
@@ -118,7 +93,7 @@ def test_a_page_that_shows_something_else_fails(tmp_path):
 
 
 def test_every_example_is_on_the_site():
-    shown = _EXAMPLE_PAGE.read_text("utf-8")
+    shown = (DOCS / "how-to" / "examples.md").read_text("utf-8")
     there = {path.name for path in (ROOT / "examples").iterdir() if path.is_file()}
     assert there == set(re.findall(r"\.\./\.\./examples/(\w+\.\w+)", shown))
 

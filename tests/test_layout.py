@@ -6,7 +6,6 @@ outside the checkout with the interpreter's own packages (torch, numpy) still vi
 
 import os
 import re
-import subprocess
 import sys
 import tarfile
 import zipfile
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from tests.processes import printed_by
+from tests.processes import ended, printed_by
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -46,13 +45,8 @@ print(doge_fast.__file__)
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what git would clone, working-tree changes included."""
     copy = tmp_path_factory.mktemp("checkout")
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ("git", "ls-files", "--cached", "--others", "--exclude-standard")
+    listed = ended(*command, cwd=ROOT)
     if listed.returncode:
         pytest.skip("not a git checkout: what belongs to it cannot be listed")
     for name in listed.stdout.splitlines():
@@ -75,10 +69,6 @@ def build(source: Path, kind: str, out: Path) -> Path:
     return built
 
 
-def install(where: Path, *what: str | Path) -> None:
-    printed_by(sys.executable, "-m", "pip", *PIP_INSTALL, "--target", where, *what)
-
-
 def probe(cwd: Path, path: Path | None = None, python: str | Path = sys.executable) -> Path:
     """Where the package is found, from `path` ahead of any installed copy."""
     environment = {"PATH": "/usr/bin:/bin", "DOGE_FAST_NO_JIT": "1"}
@@ -89,7 +79,8 @@ def probe(cwd: Path, path: Path | None = None, python: str | Path = sys.executab
 
 
 def test_wheel(wheel, tmp_path):
-    install(tmp_path / "site", wheel)
+    pip = [sys.executable, "-m", "pip", *PIP_INSTALL]
+    printed_by(*pip, "--target", tmp_path / "site", wheel)
     assert probe(tmp_path, tmp_path / "site").is_relative_to(tmp_path / "site")
 
 

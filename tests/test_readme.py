@@ -6,21 +6,14 @@ import os
 import pkgutil
 import re
 import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 import doge_fast
-from tests.processes import printed_by, shell_script
-
-ROOT = Path(__file__).resolve().parents[1]
-
-
-def python_blocks(page: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+from tests.pages import ROOT, blocks_of
+from tests.processes import ended, printed_by, shell_script
 
 
 @pytest.mark.parametrize(
@@ -44,9 +37,10 @@ def test_citation_names_this_version():
 def test_examples_of_readme_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": "__main__"}
-    for number, block in enumerate(python_blocks(ROOT / "README.md"), start=1):
-        # The file name makes a traceback say which block failed.
-        exec(compile(block, f"README.md, block {number}", "exec"), namespace)
+    for block in blocks_of(ROOT / "README.md"):
+        if block.language == "python":
+            # The file name makes a traceback say which block failed.
+            exec(compile(block.text, f"README.md, line {block.line}", "exec"), namespace)
     weights = namespace["optimizer"].weights
     assert sum(weights.values()) == pytest.approx(1)
     # The domain with the large gradients is the difficult one, and gets the most.
@@ -96,9 +90,9 @@ def test_make_keeps_no_half_of_an_environment(tmp_path):
     shell_script(tmp_path / "python3", f'[ "$1" = -c ] || ! {half}')
     make = ["make", ".venv/bin/python", "PYTHON=./python3"]
     for _ in range(2):
-        made = subprocess.run(make, cwd=tmp_path, capture_output=True, check=False)
+        made = ended(*make, cwd=tmp_path)
         assert made.returncode != 0
-        assert b"./python3 -m venv .venv" in made.stdout
+        assert "./python3 -m venv .venv" in made.stdout
 
 
 @pytest.mark.parametrize(
@@ -114,8 +108,8 @@ def test_docstring_examples_run(name):
 def test_weights_page_and_optimizer_write_what_the_pipeline_reads(tmp_path):
     from doge_fast.pipeline import records
 
-    page = (ROOT / "docs" / "weights.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"^```json\n(.*?)^```", page, re.M | re.S)
+    blocks = blocks_of(ROOT / "docs" / "weights.md")
+    (block,) = (block.text for block in blocks if block.language == "json")
     (tmp_path / "page.json").write_text(block, encoding="utf-8")
     read = records.read_weights(tmp_path / "page.json", domains=["book", "arxiv"])
     assert records.weights_by_name(read) == {"book": 0.6, "arxiv": 0.4}

@@ -5,7 +5,6 @@ import importlib
 import json
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.pages import ROOT
+from tests.processes import ended
 
 NOTEBOOK = ROOT / "examples/weights.ipynb"
 
@@ -73,9 +73,9 @@ def test_a_release_needs_an_address(tmp_path):
     shutil.copy(ROOT / "Makefile", tmp_path)
     for urls in ("", '[project.urls]\nRepository = "https://github.com/OWNER/NAME"\n'):
         (tmp_path / "pyproject.toml").write_text(urls, encoding="utf-8")
-        asked = subprocess.run(["make", "address"], cwd=tmp_path, capture_output=True, check=False)
+        asked = ended("make", "address", cwd=tmp_path)
         assert (asked.returncode == 0) == bool(urls)
-        assert (b"has no [project.urls] Repository" in asked.stderr) != bool(urls)
+        assert ("has no [project.urls] Repository" in asked.stderr) != bool(urls)
 
 
 @pytest.mark.exhaustive

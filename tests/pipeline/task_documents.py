@@ -62,12 +62,12 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def write_documents(folder: Path, *tasks: str) -> Path:
-    """Nine documents of each task for shots, and six that are scored."""
+def write_documents(folder: Path, *tasks: str, train: int = 9, scored: int = 6) -> Path:
+    """So many documents of each task for shots, and so many that are scored."""
     for task in tasks:
         draw = random.Random(task)
         (folder / task).mkdir()
-        for split, count in (("train", 9), ("validation", 6)):
+        for split, count in (("train", train), ("validation", scored)):
             lines = (json.dumps(document(task, draw)) for _ in range(count))
             text = "".join(f"{line}\n" for line in lines)
             (folder / task / f"{split}.jsonl").write_text(text, encoding="utf-8")
