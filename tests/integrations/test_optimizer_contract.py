@@ -5,6 +5,7 @@ import itertools
 import pickle
 import warnings
 from collections.abc import Callable, Collection
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -19,7 +20,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from doge_fast import DoGEOptimizer
-from tests.integrations.isolated import isolated
 from tests.integrations.small import (
     DOMAINS,
     adamw,
@@ -35,10 +35,28 @@ from tests.integrations.small import (
     two_sgds,
     wrapped,
 )
+from tests.ranks import FORKSERVER
 
 STEPS = 9
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def isolated(check: Callable[..., None], *args: object) -> None:
+    """Run `check(*args)` in a process in which nothing of ours has been built yet.
+
+    For what stays behind in classes and in singletons; `check` is a function of this module.
+    """
+    with ProcessPoolExecutor(1, mp_context=FORKSERVER) as pool:
+        pool.submit(_alone, check, args).result()
+
+
+def _alone(check: Callable[..., None], args: tuple[object, ...]) -> None:
+    torch.set_num_threads(1)
+    # As in every test: what others say of themselves changes with their versions.
+    warnings.filterwarnings("error", module=r"(doge_fast|tests)\b")
+    warnings.filterwarnings("ignore", "doge_fast runs")
+    check(*args)
 
 
 def halved(step: int) -> float:
@@ -96,9 +114,6 @@ def test_a_scheduler_reaches_the_wrapped_optimizer(name, inner):
     assert_same(model.parameters(), plain_model.parameters())
 
 
-# Accelerate. Its state is one for the process, hence a process for each check.
-
-
 def by_hand(
     steps: range, inner: Any = adamw, *, micro: int, clip: float | None = None
 ) -> tuple[nn.Module, DoGEOptimizer]:
@@ -121,6 +136,7 @@ def with_rate(model: nn.Module, optimizer: DoGEOptimizer) -> list[Tensor]:
 
 
 def check_accelerate(given: str, micro: int, clip: float | None) -> None:
+    """Accelerate's state is one for the process, hence a process for each check."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=micro)
     model, doge = wrapped(micro_batches=micro)
     scheduler: Any = lr_scheduler.LambdaLR(doge if given == "wrapper" else doge.inner, halved)

@@ -8,6 +8,7 @@ from inspect import signature
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import datasets
 import pytest
@@ -210,21 +211,16 @@ def test_many_logits_come_one_domain_at_a_time(tmp_path, monkeypatch, bf16):
     naive = trainer_for(tmp_path / "a", mode="stacked", bf16=bf16)
     naive.train()
     monkeypatch.setattr(causal_lm, "MOST_LOGITS_BYTES", {"cpu": 0})
-    called = []
-    fused = causal_lm.linear_domain_losses
-    monkeypatch.setattr(
-        causal_lm,
-        "linear_domain_losses",
-        lambda *args, **kw: called.append(1) or fused(*args, **kw),
-    )
+    fused = mock.Mock(wraps=causal_lm.linear_domain_losses)
+    monkeypatch.setattr(causal_lm, "linear_domain_losses", fused)
     trainer = trainer_for(tmp_path / "b", mode="stacked", bf16=bf16)
     trainer.train()
-    assert len(called) == 6
+    assert fused.call_count == 6
     rtol = 1e-2 if bf16 else 1e-5
     torch.testing.assert_close(trainer.doge.alpha, naive.doge.alpha, rtol=rtol, atol=0)
     monkeypatch.setattr(trainer.model.config, "model_type", "gemma2")
     trainer.training_step(trainer.model, batch_of(0, DOMAINS))
-    assert len(called) == 6
+    assert fused.call_count == 6
 
 
 def stackable(trainer: DoGETrainer, inputs: Any) -> bool:
@@ -496,11 +492,8 @@ def test_misuse_is_answered_in_a_sentence(tmp_path):
         setattr(trainer, host_of, False)
 
 
-# Scripts as most users have them: one data set, with a column that names an example's domain.
-
-
 def mixed(counts: dict[str, int], **columns: Any) -> datasets.Dataset:
-    """Examples of all domains, shuffled together."""
+    """Examples of all domains, shuffled together, with a column that names them: as most have."""
     rows = [
         {"input_ids": ids, "labels": ids, "domain": name}
         for domain, (name, count) in enumerate(counts.items())

@@ -196,11 +196,3 @@ def test_gradients_in_the_memory_order_of_their_parameters():
     assert given.shape == (2, 3)
     assert given.data_ptr() == six_N.data_ptr()
     assert buffer.blocks[1].combined is given
-
-
-def test_an_allocation_that_fails_says_what_would_need_less():
-    num_rows = 2**60
-    with pytest.raises(RuntimeError) as error:
-        flat_buffer._new_rows(torch.nn.Parameter(torch.zeros(8)), num_rows, torch.float32)
-    (note,) = error.value.__notes__
-    assert f"{num_rows} domains" in note

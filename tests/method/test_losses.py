@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from doge_fast.losses import IGNORED, domain_losses, linear_domain_losses, token_losses
+from tests.dispatched import Dispatched
 from tests.method.architectures import VOCABULARY, Tiny, losses_of, optimizer_of
 
 SIZES = {"a": 2, "nobody": 0, "b": 3}
@@ -130,43 +130,31 @@ def test_under_autocast_products_are_of_its_dtype():
         assert (found - expected).norm() <= 0.02 * expected.norm()
 
 
-class Largest(TorchDispatchMode):
-    """Remembers how many numbers the largest result has that is not a view."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):
-            self.numbers = max(self.numbers, result.numel())
-        return result
+def largest_of(dispatched: Dispatched) -> int:
+    """How many numbers the largest result has."""
+    results = (result for *_, result in dispatched.calls)
+    return max(result.numel() for result in results if isinstance(result, Tensor))
 
 
 def test_logits_exist_for_one_domain_at_a_time():
     inputs = case()
-    with Largest() as largest:
+    with Dispatched() as dispatched:
         fused(inputs).sum().backward()
     most = max(SIZES.values()) * (LENGTH - 1)
-    assert largest.numbers == max(most * VOCABULARY, inputs[0].numel(), inputs[1].numel())
-    with Largest() as largest:
+    assert largest_of(dispatched) == max(most * VOCABULARY, inputs[0].numel(), inputs[1].numel())
+    with Dispatched() as dispatched:
         naive(inputs).sum().backward()
-    assert largest.numbers >= 5 * (LENGTH - 1) * VOCABULARY
+    assert largest_of(dispatched) >= 5 * (LENGTH - 1) * VOCABULARY
 
 
-class Products(TorchDispatchMode):
-    """Counts matrix products of the head's size."""
-
-    number = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_product = func.overloadpacket in (
-            *(torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm),
-            torch.ops.aten.addmm_,
-        )
-        self.number += is_product and any(
-            VOCABULARY in each.shape for each in args if isinstance(each, Tensor)
-        )
-        return func(*args, **(kwargs or {}))
+def products_in(dispatched: Dispatched) -> int:
+    """The number of matrix products of the head's size."""
+    aten = torch.ops.aten
+    return sum(
+        func.overloadpacket in (aten.mm, aten.addmm, aten.addmm_, aten.bmm)
+        and any(VOCABULARY in each.shape for each in args if isinstance(each, Tensor))
+        for func, args, *_ in dispatched.calls
+    )
 
 
 IDS_BL = torch.randint(VOCABULARY, (5, LENGTH), generator=torch.Generator().manual_seed(4))
@@ -191,10 +179,10 @@ def rows_of_passes(
         with optimizer.stacked(model, SIZES):
             losses_D = losses_of_hidden(model.hidden(IDS_BL))
             loss = weigh(losses_D, lambda: losses_of_hidden(model.hidden(IDS_BL).sin()))
-            with Products() as products:
+            with Dispatched() as dispatched:
                 loss.backward()
     blocks = optimizer.buffer.touched(optimizer.param_groups[0]["params"])
-    return [block.rows_BN.clone() for block in blocks], products.number
+    return [block.rows_BN.clone() for block in blocks], products_in(dispatched)
 
 
 def summed(losses_D: Tensor, _: Any) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from doge_fast.mixture import DomainMixture
+from doge_fast.mixture.counts import Phase
 
 # A row is a number; its thousands are its domain.
 SIZES = {"web": 60, "code": 25, "books": 7}
@@ -102,11 +103,13 @@ def test_a_run_goes_on_where_it_stopped_with_other_workers(step, tmp_path):
     assert mixtures[0].drawn(step + 4) == whole.drawn(step + 4)
 
 
-def test_weights_that_stand_still_give_the_batches_of_the_pipeline():
+def test_batches_are_those_of_the_pipeline_before_and_after_a_change():
     pytest.importorskip("datasets")
     from doge_fast.pipeline.domains import BlockSampler
 
-    mixture, pipeline = sized(), BlockSampler(5, START, 12, SIZES)
+    mixture = sized()
+    mixture.set_weights(THEN, from_step=10)
+    pipeline = BlockSampler(5, [Phase(0, START), Phase(10, THEN)], 12, SIZES)
     for step in range(20):
         rows = {name: FIRST[name] + rows for name, rows in pipeline.blocks(step).items()}
         assert sorted(plain(mixture, 1, step)[0]) == sorted(np.concatenate(list(rows.values())))

@@ -2,11 +2,11 @@
 
 import itertools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from doge_fast import DoGEOptimizer
@@ -16,6 +16,7 @@ from doge_fast.joined import JoinedOptimizer
 from doge_fast.step import step
 from doge_fast.step.step import _gram_matrices
 from doge_fast.wrapper import skip_reader, step_unless
+from tests.dispatched import Dispatched
 from tests.models import Bounded, enter
 
 
@@ -102,116 +103,70 @@ def test_several_optimizers_that_are_fused_need_no_value():
 
 
 @pytest.mark.parametrize("kinds", [(FusedSGD, torch.optim.SGD), (torch.optim.SGD, FusedSGD)])
-def test_where_one_optimizer_is_not_fused_one_flag_is_read(kinds, monkeypatch):
+def test_where_one_optimizer_is_not_fused_one_flag_is_read(kinds, gpu, monkeypatch):
     """The check above sees a read: this one asks whether the step is skipped."""
     for build in (torch.optim.SGD, halves(*kinds)):
         with pytest.raises(RuntimeError, match="meta tensor"):
             run(build)
     inner = JoinedOptimizer([kind([torch.zeros(1, requires_grad=True)], lr=0.1) for kind in kinds])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    skipped: Any = FlagOfAGpu(False, [])
     with pytest.raises(RuntimeError, match="; SGD needs"):
-        step_unless(skipped, torch.zeros(()), inner, lambda: False)
+        step_unless(gpu.flag, torch.zeros(()), inner, lambda: False)
 
 
-class FlagOfAGpu:
-    """A flag on a GPU, as far as its way to the host needs it; `queue` is what the host asked."""
-
-    device = torch.device("cuda", 0)
-
-    def __init__(self, value: bool, queue: list[str]) -> None:
-        self.value, self.queue = value, queue
-
-    def to(self, device: str, *, non_blocking: bool) -> Tensor:
-        assert (device, non_blocking) == ("cpu", True)
-        self.queue.append("copy of the flag")
-        return torch.tensor(self.value)
-
-    def __bool__(self) -> bool:
-        self.queue.append("wait for everything")
-        return self.value
-
-
-class StreamOfAGpu:
-    """A stream whose events say when they are waited for."""
-
-    def __init__(self, queue: list[str]) -> None:
-        self.queue = queue
-
-    def record_event(self) -> "StreamOfAGpu":
-        self.queue.append("event")
-        return self
-
-    def synchronize(self) -> None:
-        self.queue.append("wait for the event")
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> mock.MagicMock:
+    """A flag and a stream of a GPU; its calls are what the host has asked, in their order."""
+    gpu = mock.MagicMock()
+    gpu.flag.device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: gpu.stream)
+    return gpu
 
 
 NOT_FUSED = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
 
 
-class TestSkipReader:
-    @pytest.fixture
-    def queue(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-        queue: list[str] = []
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: StreamOfAGpu(queue))
-        return queue
-
-    @pytest.mark.parametrize("value", [True, False])
-    def test_the_host_waits_for_the_flag_alone(self, queue, value):
-        read = skip_reader(FlagOfAGpu(value, queue), NOT_FUSED)
-        queue.append("weighted sum")
-        assert read() is value
-        assert queue == ["copy of the flag", "event", "weighted sum", "wait for the event"]
-
-    def test_nothing_is_copied_that_nobody_reads(self, queue, monkeypatch):
-        """For an optimizer that skips on the device, and in a capture."""
-        fused = FusedSGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-        read = skip_reader(FlagOfAGpu(True, queue), fused)
-        assert queue == []
-        assert read()
-        assert queue == ["wait for everything"]
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        skip_reader(FlagOfAGpu(True, queue), NOT_FUSED)
-        assert len(queue) == 1
-
-    @pytest.mark.parametrize("selection", [None, ["0.weight"]])
-    def test_the_flag_leaves_when_it_is_decided(self, monkeypatch, selection):
-        """Right after the K x K step, before the weighted sum."""
-        order: list[Any] = []
-        weigh = exchange.weighted_gradients
-
-        def noted_reader(skipped: Tensor, inner: Any) -> Any:
-            order.append(skipped)
-            return skip_reader(skipped, inner)
-
-        def noted_weigh(*args: Any) -> list[Tensor]:
-            order.append("weighted sum")
-            return weigh(*args)
-
-        monkeypatch.setattr(step, "skip_reader", noted_reader)
-        monkeypatch.setattr(exchange, "weighted_gradients", noted_weigh)
-        optimizer = run(FusedSGD, max_grad_norm=1.0, selection=selection)
-        assert [isinstance(each, Tensor) for each in order] == 2 * [True, False]
-        assert any(each is optimizer.last.skipped for each in order)
+@pytest.mark.parametrize("value", [True, False])
+def test_the_host_waits_for_the_flag_alone(gpu, value):
+    gpu.flag.to.return_value = torch.tensor(value)
+    read = skip_reader(gpu.flag, NOT_FUSED)
+    gpu.weighted_sum()
+    assert read() is value
+    copy, event = mock.call.flag.to("cpu", non_blocking=True), mock.call.stream.record_event()
+    assert gpu.mock_calls == [copy, event, mock.call.weighted_sum(), event.synchronize()]
 
 
-class Recorded(TorchDispatchMode):
+def test_nothing_is_copied_that_nobody_reads(gpu, monkeypatch):
+    """For an optimizer that skips on the device, and in a capture."""
+    fused = FusedSGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    read = skip_reader(gpu.flag, fused)
+    assert gpu.mock_calls == []
+    assert read()
+    assert gpu.mock_calls == [mock.call.flag.__bool__()]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    skip_reader(gpu.flag, NOT_FUSED)
+    assert len(gpu.mock_calls) == 1
+
+
+@pytest.mark.parametrize("selection", [None, ["0.weight"]])
+def test_the_flag_leaves_when_it_is_decided(monkeypatch, selection):
+    """Right after the K x K step, before the weighted sum."""
+    spied = mock.Mock()
+    for place, name in ((step, "skip_reader"), (exchange, "weighted_gradients")):
+        spied.attach_mock(mock.Mock(wraps=getattr(place, name)), name)
+        monkeypatch.setattr(place, name, getattr(spied, name))
+    optimizer = run(FusedSGD, max_grad_norm=1.0, selection=selection)
+    assert [name for name, *_ in spied.mock_calls] == 2 * ["skip_reader", "weighted_gradients"]
+    flags = [call.args[0] for call in spied.skip_reader.call_args_list]
+    assert any(flag is optimizer.last.skipped for flag in flags)
+
+
+class Recorded(Dispatched):
     """A step as a CUDA graph has it: operators on fixed memory, to be run again in their order.
 
     The operators' results keep their memory from one replay to the next.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, Any, Any, Any]] = []
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        self.calls.append((function, args, kwargs or {}, result))
-        return result
 
     def replay(self) -> None:
         for function, args, kwargs, result in self.calls:

@@ -61,7 +61,6 @@ MODES = [
         tau=(0, 2, 0, 0, 0.7, 0.3),
         rows=(*DOMAINS, "x", "y"),
     ),
-    Mode("published", {"score": "published"}, PUBLISHED),
     Mode(
         "a_score_of_ones_own",
         {"score": Bounded(-0.1, 0.45)} | SMOOTH,
@@ -74,14 +73,12 @@ MODES = [
         **FAR_TWO,
     ),
     Mode("accumulation", micro_batches=3),
-    Mode("selection", selected=("layers.0.qkv.weight", "embedding.weight")),
     Mode(
         "selection_clipped_rows",
         {"score": "published"} | CLIPS,
         PUBLISHED | CLIPS,
-        selected=("layers.1.up.weight",),
+        selected=("layers.1.up.weight", "embedding.weight"),
     ),
-    Mode("absent", {"absent": "keep"}, absent_at=one_or_another),
     Mode(
         "absent_published",
         {"absent": "keep", "score": "published"},

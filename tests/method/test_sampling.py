@@ -77,7 +77,11 @@ def test_what_was_drawn_stays_close_to_the_weights(kind, num_domains, batch_size
 @pytest.mark.parametrize("kind", KINDS)
 def test_counts_are_within_one_of_their_share(kind):
     weights_TK = moving(kind, 1500, 7)
-    counts_TK = counts_at(weights_TK, 30).counts(np.arange(1500))
+    counts = counts_at(weights_TK, 30)
+    counts_TK = counts.counts(np.arange(1500))
+    # At the borders of partial sums, and for a step before those that were asked for.
+    for step in (1500, 0, 1, 1023, 1024, 1025):
+        assert (counts.drawn(step) == counts_TK[:step].sum(axis=0)).all()
     assert (counts_TK.sum(axis=1) == 30).all()
     # 1e-9: rounding of the sum of weights; a share of 7 may be 6.9999999.
     assert (counts_TK >= np.floor(30 * weights_TK - 1e-9)).all()

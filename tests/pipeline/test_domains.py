@@ -76,6 +76,19 @@ def first(batches: Iterable[Any], count: int = 12) -> list[Any]:
     return list(itertools.islice(batches, count))
 
 
+def test_batches_larger_than_a_domain_repeat_it_evenly():
+    rows = domain_blocks(0, 2, domain="a", num_blocks=3, size=10)
+    assert np.bincount(rows, minlength=3).min() >= 3
+    with pytest.raises(ValueError, match="a has no blocks"):
+        domain_blocks(0, 0, domain="a", num_blocks=0, size=1)
+
+
+def test_the_order_is_that_of_every_version():
+    """Records name a seed and a step: what they stand for must not change."""
+    rows = domain_blocks(7, 4711, domain="arxiv", num_blocks=1000, size=6)
+    assert rows.tolist() == [797, 908, 728, 674, 492, 708]
+
+
 def test_proxy_batches_are_the_blocks_that_domain_blocks_names(mixed):
     batch = proxy_batches(mixed).batch(9)
     assert list(batch) == ["code", "prose", "verse", "mix"]
