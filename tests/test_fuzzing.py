@@ -90,14 +90,8 @@ def _measures(data: bytes) -> object:
     return None
 
 
-PARSERS: dict[str, Callable[[bytes], object]] = {
-    "weights": _weights,
-    "metrics": _metrics,
-    "fields": _fields,
-    "command": _command,
-    "run": _run,
-    "measures": _measures,
-}
+_ALL = (_weights, _metrics, _fields, _command, _run, _measures)
+PARSERS: dict[str, Callable[[bytes], object]] = {each.__name__[1:]: each for each in _ALL}
 
 
 def run_one(name: str, data: bytes) -> None:

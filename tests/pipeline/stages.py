@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 
 from doge_fast.pipeline import records
-from doge_fast.pipeline.config import flags
-from doge_fast.pipeline.config.fields import required
 from doge_fast.pipeline.trainer import RecordedTrainer
 
 # The domains of `small_corpus`.
@@ -53,20 +51,10 @@ def write_weights(path: Path, weights: Mapping[str, float]) -> Path:
 
 
 def words_of(config: Any) -> list[str]:
-    """The words after a verb that make this dataclass: of each field that is not its default."""
-    kind = type(config)
-    unsaid = kind(**dict.fromkeys(required(kind), flags._UNSAID))
-    words: list[str] = []
-    for option in flags.options_of(unsaid, False):
-        value = flags._value(config, option.path)
-        if value == option.default:
-            continue
-        if isinstance(value, bool):
-            words.append(option.flag if value else option.flag.replace("--", "--no-", 1))
-        else:
-            several = value if option.is_several else (value,)
-            words += [option.flag, *map(str, several)]
-    return words
+    """The words after a verb that make this dataclass, from a file beside its run."""
+    file = config.out.with_suffix(".json")
+    records.write_json(file, config)
+    return ["--config", str(file)]
 
 
 class Killed(BaseException):

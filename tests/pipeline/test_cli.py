@@ -4,7 +4,6 @@ import io
 import logging
 import re
 import shlex
-import subprocess
 import sys
 import warnings
 from dataclasses import replace
@@ -31,6 +30,7 @@ from doge_fast.pipeline.config.ranges import check
 from doge_fast.pipeline.experiments.presets import preset_of
 from doge_fast.pipeline.run import Run
 from tests.pipeline.stages import words_of
+from tests.processes import ended
 
 
 def test_the_verbs_run_one_after_the_other(proxy, base, capsys):
@@ -88,6 +88,26 @@ PROXY_X, HERE = ProxyConfig(Path("x")), Path("a")
 )
 def test_flags_are_the_fields(words, expected):
     assert cli.parse(shlex.split(words)) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": 2**32}, "at most 4294967295; got 4294967296."),
+        ({"steps": 2.5}, "steps must be a whole number"),
+        ({"steps": True}, "steps must be a whole number"),
+        ({"mu": 10**400}, "mu must be a finite number"),
+        ({"learning_rate": "1e-3"}, "learning_rate must be a finite number"),
+        ({"validation_fraction": 1.0}, "greater than 0 and less than 1"),
+        # A word is several letters.
+        ({"target": "verse"}, "target must be a tuple of values"),
+        ({"data": Path("folder")}, "data must be text (str); got"),
+        ({"cache_dir": "cache"}, "cache_dir must be a pathlib.Path; got 'cache'."),
+    ],
+)
+def test_what_is_out_of_its_range_is_named(proxy, changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check(proxy(**changes))
 
 
 @pytest.mark.parametrize("verb", list(cli.VERBS))
@@ -200,10 +220,7 @@ def test_quick_verbs_import_nothing_slow(words):
         "print([name for name in ('torch', 'transformers', 'datasets', 'numpy') if name in "
         "sys.modules], file=sys.stderr)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert done.stderr.splitlines()[-1] == "[]"
+    assert ended(sys.executable, "-c", program).stderr.splitlines()[-1] == "[]"
 
 
 def test_an_interruption_says_how_to_go_on(tmp_path, capsys, monkeypatch):
@@ -251,9 +268,8 @@ def test_a_missing_extra_is_named(package, extra, capsys, monkeypatch):
 def test_a_reader_that_has_enough_is_no_error():
     # One byte, then the pipe is closed: what follows may be written before or after that.
     command = f"set -o pipefail; {sys.executable} -m doge_fast export --list | head -c 1"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
-    assert len(done.stdout) == 1
-    assert done.stderr == ""
+    done = ended("bash", "-c", command)
+    assert (done.returncode, len(done.stdout), done.stderr) == (0, 1, "")
 
 
 def test_a_terminal_without_the_letters_of_a_name_is_no_error(tmp_path, monkeypatch):

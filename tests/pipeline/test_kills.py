@@ -23,15 +23,8 @@ from doge_fast.pipeline.proxy import learn_weights
 from tests.pipeline.stages import assert_same_run
 from tests.ranks import FORKSERVER
 
-_CHANGES = (
-    "os.rename",
-    "os.remove",
-    "os.rmdir",
-    "os.mkdir",
-    "os.link",
-    "os.symlink",
-    "os.truncate",
-)
+_NAMES = ("rename", "remove", "rmdir", "mkdir", "link", "symlink", "truncate")
+_CHANGES = tuple(f"os.{name}" for name in _NAMES)
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 Call = Callable[[Any], object]

@@ -58,17 +58,10 @@ def test_there_is_no_dropout_and_one_embedding():
 
 def folder_of(tmp_path: Path, **changes: object) -> str:
     """A config.json as the Hub has them."""
-    told = {
-        "model_type": "qwen2",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "vocab_size": 300,
-        "torch_dtype": "bfloat16",
-    }
+    told: dict[str, object] = {"model_type": "qwen2", "torch_dtype": "bfloat16"}
+    told |= {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
+    told |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 300}
+    told |= {"max_position_embeddings": 64}
     tmp_path.mkdir(exist_ok=True)
     (tmp_path / "config.json").write_text(json.dumps({**told, **changes}))
     return str(tmp_path)

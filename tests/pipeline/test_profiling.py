@@ -1,15 +1,19 @@
-"""What a step costs, taken apart: the numbers add up, the files open elsewhere."""
+"""What a step costs, taken apart, against the machine's limits; the files open elsewhere."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
+from unittest import mock
 
 import pytest
+import torch
 from transformers import LlamaConfig
 
 from doge_fast import cli
-from doge_fast.pipeline import profiling
+from doge_fast.pipeline import profiling, roofline
 from doge_fast.pipeline.config import ProfileConfig
 from doge_fast.pipeline.profiling import PHASES, profile, table
+from doge_fast.pipeline.roofline import bandwidth
 
 QUICK = ProfileConfig(
     vocab_size=256, domains=2, sequences=2, sequence_length=8, steps=2, device="cpu"
@@ -48,16 +52,9 @@ def test_other_precisions_and_models(tmp_path):
     measured = profile(replace(QUICK, dtype="bfloat16", buffer_dtype="bfloat16"))
     gram = next(phase for phase in measured.phases if phase.name == "gram")
     assert gram.num_bytes == 2 * 2 * measured.num_parameters + 8 * 4
-    LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        bos_token_id=0,
-        eos_token_id=0,
-    ).save_pretrained(tmp_path)
+    shape = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32}
+    shape |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    LlamaConfig(**shape, bos_token_id=0, eos_token_id=0).save_pretrained(tmp_path)
     for model in (tmp_path, tmp_path / "config.json"):
         measured = profile(replace(QUICK, model=str(model), vocab_size=None))
         # Two embeddings of 64, four projections, three matrices of a gated MLP, three norms.
@@ -99,3 +96,34 @@ def test_the_table_says_what_was_measured():
     # A step that was faster than memory is explained: the rows of a small model never leave them.
     warm = (*phases[:-1], replace(phases[-1], fraction=1.5))
     assert "in the caches" in table(replace(measured, phases=warm))
+
+
+@pytest.fixture
+def nothing_measured_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofline, "_measured", roofline._measured.__wrapped__)
+
+
+@pytest.mark.usefixtures("nothing_measured_yet")
+def test_the_fastest_way_counts(monkeypatch):
+    """Seconds by hand: three reads, then two copies."""
+    seconds = [[2.0] * 9, [1.0] * 9, [4.0] * 9, [8.0] * 4 + [4.0] + [2.0] * 4, [16.0] * 9]
+
+    def alternated(calls: Mapping[str, object], **_: object) -> dict[str, list[float]]:
+        return {name: [1e3 * s for s in each] for name, each in zip(calls, seconds, strict=True)}
+
+    monkeypatch.setattr(roofline, "alternated", alternated)
+    limits = bandwidth("cpu", 4096)
+    assert limits.read == 4096 / 1.0
+    # Read and written; quartiles 2 and 8 around 4.
+    assert limits.copy == 2 * 4096 / 4.0
+    assert limits.spread == 6 / 4
+
+
+@pytest.mark.usefixtures("nothing_measured_yet")
+def test_a_copy_arrives(monkeypatch):
+    """What is timed as a copy is one."""
+    spy = mock.Mock(wraps=roofline.weighted_sum)
+    monkeypatch.setattr(roofline, "weighted_sum", spy)
+    bandwidth("cpu", 4096)
+    assert spy.call_count == roofline.REPEATS + 1
+    assert torch.equal(spy.call_args.kwargs["out"], torch.ones(1024))

@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy import stats
 
-from doge_fast.pipeline import records, report
+from doge_fast.pipeline import records, report, tables
 from doge_fast.pipeline.config import ReportConfig
 from doge_fast.pipeline.records.movement import Movement, movement_of
+from doge_fast.pipeline.reporting.statistics import change_text, paired_difference
 from doge_fast.pipeline.reporting.study import remarks_on
 from tests.pipeline.written_runs import (
     DOMAINS,
@@ -107,9 +109,6 @@ def cells(source: str, title: str) -> dict[str, list[str]]:
     }
 
 
-# The page.
-
-
 def test_the_page_needs_nothing_from_anywhere(page):
     assert not {"script", "iframe", "img", "object"} & set(page.tags)
     references = [
@@ -164,9 +163,6 @@ def test_the_terminal_gets_the_same_tables_as_aligned_ascii(runs, page):
     stdlib = [line.split()[1:] for line in lines if line.startswith("stdlib")]
     assert ["24.78", "22.42", "23.34"] in stdlib
     assert ["-9.5", "%", "-5.8", "%"] in stdlib
-
-
-# What it says of arms.
 
 
 @pytest.mark.parametrize(
@@ -348,9 +344,6 @@ def test_a_model_of_another_run_goes_by_its_name(tmp_path):
     assert row[:4] == ["base", "weights proxy", "first", str(STEPS)]
 
 
-# What it says of a proxy.
-
-
 def test_drift_is_that_of_the_weights_file(runs, page):
     """sum_j |alpha_bar(T) - alpha_bar(0.8 T)|, from the records themselves."""
     lines = records.read_metrics(runs / "proxy", kind="train")
@@ -427,9 +420,6 @@ def test_skipped_steps_and_remarks_on_the_corpus_are_told_once(tmp_path):
     assert "nan" not in words.lower().split()
 
 
-# Awkward names and numbers, and what is no run.
-
-
 def test_awkward_names_stay_text(tmp_path):
     names = ("<b>x</b> & y", "$a_1$", "_hidden", "a very long name of a domain", "文書", "f g")
     out: dict[str, Any] = {"domains": names, "tokens": dict.fromkeys(names, 500_000)}
@@ -451,3 +441,39 @@ def test_any_number_of_domains(tmp_path, num_domains):
     page = page_of(tmp_path)
     assert page.tags.count("figure") == 2
     assert f"of {num_domains} domain" in page.text
+
+
+def test_the_interval_is_students_for_paired_samples():
+    draw = np.random.default_rng(0)
+    own, other = draw.normal(3.0, 0.4, 5), draw.normal(3.2, 0.4, 5)
+    found = paired_difference(dict(enumerate(own)), dict(enumerate(other)))
+    expected = stats.ttest_rel(own, other).confidence_interval(0.95)
+    assert found.mean == pytest.approx((own - other).mean())
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
+    assert found.pairs == 5
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "told"),
+    [
+        ([2.0], [2.1], "−9.5\N{NO-BREAK SPACE}%"),
+        ([math.nan, 2.0], [2.1, 2.1], "not finite"),
+        ([], [], "–"),
+    ],
+)
+def test_one_pair_a_diverged_one_and_none_decide_nothing(own, other, told):
+    found = paired_difference(dict(enumerate(own)), dict(enumerate(other)))
+    assert not found.is_decided
+    assert math.isfinite(found.mean) == (own == [2.0])
+    assert change_text(found) == told
+
+
+def test_columns_are_two_blanks_apart_and_no_line_is_too_wide():
+    header = ["domain", *(f"column {j}" for j in range(20))]
+    rows = [[f"{'long/' * i}name", *(f"{i * j}" for j in range(20))] for i in range(20)]
+    small = tables.table_of(["a", "b", "c"], [["x", "1", "2"]])
+    assert tables.text(small, width=80) == "a  b  c\n-------\nx  1  2"
+    for width in (40, 61, 100):
+        printed = tables.text(tables.table_of(header, rows), width=width)
+        assert max(map(len, printed.splitlines())) <= width
+        assert printed.count("domain") > 1

@@ -50,15 +50,8 @@ def test_what_is_read_held_out_and_left_out_is_said(tmp_path, load, caplog):
     assert "code2 code2/code2-validation.jsonl" in held
     assert "code, prose, verse" in held
     left = "\n".join(line for line in caplog.messages if "not read" in line)
-    for name in (
-        "table.csv",
-        "prose/2.csv",
-        "README.txt",
-        ".hidden.jsonl",
-        "LICENSE",
-        "test.jsonl",
-        ".ipynb_checkpoints",
-    ):
+    not_read = ("table.csv", "prose/2.csv", "README.txt", ".hidden.jsonl", "LICENSE")
+    for name in (*not_read, "test.jsonl", ".ipynb_checkpoints"):
         assert name in left
     assert "prose/3.jsonl holds no row" in caplog.text
     assert "prose/1.json.gz" in caplog.text

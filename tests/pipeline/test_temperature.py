@@ -10,7 +10,8 @@ import pytest
 
 from doge_fast import cli
 from doge_fast.pipeline import records
-from doge_fast.pipeline.config import ProxyConfig, TemperatureConfig
+from doge_fast.pipeline.config import DemoConfig, ProxyConfig, TemperatureConfig
+from doge_fast.pipeline.demo import MOST_RUNS, demo
 from doge_fast.pipeline.experiments.jobs import Job
 from doge_fast.pipeline.health import Diverged
 from doge_fast.pipeline.proxy import learn_weights
@@ -114,14 +115,11 @@ def test_runs_are_planned_and_made_one_by_one(learned, capsys):
     capsys.readouterr()
     assert cli.main([*words, "--plan"]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
-    assert [line.split("  #")[0].split()[-1] for line in lines] == [
-        "base-0-seed0",
-        "base-1-seed0",
-        "base-2-seed0",
-    ]
+    names = [line.split("  #")[0].split()[-1] for line in lines]
+    assert names == ["base-0-seed0", "base-1-seed0", "base-2-seed0"]
     assert "--only" not in last
-    for line in reversed(lines):
-        assert cli.main([*words, "--only", line.split("  #")[0].split()[-1]]) == 0
+    for name in reversed(names):
+        assert cli.main([*words, "--only", name]) == 0
     capsys.readouterr()
     assert cli.main([*words, "--plan"]) == 0
     assert capsys.readouterr().out.count("\n") == 1
@@ -205,3 +203,31 @@ def test_epochs_beyond_four_are_said_before_training(learned, caplog):
     for point in run.record["points"]:
         expected = {k: v * 1e9 / tokens[k] for k, v in point["weights"].items()}
         assert point["epochs"] == pytest.approx(expected)
+
+
+@pytest.mark.exhaustive
+def test_the_demo_says_how_long_it_takes_and_writes_one_page(
+    tmp_path, small_corpus, blocks_cache, caplog
+):
+    config = DemoConfig(
+        tmp_path / "demo", str(small_corpus), target="verse", steps=3, cache_dir=blocks_cache
+    )
+    with caplog.at_level("INFO", logger="doge_fast"):
+        lines = demo(config)
+    told = caplog.messages
+    (time,) = [place for place, line in enumerate(told) if line.startswith("about ")]
+    assert time < min(place for place, line in enumerate(told) if line.startswith("run 1"))
+    # What is read is said once, not for every run.
+    assert sum(": read are " in line for line in told) <= 1
+    page = (config.out / "temperature" / "report.html").read_text(encoding="utf-8")
+    # The proxy's course is on the page of the search.
+    assert "Loss over 1/T" in page
+    assert "How the weights moved" in page
+    search = records.read_weights(config.out / "temperature")
+    assert 3 <= len(search["points"]) <= MOST_RUNS
+    assert search["objective"] == {"verse": 1.0}
+    assert "verse" not in records.weights_by_name(search)
+    # Nothing is left to do.
+    caplog.clear()
+    assert demo(config) == lines
+    assert not [line for line in caplog.messages if line.startswith(("about", "run "))]

@@ -62,19 +62,15 @@ def make() -> None:
     rows = [{"text": text, "source": "ab"[i % 2]} for i, text in enumerate(texts("rows", 40))]
     for name in ("rows.parquet", "rows.jsonl"):
         write_rows(Path(name), rows)
-    trained, paths = TRAINED.split(), [f"{name}=/data/{name}" for name in CORPUS]
+    paths = " ".join(f"{name}=/data/{name}" for name in CORPUS)
     for words in (
-        ["proxy", "--out", "runs/proxy", "--steps", "3", "--sequences-per-domain", "1", *trained],
-        ["base", "--out", "runs/base", "--steps", "3", "--batch-size", "4", *trained],
-        ["evaluate", "runs/base", "--device", "cpu"],
-        [
-            "select",
-            *["--out", "runs/select", "--steps", "2", "--batch-size", "5", "--strategies", "low2"],
-            *trained,
-        ],
-        [*["export", "runs/proxy", "--to", "megatron", "--out", "blend.txt", "--paths"], *paths],
+        f"proxy --out runs/proxy --steps 3 --sequences-per-domain 1 {TRAINED}",
+        f"base --out runs/base --steps 3 --batch-size 4 {TRAINED}",
+        "evaluate runs/base --device cpu",
+        f"select --out runs/select --steps 2 --batch-size 5 --strategies low2 {TRAINED}",
+        f"export runs/proxy --to megatron --out blend.txt --paths {paths}",
     ):
-        assert cli.main(words) == 0, words
+        assert cli.main(words.split()) == 0, words
     shutil.copytree("runs/proxy/model", "tokenizer")
     Path("tasks").mkdir()
     write_documents(Path("tasks"), "copa", "piqa", "winogrande")
