@@ -103,18 +103,14 @@ def test_few_lines_of_a_training_are_kept_and_all_its_evaluations(tmp_path):
     }
 
 
-def test_a_record_of_no_experiment_is_told_from_one(tmp_path):
+def test_a_record_of_no_experiment_is_told_from_one_and_nothing_is_overwritten(tmp_path):
     file = RESULTS / "evidence-temperature-ca.json"
     with pytest.raises(ValueError, match=r"benchmarks\.temperature"):
         evidence.main(["unpack", str(file), str(tmp_path / "again")])
     assert not (tmp_path / "again").exists()
-
-
-def test_nothing_is_overwritten(tmp_path):
     experiment = write_experiment(tmp_path / "experiment", (-0.02,))
-    record = json.loads(json.dumps(evidence.packed(experiment)))
     with pytest.raises(ValueError, match="exists; name a directory that does not"):
-        evidence.unpack(record, experiment)
+        evidence.unpack(evidence.packed(experiment), experiment)
 
 
 def test_the_kept_figure_shows_the_kept_records(tmp_path):

@@ -338,17 +338,16 @@ def test_what_compute_sanitizer_finds(tmp_path, errors, code):
     assert "caching 1" in told.read_text()
 
 
-@pytest.mark.parametrize("code", [3, 0])
-def test_a_sanitizer_that_breaks_is_not_right(tmp_path, code):
-    script = shell_script(tmp_path / "compute-sanitizer", f"exit {code}")
-    row = sanitizer.watched(str(script), "memcheck", torch.device("cpu"))
-    assert not row["correct"]
-    assert f"code {code}" in row["problem"]
+def test_a_sanitizer_that_breaks_is_not_right_and_a_slow_one_is_not_wrong(tmp_path):
+    def watched(text: str, **options: float) -> Row:
+        script = shell_script(tmp_path / "compute-sanitizer", text)
+        return sanitizer.watched(str(script), "memcheck", torch.device("cpu"), **options)
 
-
-def test_a_sanitizer_that_is_slow_is_neither_right_nor_wrong(tmp_path):
-    script = shell_script(tmp_path / "compute-sanitizer", "exec sleep 60")
-    row = sanitizer.watched(str(script), "memcheck", torch.device("cpu"), seconds=0.2)
+    for code in (3, 0):
+        row = watched(f"exit {code}")
+        assert not row["correct"]
+        assert f"code {code}" in row["problem"]
+    row = watched("exec sleep 60", seconds=0.2)
     assert "not finished within 0.2 s" in row["skipped"]
     assert "correct" not in row
 
@@ -462,14 +461,6 @@ def test_what_is_right(ranks, near, far, problem):
         assert row.get("problem") == problem
 
 
-def test_ranks_that_fail_say_so(tmp_path):
-    words = [sys.executable, "-c", "raise SystemExit('no NCCL')"]
-    (row,) = ranks_part.launched(words, tmp_path / "rows.json")
-    assert not row["correct"]
-    assert row["problem"] == "code 1"
-    assert row["lines"] == ["no NCCL"]
-
-
 # As torchrun, whose ranks are in sessions of their own: asked to end, it ends them.
 HANGS = """
 import signal, subprocess, sys, time
@@ -487,7 +478,10 @@ while True:
 """
 
 
-def test_ranks_that_hang_are_ended_all_of_them(tmp_path):
+def test_ranks_that_fail_say_so_and_those_that_hang_are_ended_all_of_them(tmp_path):
+    words = [sys.executable, "-c", "raise SystemExit('no NCCL')"]
+    (row,) = ranks_part.launched(words, tmp_path / "rows.json")
+    assert (row["correct"], row["problem"], row["lines"]) == (False, "code 1", ["no NCCL"])
     life = tmp_path / "life"
     life.touch()
     (row,) = ranks_part.launched(

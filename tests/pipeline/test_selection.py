@@ -29,13 +29,8 @@ def test_a_run_leaves_scores_and_lists(asked):
     config = asked()
     assert measure_cancellation(config) == config.out
     held = sorted(entry.name for entry in config.out.iterdir())
-    assert held == [
-        "cancellation.json",
-        "config.json",
-        "metrics.jsonl",
-        "selection-high3.json",
-        "selection-low3.json",
-    ]
+    lists = ["selection-high3.json", "selection-low3.json"]
+    assert held == ["cancellation.json", "config.json", "metrics.jsonl", *lists]
     record = records.read_json(config.out / "cancellation.json")
     assert (record["steps"], len(record["columns"])) == (8, NUM_PARAMETERS)
     assert list(record["scores"]) == list(READINGS)
