@@ -30,7 +30,6 @@ UNDOCUMENTED = re.compile(
     r"doge_fast\.(__main__|_\w+(\..*)?|weights\.reweight_triton|pipeline\.reporting(\..*)?)"
 )
 
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 

@@ -78,13 +78,10 @@ def probe(cwd: Path, path: Path | None = None, python: str | Path = sys.executab
     return Path(output.strip().splitlines()[-1])
 
 
-def test_wheel(wheel, tmp_path):
+def test_wheel_imports_and_carries_sources_and_nothing_at_top_level(wheel, tmp_path):
     pip = [sys.executable, "-m", "pip", *PIP_INSTALL]
     printed_by(*pip, "--target", tmp_path / "site", wheel)
     assert probe(tmp_path, tmp_path / "site").is_relative_to(tmp_path / "site")
-
-
-def test_wheel_carries_sources_and_nothing_at_top_level(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     # Figures' styles, targets of exports, the page's template: what is no module is there too.
     files = (path for path in (ROOT / "doge_fast").rglob("*") if path.is_file())

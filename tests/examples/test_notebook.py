@@ -18,12 +18,6 @@ from tests.processes import ended
 NOTEBOOK = ROOT / "examples/weights.ipynb"
 
 
-def code_cells() -> list[str]:
-    """What the notebook runs."""
-    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
-    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-
-
 @pytest.fixture
 def maker(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """What makes the notebook."""
@@ -84,8 +78,10 @@ def test_the_cells_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     shown = []
-    for cell in code_cells():
-        last = execute(cell, names)
+    for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]:
+        if cell["cell_type"] != "code":
+            continue
+        last = execute("".join(cell["source"]), names)
         if isinstance(last, ast.Expr) and isinstance(last.value, ast.Name):
             shown.append(names[last.value.id])
     (run,) = shown

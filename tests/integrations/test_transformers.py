@@ -85,6 +85,7 @@ def arguments(out: Path, **changes: Any) -> TrainingArguments:
 
 
 AS_IN_THE_PAPER: dict[str, Any] = {"mu": 0.005, "domain_max_grad_norm": None}
+EVERY_STEP_LOGGED: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1}
 OF_TRAINERS = {*signature(DoGETrainer).parameters, *signature(Trainer).parameters}
 
 
@@ -184,8 +185,7 @@ def test_one_pass_for_all_domains_learns_the_same(tmp_path, micro, drawn):
             domains_per_step=drawn,
             max_grad_norm=0.0,
             gradient_accumulation_steps=micro,
-            logging_strategy="steps",
-            logging_steps=1,
+            **EVERY_STEP_LOGGED,
         )
         trainer.train()
         lines = [line for line in trainer.state.log_history if "loss" in line]
@@ -305,8 +305,7 @@ def test_micro_batches_change_nothing_but_rounding(tmp_path, kind, is_masked):
             Batches(micro=micro, is_masked=is_masked),
             kind=kind,
             gradient_accumulation_steps=micro,
-            logging_strategy="steps",
-            logging_steps=1,
+            **EVERY_STEP_LOGGED,
         )
         for micro in (1, 2)
     )

@@ -174,10 +174,7 @@ FORMS: dict[str, Any] = {
                 **{"name": "training", "start_training_step": 1},
                 "data": {
                     **{"seed": 0, "num_loading_workers": 1},
-                    "dataset": {
-                        "dataset_folder": [*PATHS.values()],
-                        "dataset_weights": SHARES,
-                    },
+                    "dataset": {"dataset_folder": [*PATHS.values()], "dataset_weights": SHARES},
                 },
             }
         ]

@@ -87,15 +87,13 @@ def test_the_domain_is_named_and_a_second_try_ends_alike(proxy, monkeypatch):
         learn_weights(proxy(mode="sequential", steps=40, save_every=2, max_skipped_steps=8))
 
 
-@pytest.mark.parametrize(
-    ("lost", "steps", "is_lost"),
-    [((3, 6), 10, True), ((3, 6), 20, False)],
-)
-def test_a_tenth_of_the_steps_may_be_lost(proxy, monkeypatch, lost, steps, is_lost):
+@pytest.mark.parametrize(("steps", "is_lost"), [(10, True), (20, False)])
+def test_a_tenth_of_the_steps_may_be_lost(proxy, monkeypatch, steps, is_lost):
+    lost = (3, 6)
     poison(monkeypatch, "verse", lost)
     config = proxy(mode="sequential", steps=steps)
     if is_lost:
-        with pytest.raises(Diverged, match=f"{len(lost)} of its {steps} steps were lost"):
+        with pytest.raises(Diverged, match=f"2 of its {steps} steps were lost"):
             learn_weights(config)
     else:
         learn_weights(config)

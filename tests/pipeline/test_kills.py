@@ -32,10 +32,8 @@ Call = Callable[[Any], object]
 _LEFT = {"config.json", "metrics.jsonl", "weights.json", "model", "evaluation.json"}
 
 
-def run_verb(count_file: str, call: Call, config: Any, root: str, at: int | None) -> None:
-    """Run it, and die at the change `at`; else leave their number."""
-    # Outside of the folder that is watched.
-    descriptor = os.open(count_file, os.O_WRONLY | os.O_CREAT)
+def run_verb(told: Any, call: Call, config: Any, root: str, at: int | None) -> None:
+    """Run it, and die at the change `at`; else tell their number."""
     torch.set_num_threads(1)
     count = 0
 
@@ -57,19 +55,18 @@ def run_verb(count_file: str, call: Call, config: Any, root: str, at: int | None
 
     sys.addaudithook(watch)
     call(config)
-    os.write(descriptor, str(count).encode())
+    told.send(count)
     os._exit(0)
 
 
 def in_a_process(call: Call, config: Any, root: Path, at: int | None = None) -> int | None:
     """The number of changes; None: it was killed."""
-    told = root.parent / f"{root.name}-count"
-    told.unlink(missing_ok=True)
-    process = FORKSERVER.Process(target=run_verb, args=(str(told), call, config, str(root), at))
+    here, there = FORKSERVER.Pipe()
+    process = FORKSERVER.Process(target=run_verb, args=(there, call, config, str(root), at))
     process.start()
     process.join(120)
     assert process.exitcode in (0, -signal.SIGKILL), process.exitcode
-    return int(told.read_text()) if process.exitcode == 0 else None
+    return here.recv() if process.exitcode == 0 else None
 
 
 @pytest.mark.parametrize("call", [learn_weights, train_base, evaluate])

@@ -17,13 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from doge_fast.pipeline import cache, packing, records
 from doge_fast.pipeline.config import CorpusConfig
 from doge_fast.pipeline.domains import load_corpus
-from tests.pipeline.corpora import (
-    documents,
-    text_of,
-    texts,
-    tokens,
-    write_jsonl,
-)
+from tests.pipeline.corpora import documents, text_of, texts, tokens, write_jsonl
 
 
 def test_blocks_are_the_documents_and_nothing_else(corpus):
