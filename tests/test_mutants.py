@@ -1,10 +1,6 @@
 """The table of `make mutants` is of this tree, and its mutants are others than the source."""
 
-from pathlib import Path
-
-from tests.mutants import MODULES, mutants_of, path_of
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests.mutants import MODULES, ROOT, mutants_of, path_of
 
 
 def test_the_table_names_the_core_and_tests_that_are_there():

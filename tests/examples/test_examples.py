@@ -443,16 +443,6 @@ def test_the_text_for_olmo_core_learns_what_a_plain_loop_learns(monkeypatch):
     assert module.optim.weights == pytest.approx(expected, rel=1e-6)
 
 
-def launched(folder: Path, num_ranks: int, name: str, *arguments: str) -> dict[str, float]:
-    """The weights that an example prints under torchrun."""
-    printed = printed_by(
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)),
-        *(EXAMPLES / f"{name}.py", "--steps", "40", "--out", "ranks", *arguments),
-        cwd=folder,
-    )
-    return printed_weights(printed)
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "parts"),
@@ -464,7 +454,12 @@ def launched(folder: Path, num_ranks: int, name: str, *arguments: str) -> dict[s
 )
 def test_ranks_learn_what_one_process_learns(tmp_path, run, name, parts):
     one = printed_weights(run("distributed_loop", "--steps", "40"))
-    found = [launched(tmp_path, num_ranks, name, *words) for num_ranks, *words in parts]
+    found = []
+    for num_ranks, *words in parts:
+        torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks))
+        example = (EXAMPLES / f"{name}.py", "--steps", "40", "--out", "ranks", *words)
+        printed = printed_by(sys.executable, *torchrun, *example, cwd=tmp_path)
+        found.append(printed_weights(printed))
     assert [weights == one for weights in found] == [False] * (len(parts) - 1) + [True]
     alone, together = weights_in(tmp_path / "distributed_loop"), weights_in(tmp_path / "ranks")
     assert together == pytest.approx(alone, rel=1e-4)

@@ -83,9 +83,7 @@ def ahead_of_time(cache: Path, *words: str) -> Any:
 def compiled(cache: Path) -> Kernels:
     """What tests/ahead_of_time.py finds; in processes of their own, that Triton compiles."""
 
-    def of_part(part: int) -> Kernels:
-        return ahead_of_time(cache, str(part), str(NUM_PROCESSES))
-
     with ThreadPoolExecutor() as pool:
-        parts = list(pool.map(of_part, range(NUM_PROCESSES)))
+        words = [(str(part), str(NUM_PROCESSES)) for part in range(NUM_PROCESSES)]
+        parts = list(pool.map(lambda each: ahead_of_time(cache, *each), words))
     return {name: measured for part in parts for name, measured in part.items()}

@@ -22,6 +22,7 @@ import yaml
 
 from doge_fast.pipeline.exports import export
 from tests.packages import installed
+from tests.pipeline.corpora import write_jsonl
 
 # What they warn of is their own.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -67,12 +68,9 @@ def documents_of(weights: Mapping[str, float]) -> dict[str, float]:
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """{domain: file of documents}; more of them than are drawn."""
     folder = tmp_path_factory.mktemp("rows")
-    paths = {}
-    for name, length in LENGTHS.items():
-        line = json.dumps({"text": " ".join([name] * length)}) + "\n"
-        paths[name] = str(folder / f"{name}.jsonl")
-        Path(paths[name]).write_text(line * 1200)
-    return paths
+    texts = {name: " ".join([name] * length) for name, length in LENGTHS.items()}
+    files = {name: folder / f"{name}.jsonl" for name in texts}
+    return {name: str(write_jsonl(file, [texts[name]] * 1200)) for name, file in files.items()}
 
 
 @pytest.mark.parametrize("kind", ["documents", "blocks"])
