@@ -143,7 +143,7 @@ def directory(
     trainer: RecordedTrainer,
     existing: ExistingRun,
     *,
-    resolved: Mapping[str, Any] | None = None,
+    resolved: Mapping[str, float] | None = None,
 ) -> Iterator[Path | None]:
     """Have the run directory for this launch alone, with config.json in it.
 

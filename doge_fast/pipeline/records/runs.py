@@ -115,7 +115,7 @@ def open_run(
     config: Any,
     corpus: CorpusRecord,
     parameters: int = 0,
-    resolved: Mapping[str, Any] | None = None,
+    resolved: Mapping[str, float] | None = None,
     warnings: Sequence[str] = (),
 ) -> None:
     """Make `out` the directory of a new run; `check_run` has found none there.
@@ -130,18 +130,18 @@ def open_run(
             is resumed keeps them.
         warnings: what to know of the corpus before believing a number: kept for the report.
     """
-    optional = {"parameters": parameters, "resolved": resolved, "warnings": warnings}
-    record = {
-        "schema_version": SCHEMA_VERSION,
-        "stage": stage,
-        "config": _kept(config),
-        "corpus": corpus,
-        "versions": versions(),
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        **{name: value for name, value in optional.items() if value},
-    }
+    record = ConfigRecord(
+        stage=stage,
+        config=_kept(config),
+        corpus=corpus,
+        versions=versions(),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        warnings=tuple(warnings),
+        resolved=dict(resolved or {}),
+        parameters=parameters,
+    )
     out.mkdir(parents=True, exist_ok=True)
-    write_json(out / CONFIG, record)
+    write_json(out / CONFIG, {"schema_version": SCHEMA_VERSION, **plain(record)})
 
 
 def load_config(run: Path) -> tuple[ConfigRecord, Any]:
