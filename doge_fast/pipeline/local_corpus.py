@@ -36,7 +36,7 @@ from doge_fast.pipeline import cache
 
 _log = logging.getLogger("doge_fast")
 
-# Of the text: beside it the cache writes a file, which would be a domain.
+# The text lies in a folder of its own: the cache writes a manifest beside it.
 FOLDER = "text"
 # Part of the cache's key: changes when the same environment would give other text.
 _FORMAT = 2

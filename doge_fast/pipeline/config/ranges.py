@@ -77,9 +77,9 @@ _MOST_WHOLE = 2**63 - 1
 def check(config: Any, *, has_inputs: bool = True) -> None:
     """Look at every field of a dataclass and of those inside, and at the rules of its class.
 
-    Rules are in its `_check`; `has_inputs=False` leaves them out, where other runs are to leave
-    first what it names. Whoever takes a configuration calls this first, the command line before it
-    loads torch; devices and what the corpus holds are looked at later.
+    Rules are in its `_check`; `has_inputs=False` skips them, for a configuration that names what
+    other runs have yet to make. Whoever takes a configuration calls this first, the command line
+    before it loads torch; devices and what the corpus holds are looked at later.
 
     Raises:
         ValueError: a number is out of its range, a word is none of those that are known, two

@@ -145,9 +145,9 @@ def open_run(
 
 
 def load_config(run: Path) -> tuple[ConfigRecord, Any]:
-    """config.json of a run directory, and its configuration: of the stage's class, as it is today.
+    """config.json of a run directory, and the configuration in it as its stage's class.
 
-    Settings that the file lacks have their defaults; those that have gone since are left out.
+    Settings that the file lacks have their defaults; those that there are no more are left out.
 
     Raises:
         ValueError: it is absent or damaged.
