@@ -35,7 +35,6 @@ from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.report import write_report
 from doge_fast.pipeline.reporting.statistics import PairedDifference, paired_difference
 from doge_fast.pipeline.run import Run
-from doge_fast.pipeline.wording import to_float
 
 _LEAST_STEPS = 200
 _FIRST = (0.0, 1.0, 2.0)
@@ -320,7 +319,7 @@ class _Search:
         if out in self.diverged:
             return math.inf
         loss = records.load_evaluation(out).loss
-        return math.fsum(weight * to_float(loss[name]) for name, weight in self.aim.items())
+        return math.fsum(weight * loss[name] for name, weight in self.aim.items())
 
     def base(self, inverse: float, seed: int) -> BaseConfig:
         """The base model of a temperature and a seed."""

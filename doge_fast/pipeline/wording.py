@@ -1,9 +1,7 @@
 """Numbers as text: what tables, figures and sentences share. Imports nothing heavy."""
 
-import math
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 
 def wrapped(text: str, width: int = 88, *, indent: str = "") -> str:
@@ -11,16 +9,6 @@ def wrapped(text: str, width: int = 88, *, indent: str = "") -> str:
     return textwrap.fill(
         text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
-
-
-def to_float(value: Any) -> float:
-    """JSON has no word for what is not finite; records hold null."""
-    return math.nan if value is None else float(value)
-
-
-def to_floats(values: Mapping[str, Any]) -> dict[str, float]:
-    """Recorded numbers by name; see `to_float`."""
-    return {name: to_float(value) for name, value in values.items()}
 
 
 def count_text(value: float) -> str:

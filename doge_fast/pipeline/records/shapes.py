@@ -7,7 +7,8 @@ classes; it is imported when the first file is read.
 
 import functools
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
@@ -39,8 +40,20 @@ EXPERIMENT, FEWSHOT = "experiment.json", "fewshot.json"
 RUNS = "runs"
 MANIFEST, CANCELLATION = "manifest.json", "cancellation.json"
 
-# Null: not finite.
-Number = float | None
+
+class _NullIsNan:
+    """Pydantic's hook: JSON has no word for what is not finite, and records hold null for it."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_after_validator_function(
+            lambda value: math.nan if value is None else value,
+            core_schema.nullable_schema(handler(source)),
+        )
+
+
+Number = Annotated[float, _NullIsNan()]
 ByName = dict[str, Number]
 Record = TypeVar("Record")
 Loaded = TypeVar("Loaded", bound="WholeFile")
@@ -108,11 +121,11 @@ class MetricsLine:
 
     step: CountOrZero
     kind: Literal["train", "eval"]
-    loss: Number | ByName = None
+    loss: Number | ByName = math.nan
     alpha: ByName = field(default_factory=dict)
     alpha_mean: ByName = field(default_factory=dict)
-    lr: Number = None
-    seconds: Number = None
+    lr: float | None = None
+    seconds: float | None = None
     skipped: bool = False
 
 

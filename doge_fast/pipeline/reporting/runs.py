@@ -14,7 +14,7 @@ from doge_fast.pipeline.config import ModelConfig, TrainingConfig
 from doge_fast.pipeline.config.ranges import Count
 from doge_fast.pipeline.failures import FileFailure
 from doge_fast.pipeline.records import Json
-from doge_fast.pipeline.wording import listed, to_floats
+from doge_fast.pipeline.wording import listed
 
 # Stages that end in weights.
 LEARNING = ("proxy", "doremi")
@@ -125,11 +125,11 @@ class RecordedRun:
     def losses(self) -> dict[str, float] | None:
         """Held-out loss per domain at the end; None where it was not measured."""
         if self.evaluation is not None:
-            return to_floats(self.evaluation.loss)
+            return self.evaluation.loss
         steps = self.asked.training.steps
         for line in reversed(self.lines):
             if line.kind == "eval" and line.step == steps and isinstance(line.loss, dict):
-                return to_floats(line.loss)
+                return line.loss
         return None
 
 

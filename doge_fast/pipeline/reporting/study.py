@@ -18,7 +18,7 @@ from doge_fast.pipeline.records.movement import Floats, Movement, movement_of
 from doge_fast.pipeline.reporting.runs import LEARNING, RecordedRun, open_runs
 from doge_fast.pipeline.reporting.statistics import Line, Losses, Stat, stat_of, weight_text
 from doge_fast.pipeline.tables import as_ascii
-from doge_fast.pipeline.wording import count_text, listed, plural, to_floats, wrapped
+from doge_fast.pipeline.wording import count_text, listed, plural, wrapped
 from doge_fast.weights.projection import effective_domains
 
 Kind = TypeVar("Kind")
@@ -84,7 +84,7 @@ class Proxy:
         known = [{step for step, weights in each.items() if weights} for each in by_step]
         steps = sorted(set.intersection(*known))
         values = [[[each[t].get(name) for name in self.domains] for t in steps] for each in by_step]
-        # A null becomes nan.
+        # Of a domain that a line lacks: nan.
         return np.asarray(steps, dtype=np.float64), np.asarray(values, dtype=np.float64)
 
     @cached_property
@@ -184,7 +184,7 @@ def mean_weights(runs: Sequence[RecordedRun]) -> dict[str, Stat]:
     found = [records.weights_by_name(run.weights) for run in runs if run.weights is not None]
     if not found:
         averages = ([line.alpha_mean for line in run.train if line.alpha_mean] for run in runs)
-        found = [to_floats(each[-1]) for each in averages if each]
+        found = [each[-1] for each in averages if each]
     names = [name for name in (found or [{}])[0] if all(name in each for each in found)]
     return {name: stat_of(each[name] for each in found) for name in names}
 
