@@ -5,6 +5,7 @@ A size of the family is a GPT-2 of transformers, so that what a stage saves open
 """
 
 import math
+import re
 import shlex
 import tempfile
 from collections.abc import Callable, Iterator
@@ -36,6 +37,8 @@ VOCAB_MULTIPLE = 64
 _CHECKED_TOKENS = 8
 # More take minutes to build, and as long for a step.
 _MOST_LAYERS = 1000
+# An infinite epsilon makes a model that says the same of every text.
+_BELOW_ONE = re.compile(r"drop|(^|_)eps(ilon)?($|_)")
 _MEND = "Mend its config.json, or name another model."
 
 
@@ -114,6 +117,9 @@ def check_model(config: ModelConfig, *, block_size: int) -> Any:
         # Blocks hold no padding, and the embedding of a padding token never learns.
         architecture.pad_token_id = None
         architecture.output_attentions = architecture.output_hidden_states = False
+        if getattr(architecture, "output_router_logits", False):
+            # The balance of its experts would be in the loss of every domain.
+            architecture.output_router_logits = False
         if hasattr(architecture, "quantization_config"):
             del architecture.quantization_config
         _check_heads(config.model, architecture)
@@ -144,7 +150,7 @@ def _check_numbers(value: Any, name: str, key: str = "") -> None:
             _check_numbers(each, name, str(inner))
     elif isinstance(value, float) and math.isnan(value):
         raise FileFailure(f"{name}: {key} of its config.json is NaN. Give it a number.")
-    elif "drop" in key and type(value) in (int, float) and not 0 <= value < 1:
+    elif _BELOW_ONE.search(key) and type(value) in (int, float) and not 0 <= value < 1:
         raise FileFailure(
             f"{name}: {key} of its config.json is {value}. Give it a share, at least 0 and below 1."
         )

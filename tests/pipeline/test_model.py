@@ -76,6 +76,15 @@ def saved(tmp_path: Path) -> str:
     return name
 
 
+def test_what_balances_experts_is_no_loss_of_a_domain(tmp_path):
+    experts = {"num_local_experts": 2, "output_router_logits": True, "router_aux_loss_coef": 100.0}
+    model = built(folder_of(tmp_path, model_type="mixtral", **experts))
+    tokens_1L = torch.arange(16)[None]
+    found = model(tokens_1L, labels=tokens_1L)
+    expected = torch.nn.functional.cross_entropy(found.logits[0, :-1], tokens_1L[0, 1:])
+    torch.testing.assert_close(found.loss, expected)
+
+
 def test_pretraining_continues_from_the_saved_weights_in_float32(saved):
     model = built(saved, 192, pretrained=True)
     saved = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
@@ -102,6 +111,8 @@ def test_a_fresh_model_is_of_the_corpus_and_in_float32_whatever_its_config_says(
         ({"layer_types": ["full_attention"] * 3}, "layer"),
         ({"hidden_act": "nothing"}, "nothing"),
         ({"attention_dropout": float("nan")}, "attention_dropout of its config"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps of its config"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps of its config"),
         ({"attention_dropout": 2.0}, "attention_dropout of its config.json is 2.0"),
         ({"num_hidden_layers": 1.5}, "num_hidden_layers.* expected int, got float"),
     ],
