@@ -121,16 +121,17 @@ class Reader:
         elif block.language == "text":
             assert_alike(block.text, self.printed)
         elif block.language in ("json", "yaml"):
-            assert (
-                json.loads(block.text) if block.language == "json" else yaml.safe_load(block.text)
-            )
+            load = json.loads if block.language == "json" else yaml.safe_load
+            assert load(block.text)
         else:
             assert block.language in _FOR_THE_EYE, f"nobody knows how to check {block.language!r}"
 
     def _execute(self, block: Block, place: str) -> str:
         # The file name makes a traceback say which block failed.
         code = compile(block.text, place, "exec")
-        return _output_of(lambda: exec(code, self.namespace))
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(code, self.namespace)
+        return printed.getvalue()
 
     def _type(self, line: str, order: str) -> str:
         words = shlex.split(line, comments=True)
@@ -158,12 +159,6 @@ def _shape(line: str) -> str:
     return " ".join(word for word in words if word != "*")
 
 
-def _output_of(call: Callable[[], object]) -> str:
-    with contextlib.redirect_stdout(io.StringIO()) as caught:
-        call()
-    return caught.getvalue()
-
-
 def _doge_fast(arguments: list[str], order: str, cache: Path) -> str:
     verb = arguments[0]
     if order == "parse" or verb in _TOO_LONG:
@@ -173,19 +168,13 @@ def _doge_fast(arguments: list[str], order: str, cache: Path) -> str:
     shorter = [] if "--tasks" in arguments else _SHORTER.get(verb, [])
     if shorter is _SHORT:
         shorter = [*shorter, "--cache-dir", str(cache)]
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said):
-        code = 0
-
-        def run() -> None:
-            nonlocal code
-            code = cli.main([*arguments, *shorter])
-
-        printed = _output_of(run)
+    printed, said = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(said):
+        code = cli.main([*arguments, *shorter])
     expected = cli.failures.USAGE if order == "refused" else 0
     assert code == expected, f"doge-fast {shlex.join(arguments)} -> {code}\n{said.getvalue()}"
     # A refusal, and what a verb has to remark, is read on the terminal with the rest.
-    return printed + said.getvalue()
+    return printed.getvalue() + said.getvalue()
 
 
 def _pip(words: list[str]) -> str:

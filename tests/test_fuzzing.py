@@ -67,7 +67,6 @@ def _command(data: bytes) -> object:
     if not words:
         return None
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        code = 0
         try:
             return cli.parse(words)
         except SystemExit as end:

@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import asdict
 from typing import Any
 from unittest import mock
 
@@ -119,11 +118,6 @@ def test_the_command_measures_what_it_is_asked(tmp_path, capsys, monkeypatch):
     # The buffer is there; what else a process of this size holds is noise beside the model.
     assert row["extra_bytes"] > 0.5 * row["buffer_bytes"]
     assert "peak memory over plain" in capsys.readouterr().out
-
-
-def test_a_problem_survives_json():
-    problem = Problem(TINY, 3, 6, autocast="bfloat16", bar=1.1)
-    assert Problem.from_dict(json.loads(json.dumps(asdict(problem)))) == problem
 
 
 @pytest.mark.exhaustive

@@ -22,7 +22,7 @@ from transformers import TrainingArguments
 
 from doge_fast.integrations.transformers import DoGETrainer
 from tests.integrations.test_architectures import tiny
-from tests.integrations.test_transformers import arguments
+from tests.integrations.test_transformers import EVERY_STEP_LOGGED, arguments
 from tests.models import tiny_gpt2
 from tests.ranks import as_launched
 
@@ -99,12 +99,11 @@ def arguments_of_ranks(
         gradient_accumulation_steps=num_micro,
         learning_rate=1e-2,
         lr_scheduler_type="constant",
-        logging_strategy="steps",
-        logging_steps=1,
         save_steps=BEGUN,
         include_num_input_tokens_seen="all",
         fsdp=None if config is None else True,
         fsdp_config=config,
+        **EVERY_STEP_LOGGED,
         **more,
     )
     assert args.device.type == "cpu"
