@@ -165,8 +165,8 @@ class StackedModel:
 
     def _rule_of(self, module: nn.Module) -> LayerRule | None:
         params = module.parameters(recurse=False)
-        if any(param.requires_grad and not self.is_tracked(param) for param in params):
-            # Another optimizer trains it: autograd must compute its gradient.
+        # autograd must compute the gradient of what another optimizer trains, and run hooks on it.
+        if any(p.requires_grad and (not self.is_tracked(p) or p._backward_hooks) for p in params):
             return None
         return rule_of(module)
 
@@ -191,7 +191,8 @@ def pass_of(param: Tensor) -> StackedModel | None:
     For functions that use a parameter without its module, as `linear_domain_losses` does. They
     write the parameter's rows (`StackedModel.slots`) and return no gradient of it to autograd.
     """
-    return next((each for each in reversed(_recording) if each.is_tracked(param)), None)
+    passes = [each for each in reversed(_recording) if each.is_tracked(param)]
+    return passes[0] if passes and not param._backward_hooks else None
 
 
 class _StackedLayer:
@@ -205,17 +206,19 @@ class _StackedLayer:
         # A compiled graph cannot hold an object; it holds this number.
         self.number = next(_numbers)
         _layers[self.number] = self
-        params = module.parameters(recurse=False)
-        self._token = torch.zeros(1, device=next(params).device)
+        self._params = [*module.parameters(recurse=False)]
+        self._token = torch.zeros(1, device=self._params[0].device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output."""
-        if not torch.is_grad_enabled():
+        params = self.module.parameters(recurse=False)
+        # torch.func.functional_call puts other tensors there, which autograd has to follow.
+        is_own = all(param is own for param, own in zip(params, self._params, strict=True))
+        if not (torch.is_grad_enabled() and is_own):
             return self._original(*args, **kwargs)
         given = only_input(self.module, args, kwargs)
         x = self.rule.prepare(self.module, self._stacked.examples.in_front(given, self.module))
-        params = self.module._parameters.values()
-        output = _Layer.apply(self, x, self._token, *params)  # type: ignore[no-untyped-call]
+        output = _Layer.apply(self, x, self._token, *self._params)  # type: ignore[no-untyped-call]
         return output.to(given.dtype) if self.rule.keeps_dtype else output
 
     def fill_rows(self, tensors: list[Tensor]) -> None:

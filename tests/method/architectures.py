@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 from doge_fast import DoGEOptimizer
@@ -41,10 +42,12 @@ class Tiny(nn.Module):
 
 
 class Twice(Tiny):
-    """Modules called twice, and with arguments by name."""
+    """Modules called twice, with arguments by name, and with other tensors as parameters."""
 
     def forward(self, ids_BL: Tensor) -> Tensor:
         x = self.down(F.gelu(self.up(self.words(input=ids_BL))))
+        half = {name: param.detach() / 2 for name, param in self.down.named_parameters()}
+        x = x + functional_call(self.down, half, self.up(x))
         return self.head(input=self.down(F.gelu(self.up(self.norm(input=x)))))
 
 
@@ -85,6 +88,7 @@ class Frozen(Tiny):
         super().__init__()
         for param in (*self.up.parameters(), self.norm.bias, self.words.weight):
             param.requires_grad_(False)
+        self.down.weight.register_hook(lambda grad: grad.flip(0))
 
 
 class Odd(nn.Module):
@@ -121,6 +125,7 @@ class Root(Tiny):
     def __init__(self) -> None:
         super().__init__()
         self.offset = nn.Parameter(torch.randn(VOCABULARY))
+        self.offset.register_hook(lambda grad: 2 * grad)
 
     def forward(self, ids_BL: Tensor) -> Tensor:
         return super().forward(ids_BL) + self.offset

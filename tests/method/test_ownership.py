@@ -1,7 +1,6 @@
 """Several optimizers on one model: what is refused, what is warned of, and what is neither."""
 
 import threading
-import warnings
 
 import pytest
 import torch
@@ -140,9 +139,8 @@ def test_what_is_done_on_purpose_is_left_alone(change, is_stacked):
     both = Discriminated()
     change(both)
     optimizer = wrapped(*(p for p in both.model.parameters() if p.requires_grad))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        step(both, optimizer, is_stacked=is_stacked)
+    # A warning would be an error.
+    step(both, optimizer, is_stacked=is_stacked)
 
 
 def test_a_parameter_of_a_group_is_owned_while_it_is_frozen():
@@ -151,6 +149,4 @@ def test_a_parameter_of_a_group_is_owned_while_it_is_frozen():
     optimizer = wrapped(*model.parameters())
     with optimizer.domain("a"):
         model[0].requires_grad_(True)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            model(torch.randn(3, 4)).mean().backward()
+        model(torch.randn(3, 4)).mean().backward()

@@ -145,10 +145,10 @@ def only_input(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 def refuse_coupled_examples(model: nn.Module) -> None:
     """Raise ValueError where a module mixes the examples of a batch."""
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and module.training:
+        # Without running statistics it takes those of the batch in eval mode too.
+        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
             raise ValueError(
                 f"{name or 'the model'} is a {type(module).__name__}, whose statistics mix the "
-                "examples of a batch, so no domain has a gradient of its own. Put it in eval mode. "
-                "Or train with one domain after another: optimizer.domain(name) instead of "
-                "optimizer.stacked()."
+                "examples of a batch, so no domain has a gradient of its own. Put it in eval mode, "
+                "with running statistics, or run one domain after another: optimizer.domain(name)."
             )

@@ -96,6 +96,7 @@ def _alias(param: Tensor, row: int, receive: Receive) -> Tensor:
         assert grad is not None
         receive(row, param, grad)
 
+    alias._backward_hooks = param._backward_hooks
     alias.register_post_accumulate_grad_hook(hand_over)  # type: ignore[no-untyped-call]
     return alias
 
