@@ -101,4 +101,5 @@ def _checked_names(names: Iterable[str], what: str) -> tuple[str, ...]:
             )
     if len(set(checked)) < len(checked):
         raise ValueError(f"{what} must be distinct names; got {list(checked)}.")
-    return checked
+    # numpy's strings cannot be read from a checkpoint.
+    return tuple(map(str, checked))

@@ -85,7 +85,7 @@ def score_of(score: str | Score) -> Score:
     """The score named "paper" or "published", or a `Score` itself; ValueError for anything else."""
     if isinstance(score, Score):
         return score
-    if score not in NAMED_SCORES:
+    if not isinstance(score, str) or score not in NAMED_SCORES:
         raise ValueError(f"score must be 'paper', 'published' or a Score; got {score!r}.")
     return NAMED_SCORES[score]
 

@@ -60,8 +60,9 @@ class UpdateRule:
     """In [0, 1), mixture with uniform."""
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
+        """Check the ranges; mu becomes a float, as torch.load(weights_only=True) reads no numpy."""
         simplex.check_mu(self.mu)
+        object.__setattr__(self, "mu", float(self.mu))
         simplex.check_smoothing(self.smoothing)
         for name in ("max_grad_norm", "domain_max_grad_norm"):
             value = getattr(self, name)

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,12 +12,12 @@ from doge_fast.weights import checkpoint
 from doge_fast.weights.objective import Objective
 from doge_fast.weights.state import DomainWeights, UpdateRule
 
-OBJECTIVE = Objective.of(["a", "b"], {"a": 1.0, "far": 2.0})
+OBJECTIVE = Objective.of(np.array(["a", "b"]), {"a": 1.0, "far": 2.0})
 
 
 def state(**parts: Any) -> dict[str, Any]:
     """What `named` gives after some steps."""
-    weights = DomainWeights(OBJECTIVE, UpdateRule(0.5))
+    weights = DomainWeights(OBJECTIVE, UpdateRule(np.float64(0.5)))
     ours = {
         "alpha": torch.tensor([0.25, 0.75], dtype=torch.float64),
         "alpha_mean": torch.tensor([0.5, 0.5], dtype=torch.float64),
@@ -32,6 +33,8 @@ def test_numbers_go_there_and_back():
     named = state()
     assert named.items() >= {"version": 2, "rows": ["a", "b", "far"], "draws": 9, "mu": 0.5}.items()
     checkpoint.check(named, OBJECTIVE)
+    # weights_only=True reads no numbers and strings of numpy.
+    assert {type(each) for each in (named["mu"], *named["domains"])} == {float, str}
     values = checkpoint.packed(named, OBJECTIVE)
     fingerprint = checkpoint.fingerprint(OBJECTIVE)
     vectors = (0.25, 0.75, 0.5, 0.5, -1.5, 1e-300)
