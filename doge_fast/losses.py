@@ -340,7 +340,7 @@ def _checked_sizes(
             "domain losses take logits [B, L, V] or hidden states [B, L, H] and labels [B, L]; got "
             f"{list(logits_BLV.shape)} and {list(labels_BL.shape)}."
         )
-    if sum(sizes.values()) != len(labels_BL):
+    if sum(sizes_of(sizes).values()) != len(labels_BL):
         raise ValueError(
             f"sizes must add up to the {len(labels_BL)} examples of the batch; got {dict(sizes)}."
         )

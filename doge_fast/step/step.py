@@ -85,9 +85,7 @@ class Received:
     times: Counter[str] = field(default_factory=Counter)
     """{domain: how often it has been left}."""
     counts: dict[str, float] = field(default_factory=dict)
-    """{domain: weight in the mean over ranks}; 0 until it has been left. A data-parallel rank's
-    rows have the order of the keys.
-    """
+    """{domain: weight in the mean over ranks; 0 until it is left}, in the order of own rows."""
     is_dropped: bool = False
     """Whether an exception has dropped the step: in a domain, or on several ranks before one."""
     is_reported: bool = False
@@ -411,7 +409,8 @@ class Step:
         if self._received.counts and given is not None:
             raise RuntimeError(
                 f"{self.parameters.name_of(given)} has a p.grad from outside the domains. Run that "
-                "backward pass inside a domain, or take a step with it before them."
+                "backward pass inside a domain, or take a step with it before them. If it was "
+                "unfrozen in this step, call zero_grad() and run the domains again."
             )
         if self._received.is_dropped and self.exchange.num_ranks > 1:
             # Before the ranks agree: _refuse_missing would raise on this rank alone.

@@ -178,8 +178,9 @@ def test_a_domain_is_known_and_inside_no_other_and_has_a_backward_pass():
         optimizer.domain("b"),
     ):
         pass
-    with refused("received a gradient inside domain 'a'"), optimizer.domain("a"):
-        pass
+    # Of a parameter that was put in the place of another, for example.
+    with refused("gradient inside domain 'a'.* were replaced"), optimizer.domain("a"):
+        nn.Parameter(torch.ones(2)).sum().backward()
 
 
 @pytest.mark.parametrize("what", ["step", "combine", "zero_grad", "release", "load_state_dict"])
@@ -190,13 +191,6 @@ def test_what_is_refused_inside_a_domain(what):
         weight.sum().backward()
         with refused(rf"{what}\(\).* must be called outside domain.*'a'"):
             getattr(optimizer, what)(*arguments)
-
-
-def test_parameters_replaced_after_construction():
-    model, optimizer = made(nn.Linear(3, 1, bias=False))
-    model.weight = nn.Parameter(torch.ones(1, 3))
-    with refused("parameters were replaced"), optimizer.domain("a"):
-        model(torch.ones(2, 3)).sum().backward()
 
 
 @pytest.mark.parametrize("change", [Tensor.double, Tensor.t])
