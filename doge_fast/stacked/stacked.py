@@ -210,9 +210,8 @@ class _StackedLayer:
         self._token = torch.zeros(1, device=self._params[0].device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's output."""
+        """The module's output: by autograd where functional_call has put other tensors there."""
         params = self.module.parameters(recurse=False)
-        # torch.func.functional_call puts other tensors there, which autograd has to follow.
         is_own = all(param is own for param, own in zip(params, self._params, strict=True))
         if not (torch.is_grad_enabled() and is_own):
             return self._original(*args, **kwargs)

@@ -409,8 +409,7 @@ class Step:
         if self._received.counts and given is not None:
             raise RuntimeError(
                 f"{self.parameters.name_of(given)} has a p.grad from outside the domains. Run that "
-                "backward pass inside a domain, or take a step with it before them. If it was "
-                "unfrozen in this step, call zero_grad() and run the domains again."
+                "backward pass inside a domain, or step before. Unfreeze parameters between steps."
             )
         if self._received.is_dropped and self.exchange.num_ranks > 1:
             # Before the ranks agree: _refuse_missing would raise on this rank alone.

@@ -87,7 +87,7 @@ class Objective:
 
 
 def _checked_names(names: Iterable[str], what: str) -> tuple[str, ...]:
-    # A set has no order, and the letters of a string are no names.
+    # A set has no order, a string's letters are no names, and numpy's strings no checkpoint's.
     if isinstance(names, str | set | frozenset) or not isinstance(names, Iterable):
         raise ValueError(f"{what} must be a list of names; got {names!r}.")
     checked = tuple(names)
@@ -101,5 +101,4 @@ def _checked_names(names: Iterable[str], what: str) -> tuple[str, ...]:
             )
     if len(set(checked)) < len(checked):
         raise ValueError(f"{what} must be distinct names; got {list(checked)}.")
-    # numpy's strings cannot be read from a checkpoint.
     return tuple(map(str, checked))

@@ -143,9 +143,8 @@ def only_input(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def refuse_coupled_examples(model: nn.Module) -> None:
-    """Raise ValueError where a module mixes the examples of a batch."""
+    """Raise ValueError where a module mixes examples, as norms without running statistics do."""
     for name, module in model.named_modules():
-        # Without running statistics it takes those of the batch in eval mode too.
         if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
             raise ValueError(
                 f"{name or 'the model'} is a {type(module).__name__}, whose statistics mix the "
