@@ -13,23 +13,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from benchmarks.problems import (
-    BLOCKS,
-    MATRIX,
-    Arena,
-    OperatorProblem,
-    coefficients,
-    largest_model,
-)
+from benchmarks.problems import BLOCKS, MATRIX, Arena, OperatorProblem, coefficients, largest_model
 from doge_fast import reference
 from doge_fast.alternation import Call
-from doge_fast.kernels import (
-    accumulate,
-    gram,
-    implementations,
-    segment_sum,
-    weighted_sum,
-)
+from doge_fast.kernels import accumulate, gram, implementations, segment_sum, weighted_sum
 from doge_fast.kernels.dispatch import IMPLEMENTATIONS, OPERATORS
 from doge_fast.weights.reweight import StepSettings, new_state, reweight
 

@@ -24,14 +24,7 @@ from torch import Tensor
 from benchmarks import cases, protocol
 from benchmarks.cases import Case
 from benchmarks.problems import DTYPES, NUM_ROWS, SHAPES, Arena
-from doge_fast.alternation import (
-    Call,
-    Ratio,
-    alternated,
-    cycles_to_hide,
-    ratio_of,
-    timed_ms,
-)
+from doge_fast.alternation import Call, Ratio, alternated, cycles_to_hide, ratio_of, timed_ms
 
 Row = dict[str, Any]
 

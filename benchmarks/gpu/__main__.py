@@ -17,6 +17,7 @@ import re
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,15 +73,19 @@ def run_part(part: str, session: Session, minutes: float) -> dict[str, Row]:
 def run_section(rows: Callable[[Session], Iterator[Row]], session: Session, seconds: float) -> Row:
     """All rows that there was time for, and what stopped them; the first row has time always.
 
-    "cut" says that rows are missing; the one that came too late is left out.
+    "cut" says that rows are missing; the one that came too late is left out, unless it says itself
+    that it was skipped.
     """
     start = time.monotonic()
+    session = replace(session, end_s=start + seconds)
     found: Row = {"rows": [], "cut": False}
     if session.on_gpu:
         torch.cuda.reset_peak_memory_stats(session.device)
+        resting_bytes = torch.cuda.memory_allocated(session.device)
     try:
         for row in rows(session):
-            if found["rows"] and time.monotonic() - start >= seconds:
+            is_late = time.monotonic() >= session.end_s
+            if found["rows"] and is_late and "skipped" not in row:
                 # Only a further row shows that the last one was not the last.
                 found["cut"] = True
                 break
@@ -93,9 +98,12 @@ def run_section(rows: Callable[[Session], Iterator[Row]], session: Session, seco
         found["traceback"] = traceback.format_exc().splitlines()[-8:]
     found["seconds"] = round(time.monotonic() - start, 1)
     if session.on_gpu:
-        # Some rows measure a peak of their own, and begin it anew.
+        # Some rows measure a peak of their own and begin it anew, or are of another process, which
+        # may be all that takes memory.
         peaks = [row["peak_bytes"] for row in found["rows"] if "peak_bytes" in row]
-        found["peak_bytes"] = max([torch.cuda.max_memory_allocated(session.device), *peaks])
+        own_bytes = torch.cuda.max_memory_allocated(session.device)
+        peaks += [own_bytes] if own_bytes > resting_bytes else []
+        found["peak_bytes"] = max(peaks, default=None)
     protocol.release(session.device)
     return found
 

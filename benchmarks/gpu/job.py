@@ -5,16 +5,20 @@ import json
 import math
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks import steps
-from benchmarks.gpu.session import Row, Session
+from benchmarks.gpu.session import Row, Session, run_command
 
-ROOT = Path(__file__).resolve().parents[2]
+# `doge-fast`, which says in its last line how much of a GPU's memory it took.
+PROGRAM = """
+import atexit, sys, torch, doge_fast.cli
+atexit.register(lambda: print(f"peak: {torch.cuda.max_memory_allocated()} bytes"))
+sys.exit(doge_fast.cli.main())
+"""
 # What the commands import; a checkout with torch alone trains no language model.
 NEEDED = "import doge_fast.cli, doge_fast.pipeline.profiling, doge_fast.pipeline.proxy"
 # Of a command: text is read and packed once, then some steps are taken.
@@ -33,8 +37,7 @@ def job(session: Session) -> Iterator[Row]:
     if not corpus.is_dir():
         yield {"skipped": f"no corpus at {corpus}; --corpus names another place"}
         return
-    missing = _missing()
-    if missing is not None:
+    if missing := _missing():
         yield {"skipped": f"the pipeline needs more packages: {missing}"}
         return
     domains = sorted(path.stem for path in corpus.iterdir() if not path.name.startswith("."))
@@ -51,11 +54,8 @@ def job(session: Session) -> Iterator[Row]:
 
 def _missing() -> str | None:
     """Why the pipeline cannot be imported; None where it can."""
-    command = [sys.executable, "-c", NEEDED]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode == 0:
-        return None
-    return done.stderr.strip().splitlines()[-1]
+    code, printed = run_command([sys.executable, "-c", NEEDED], SECONDS)
+    return None if code == 0 else printed.strip().splitlines()[-1]
 
 
 def sequences_of(session: Session, num_domains: int) -> int:
@@ -92,7 +92,7 @@ def command(
     else:
         words |= {"weights": "uniform", "batch-size": sequences * num_domains}
     flags = [str(word) for name, value in words.items() for word in (f"--{name}", value)]
-    return [sys.executable, "-m", "doge_fast", stage, *flags]
+    return [sys.executable, "-c", PROGRAM, stage, *flags]
 
 
 def run(
@@ -100,16 +100,19 @@ def run(
 ) -> Row:
     """One command; right if it ends well, its losses are numbers and its weights sum to one."""
     out = folder / stage
-    row = {"run": stage} | ended(command(stage, session, corpus, num_domains, sequences, out))
+    words = command(stage, session, corpus, num_domains, sequences, out)
+    # Of two commands that take about as long.
+    seconds = session.seconds_for(2 if stage == "base" else 1, SECONDS)
+    row = {"run": stage} | ended(words, seconds)
     if "correct" in row or "skipped" in row:
         return row
     del row["lines"]
     text = (out / "metrics.jsonl").read_text(encoding="utf-8")
     lines = [json.loads(line) for line in text.splitlines()]
-    seconds = [line["seconds"] for line in lines if "seconds" in line][WARM_UP_LINES:]
+    step_seconds = [line["seconds"] for line in lines if "seconds" in line][WARM_UP_LINES:]
     (losses,) = [line["loss"] for line in lines if line["kind"] == "eval"][-1:]
     tokens = num_domains * sequences * (32 if session.quick else 512)
-    step_s = statistics.median(seconds)
+    step_s = statistics.median(step_seconds)
     row |= {
         "step_ms": round(1e3 * step_s, 2),
         "tokens_per_s": round(tokens / step_s),
@@ -122,34 +125,28 @@ def run(
     return row
 
 
-def ended(words: list[str]) -> Row:
+def ended(words: list[str], seconds: float) -> Row:
     """What there is to say of a command that has run; not whether it is right, if it ended well."""
     row: Row = {"command": " ".join(["doge-fast", *words[3:]])}
-    try:
-        done = subprocess.run(
-            words,
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return row | {"correct": False, "problem": f"it did not end within {SECONDS} s"}
-    lines = done.stdout.strip().splitlines()
-    if done.returncode == 0:
+    code, printed = run_command(words, seconds)
+    if code is None:
+        # Slow is not wrong.
+        return row | {"skipped": printed}
+    lines = printed.strip().splitlines()
+    if lines and (peak := re.fullmatch(r"peak: (\d+) bytes", lines[-1])):
+        lines.pop()
+        row |= {"peak_bytes": int(peak[1])} if int(peak[1]) else {}
+    if code == 0:
         return row | {"lines": lines}
     row["lines"] = lines[-6:]
-    if re.search("(not enough|out of) memory", done.stdout):
+    if re.search("(not enough|out of) memory", printed):
         return row | {"skipped": "out of memory"}
-    return row | {"correct": False, "problem": f"code {done.returncode}"}
+    return row | {"correct": False, "problem": f"code {code}"}
 
 
 def profiles(session: Session) -> Iterator[Row]:
     """What generalization estimation costs, phase by phase, over plain training."""
-    missing = _missing()
-    if missing is not None:
+    if missing := _missing():
         yield {"skipped": f"the pipeline needs more packages: {missing}"}
         return
     for num_domains, mode in itertools.product((7,) if session.quick else (7, 22), steps.MODES):
@@ -161,9 +158,13 @@ def profiles(session: Session) -> Iterator[Row]:
             words |= {"steps": 9, "dtype": "bfloat16"}
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "profile.json"
-            flags = [f"--{name}={value}" for name, value in {**words, "json": path}.items()]
-            row = ended([sys.executable, "-m", "doge_fast", "profile", *flags])
+            flags = [f"--{name}={value}" for name, value in words.items()]
+            program = [sys.executable, "-c", PROGRAM, "profile", *flags, f"--json={path}"]
+            row = ended(program, session.seconds_for(1, SECONDS))
+            # The file goes, and with it what names it: the command's last word and its last line.
+            row["command"] = row["command"].removesuffix(f" --json={path}")
             row |= {"domains": num_domains, "mode": mode}
-            if path.is_file():
-                row |= {"profile": json.loads(path.read_text(encoding="utf-8")), "correct": True}
+            if "correct" not in row and "skipped" not in row:
+                row |= {"lines": row["lines"][:-1], "correct": True}
+                row["profile"] = json.loads(path.read_text(encoding="utf-8"))
         yield row

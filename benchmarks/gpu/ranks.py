@@ -11,14 +11,12 @@ import argparse
 import importlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,14 +24,13 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import cases, protocol
-from benchmarks.gpu.session import Row, Session
+from benchmarks.gpu.session import ROOT, Row, Session, run_command
 from benchmarks.models import PAPER, Shape
 from benchmarks.optimizer_step import GPU_SEQUENCES
 from benchmarks.steps import DogeStep, PlainStep, Problem
 from doge_fast.alternation import alternated, ratio_of
 from doge_fast.sampling import pieces
 
-ROOT = Path(__file__).resolve().parents[2]
 FORMS = ("ddp", "fsdp2")
 STEPS = 20
 # float64, after steps of AdamW; a GPU adds up the rows of an embedding in changing order.
@@ -64,17 +61,11 @@ def command(session: Session, num_ranks: int, out: Path) -> list[str]:
 def launched(words: Sequence[str], out: Path, seconds: float = SECONDS) -> list[Row]:
     """The rows of the ranks; one that is not right where they failed."""
     row: Row = {"operator": "ranks", "correct": False}
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(words, cwd=ROOT, **pipes) as process:
-        try:
-            printed, _ = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            # torchrun then ends the ranks, within half a minute; killed, it would leave them.
-            process.terminate()
-            return [row | {"problem": f"the ranks did not end within {seconds:g} s"}]
-    if process.returncode != 0:
-        said = printed.strip().splitlines()[-12:]
-        return [row | {"problem": f"code {process.returncode}", "lines": said}]
+    code, printed = run_command(words, seconds)
+    if code is None:
+        return [row | {"problem": printed}]
+    if code != 0:
+        return [row | {"problem": f"code {code}", "lines": printed.strip().splitlines()[-12:]}]
     rows: list[Row] = json.loads(out.read_text(encoding="utf-8"))["rows"]
     return rows
 
@@ -170,7 +161,9 @@ def timed(problem: Problem, model: str, device: torch.device, pairs: int) -> Row
         for name, each in times.items()
     }
     alphas = of_all_ranks(doge.optimizer.alpha)
-    return {
+    # Of this rank, whose piece is as large as any other's.
+    peak = {"peak_bytes": torch.cuda.max_memory_allocated()} if device.type == "cuda" else {}
+    return peak | {
         "model": model,
         "mode": f"ddp, {len(alphas)} ranks",
         "domains": problem.num_domains,

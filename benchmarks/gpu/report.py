@@ -61,9 +61,11 @@ def missing_lines(record: Row) -> list[str]:
 
 
 def how_it_went(section: Row) -> str:
-    """Rows, time, the peak of this process's memory on a GPU, and what ended it early."""
+    """Rows, time, the peak of memory on a GPU, and what ended it early."""
     text = f"{len(section['rows'])} rows in {section['seconds']:.0f} s"
-    text += f", at most {section['peak_bytes'] / 1e9:.1f} GB" if "peak_bytes" in section else ""
+    if "peak_bytes" in section:
+        peak = section["peak_bytes"]
+        text += ", memory not measured" if peak is None else f", at most {peak / 1e9:.1f} GB"
     text += ", CUT FOR TIME: what comes later is missing" if section["cut"] else ""
     return text + (f"; FAILED: {section['failure']}" if "failure" in section else "") + "."
 

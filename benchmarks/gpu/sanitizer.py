@@ -3,16 +3,13 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.session import Row, Session
+from benchmarks.gpu.session import Row, Session, run_command
 
-ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("memcheck", "racecheck")
 # Launches take a hundred times as long under it, and torch begins slowly.
 SECONDS = 120
@@ -29,8 +26,9 @@ def sanitizer(session: Session) -> Iterator[Row]:
     if path is None:
         yield {"skipped": "compute-sanitizer is neither on PATH nor in the CUDA toolkit"}
         return
-    for tool in TOOLS:
-        yield watched(path, tool, session.device)
+    for index, tool in enumerate(TOOLS):
+        seconds = session.seconds_for(len(TOOLS) - index, SECONDS)
+        yield watched(path, tool, session.device, seconds)
 
 
 def find_sanitizer() -> str | None:
@@ -46,27 +44,17 @@ def watched(path: str, tool: str, device: torch.device, seconds: float = SECONDS
     options = ["--tool", tool, "--error-exitcode", str(FOUND), "--report-api-errors", "no"]
     program = [sys.executable, "-m", "benchmarks.gpu.launches", "--device", str(device)]
     # Tensors that share an allocation would hide a read past the end of one.
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    try:
-        done = subprocess.run(
-            [path, *options, *program],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=seconds,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
+    words = [path, *options, *program]
+    code, printed = run_command(words, seconds, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+    if code is None:
         # Slow is not wrong.
         del row["correct"]
-        return row | {"skipped": f"not finished within {seconds:g} s"}
-    lines = done.stdout.splitlines()
+        return row | {"skipped": printed}
+    lines = printed.splitlines()
     summaries = [line.strip("= ") for line in lines if re.search(r" SUMMARY: |launches", line)]
     row["said"] = "; ".join(summaries)
-    if done.returncode == 0 and "SUMMARY: 0 " in row["said"]:
+    if code == 0 and "SUMMARY: 0 " in row["said"]:
         return row | {"correct": True}
     # The first complaints, or what it died of.
     complaints = [line for line in lines if line.startswith("=========")][:12] or lines[-12:]
-    return row | {"problem": f"code {done.returncode}: {row['said']}", "lines": complaints}
+    return row | {"problem": f"code {code}: {row['said']}", "lines": complaints}

@@ -45,8 +45,7 @@ def _steps(session: Session, sizes: Mapping[str, Shape]) -> Iterator[Row]:
     num_rows = STEP_ROWS[: 1 if session.quick else None]
     for num_domains, model, mode in itertools.product(num_rows, sizes, steps.MODES):
         problem = step_problem(session, sizes[model], num_domains, mode)
-        row: Row = {"model": model, "domains": num_domains, "mode": mode}
-        row["problem"] = str(problem)
+        row: Row = {"model": model, "domains": num_domains, "mode": mode, "problem": str(problem)}
         try:
             row |= optimizer_step.measure(
                 problem,

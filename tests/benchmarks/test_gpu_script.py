@@ -76,6 +76,9 @@ def test_every_part_runs_and_is_right(tmp_path, capsys):
         assert {"gram", "reweight", "weighted_sum"} <= phases
     assert "doge-fast profile --domains=7" in text
     assert "of bandwidth" in text
+    # No word of a file that is gone.
+    assert "profile.json" not in text + printed
+    assert " MB beside a plain one\n" in printed
     # Several GPUs: here processes of a CPU.
     *weights, timed = record["sections"]["ranks"]["rows"]
     assert [row["operator"] for row in weights] == ["weights of ddp", "weights of fsdp2"]
@@ -345,6 +348,32 @@ def test_a_sanitizer_that_breaks_is_not_right_and_a_slow_one_is_not_wrong(tmp_pa
     assert "correct" not in row
 
 
+@pytest.mark.parametrize("seconds", [1.0, -1.0])
+def test_slow_sanitizers_share_the_time_and_are_skipped(seconds, tmp_path, monkeypatch):
+    script = shell_script(tmp_path / "compute-sanitizer", "exec sleep 60")
+    monkeypatch.setattr(sanitizer, "find_sanitizer", lambda: str(script))
+
+    def rows(session: Session) -> Iterator[Row]:
+        on_gpu = Session(torch.device("cuda"), quick=True, end_s=session.end_s)
+        return sanitizer.sanitizer(on_gpu)
+
+    found = gpu.run_section(rows, CPU, seconds)
+    assert [row["implementation"] for row in found["rows"]] == list(sanitizer.TOOLS)
+    assert all("not finished" in row["skipped"] for row in found["rows"])
+    assert bars.is_correct({"sanitizer": found})
+    assert "CUT" not in report.how_it_went(found)
+
+
+def test_what_a_slow_program_has_started_ends_with_it(tmp_path):
+    life = tmp_path / "life"
+    loop = f"(while :; do echo . >> {life}; sleep 0.05; done) & wait"
+    code, _ = session.run_command([str(shell_script(tmp_path / "tool", loop))], 1.0)
+    assert code is None
+    end = life.read_text()
+    time.sleep(0.3)
+    assert life.read_text() == end != ""
+
+
 def test_a_sanitizer_is_found_on_path_or_beside_nvcc(tmp_path, monkeypatch):
     shell_script(tmp_path / "toolkit/bin/nvcc", "echo release 13.0")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
@@ -368,11 +397,37 @@ def test_a_job_that_fails_says_so(tmp_path, monkeypatch):
         assert row["skipped"] == "out of memory"
         # Nothing is wrong.
         assert bars.is_correct({"job": {"rows": [row], "cut": False}})
+    words[-1] = "import time; time.sleep(60)"
+    monkeypatch.setattr(job, "SECONDS", 0.2)
+    row = job.run("base", CPU, tmp_path, 2, 1, tmp_path)
+    assert row["skipped"] == "not finished within 0.2 s"
+    assert bars.is_correct({"job": {"rows": [row], "cut": False}})
     (skipped,) = job.job(Session(torch.device("cpu"), True, tmp_path / "none"))
     assert "no corpus at" in skipped["skipped"]
     monkeypatch.setattr(job, "_missing", lambda: "ModuleNotFoundError: No module named 'datasets'")
     (skipped,) = job.job(Session(torch.device("cpu"), True, tmp_path))
     assert "No module named 'datasets'" in skipped["skipped"]
+
+
+@pytest.mark.parametrize(("own", "of_row", "peak"), [(5, 0, None), (5, 3, 3), (7, 0, 7), (7, 9, 9)])
+def test_a_section_says_the_peak_of_who_took_memory(own, of_row, peak, monkeypatch):
+    """This process, which held 5 bytes before, or the one that a row is of."""
+    said = {"reset_peak_memory_stats": None, "memory_allocated": 5, "max_memory_allocated": own}
+    for name, value in said.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    row = {"correct": True} | ({"peak_bytes": of_row} if of_row else {})
+    on_gpu = Session(torch.device("cuda"), quick=True)
+    found = gpu.run_section(lambda _: iter([row]), on_gpu, 60.0)
+    assert found["peak_bytes"] == peak
+    assert ("memory not measured" in report.how_it_went(found)) == (peak is None)
+
+
+def test_a_command_says_the_peak_of_its_own_memory():
+    on_gpu = "import torch; torch.cuda.max_memory_allocated = lambda: 5_000"
+    row = job.ended([sys.executable, "-c", on_gpu + job.PROGRAM, "--version"], 300.0)
+    assert row["peak_bytes"] == 5_000
+    assert row["command"] == "doge-fast --version"
+    assert len(row["lines"]) == 1
 
 
 @pytest.mark.parametrize(("gigabytes", "sequences"), [(80, 18), (40, 9), (24, 4), (2, 2)])
@@ -480,7 +535,7 @@ def test_ranks_that_fail_say_so_and_those_that_hang_are_ended_all_of_them(tmp_pa
     (row,) = ranks_part.launched(
         [sys.executable, "-c", HANGS, str(life)], tmp_path / "none", seconds=2.0
     )
-    assert row["problem"] == "the ranks did not end within 2 s"
+    assert row["problem"] == "not finished within 2 s"
     end = life.read_text()
     time.sleep(0.3)
     assert life.read_text() == end != ""
