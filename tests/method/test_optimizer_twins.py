@@ -1,6 +1,6 @@
 """The optimizer equals the slow reference over a hundred steps, in every mode.
 
-Tolerance: the issue's 1e-12 relative to the largest parameter; float64 rounding through a
+Tolerance: 1e-12 relative to the largest parameter; float64 rounding through a
 hundred steps of a two-layer model stays two orders below it.
 """
 
