@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from benchmarks import cases, optimizer_step, protocol, steps
+from benchmarks import cases, optimizer_step, protocol
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import bars, checks, job, report, sanitizer, session, times
 from benchmarks.gpu import ranks as ranks_part
 from benchmarks.gpu.__main__ import ScriptSection
 from benchmarks.gpu.session import Row, Session
-from benchmarks.models import PAPER
 from doge_fast.kernels import segment_sum
 from doge_fast.kernels.segment_sum import pick
 from tests.processes import printed_by, shell_script
@@ -103,30 +102,13 @@ def test_short_and_long_segments_are_checked(monkeypatch):
     assert min(shares) == 1 < max(shares)
 
 
-def test_memory_is_given_back_after_each_size_and_one_without_room_is_skipped(monkeypatch):
+def test_memory_is_given_back_after_each_size(monkeypatch):
     released: list[torch.device] = []
-
-    def measure(problem: steps.Problem, *_: Any, **__: Any) -> Row:
-        if problem.mode == steps.STACKED:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return {}
-
-    monkeypatch.setattr(optimizer_step, "measure", measure)
+    monkeypatch.setattr(optimizer_step, "measure", lambda *args, **options: {})
     monkeypatch.setattr(protocol, "release", released.append)
     # Not quick, but nothing is measured.
     rows = list(times.first_steps(Session(torch.device("cpu"), quick=False)))
     assert len(released) == len(rows) > 1
-    for row in rows:
-        is_skipped = row.get("skipped") == "out of memory: CUDA out of memory."
-        assert is_skipped == (row["mode"] == steps.STACKED)
-
-
-def test_rows_that_would_take_half_of_the_memory_are_in_16_bits(monkeypatch):
-    monkeypatch.setattr(Session, "free_bytes", lambda _: 39 << 30)
-    session = Session(torch.device("cuda"), quick=False)
-    for num_rows, dtype in ((22, None), (50, "bfloat16")):
-        problem = times.step_problem(session, PAPER["124M"], num_rows, steps.SEQUENTIAL)
-        assert problem.buffer_dtype == dtype
 
 
 def test_something_wrong_is_the_exit_code(tmp_path, monkeypatch):
@@ -334,18 +316,12 @@ def test_what_compute_sanitizer_finds(tmp_path, errors, code):
     assert "caching 1" in told.read_text()
 
 
-def test_a_sanitizer_that_breaks_is_not_right_and_a_slow_one_is_not_wrong(tmp_path):
-    def watched(text: str, **options: float) -> Row:
-        script = shell_script(tmp_path / "compute-sanitizer", text)
-        return sanitizer.watched(str(script), "memcheck", torch.device("cpu"), **options)
-
+def test_a_sanitizer_that_breaks_is_not_right(tmp_path):
     for code in (3, 0):
-        row = watched(f"exit {code}")
+        script = shell_script(tmp_path / "compute-sanitizer", f"exit {code}")
+        row = sanitizer.watched(str(script), "memcheck", torch.device("cpu"))
         assert not row["correct"]
         assert f"code {code}" in row["problem"]
-    row = watched("exec sleep 60", seconds=0.2)
-    assert "not finished within 0.2 s" in row["skipped"]
-    assert "correct" not in row
 
 
 @pytest.mark.parametrize("seconds", [1.0, -1.0])
@@ -514,7 +490,6 @@ HANGS = """
 import signal, subprocess, sys, time
 lives = "import sys, time\\nwhile True: open(sys.argv[1], 'a').write('.'); time.sleep(0.05)"
 child = subprocess.Popen([sys.executable, "-c", lives, sys.argv[1]], start_new_session=True)
-
 
 def end(*_):
     child.kill()

@@ -2,7 +2,7 @@
 
 Tensors say `cuda:0` and go through torch's dispatch key, guards and autograd queues of CUDA;
 operators run on the CPU. Every wait of the host is noted or raises, new memory is NaN, a captured
-region can be replayed, and memory is counted. It changes torch for good, so it belongs
+region can be replayed, and memory ends where a test says. It changes torch for good, so it belongs
 in a process of its own, as a plugin of pytest: `-p tests.fake_cuda`.
 """
 
@@ -97,6 +97,25 @@ def _pinned(self: Tensor, device: object = None) -> Tensor:
     return copy
 
 
+@contextmanager
+def memory_of(num_bytes: int) -> Iterator[None]:
+    """Both devices together say that they have so much memory, and refuse what goes beyond.
+
+    What is refused is not allocated; what fits is, on the host.
+    """
+    before = _memory()[0]
+    torch.ops.fake_cuda.set_memory(num_bytes)
+    try:
+        yield
+    finally:
+        torch.ops.fake_cuda.set_memory(before)
+
+
+def _memory() -> list[int]:
+    """[bytes of the device, bytes in use, most bytes that were in use]"""
+    return list(torch.ops.fake_cuda.memory())
+
+
 def waits() -> list[str]:
     """What the host has waited for since the last call."""
     return list(torch.ops.fake_cuda.take_waits())
@@ -130,8 +149,11 @@ def pytest_configure() -> None:
         "current_device": torch.ops.fake_cuda.current_device,
         "device": OnDevice,
         "set_device": lambda device: torch.ops.fake_cuda.set_device(_placed(device).index),
-        "memory_allocated": lambda device=None: torch.ops.fake_cuda.memory()[0],
-        "max_memory_allocated": lambda device=None: torch.ops.fake_cuda.memory()[1],
+        "get_device_name": lambda device=None: "fake",
+        "get_device_properties": lambda device=None: SimpleNamespace(major=8, minor=0),
+        "mem_get_info": lambda device=None: (_memory()[0] - _memory()[1], _memory()[0]),
+        "memory_allocated": lambda device=None: _memory()[1],
+        "max_memory_allocated": lambda device=None: _memory()[2],
         "reset_peak_memory_stats": lambda device=None: torch.ops.fake_cuda.reset_peak(),
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: None,

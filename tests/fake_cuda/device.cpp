@@ -1,7 +1,7 @@
 // A CUDA device over host memory: torch's own dispatch key, device guards and autograd queues, while
 // each operator runs on the CPU. New memory is NaN, each wait of the host is noted, and what is
-// captured can be replayed. Its memory is counted. It knows nothing of races, of real kernels and of
-// time.
+// captured can be replayed. Its memory is as large as one says. It knows nothing of races, of real
+// kernels and of time.
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -49,7 +49,7 @@ std::recursive_mutex mutex;
 std::vector<std::string> waits;
 bool strict = false, paused = false, capturing = false;
 std::map<void*, std::string> live;  // What memory held when the capture began.
-size_t used = 0, peak = 0;  // Bytes of the devices.
+size_t total = size_t(1) << 40, used = 0, peak = 0;  // Bytes of the device, as it says.
 std::set<const void*> pinned;
 std::vector<std::vector<std::function<void()>>> graphs;
 
@@ -68,6 +68,8 @@ struct Memory final : c10::Allocator {
   }
   c10::DataPtr allocate(size_t bytes) override {
     std::lock_guard lock(mutex);
+    TORCH_CHECK_WITH(OutOfMemoryError, bytes <= total - used,
+        "CUDA out of memory. Tried to allocate ", bytes, " bytes; free are ", total - used, ".");
     void* pointer = bytes ? std::aligned_alloc(512, (bytes + 511) / 512 * 512) : nullptr;
     if (pointer) {
       std::memset(pointer, 0xFF, bytes);
@@ -281,7 +283,8 @@ TORCH_LIBRARY(fake_cuda, m) {
   m.def("begin_capture", begin_capture);
   m.def("end_capture", end_capture);
   m.def("replay", [](int64_t graph) { for (const auto& call : graphs.at(graph)) call(); });
-  m.def("memory", [] { return std::vector<int64_t>{int64_t(used), int64_t(peak)}; });
+  m.def("memory", [] { return std::vector<int64_t>{int64_t(total), int64_t(used), int64_t(peak)}; });
+  m.def("set_memory", [](int64_t bytes) { total = bytes; });
   m.def("reset_peak", [] { peak = used; });
   m.def("set_device", [](int64_t index) { Guard::setDeviceIndex(index); });
   m.def("current_device", [] { return int64_t(Guard::getDeviceIndex()); });
