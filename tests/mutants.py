@@ -24,9 +24,10 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import libcst as cst
 import pytest
@@ -106,13 +107,13 @@ def _meaning(source: str) -> str:
     return ast.dump(ast.parse(source)).replace("value=None", "value=False")
 
 
-def _run(module: str, workspace: Path) -> None:
+def _run(module: str) -> None:
     """In a process of its own: the module's tests; exits 0 where they all pass."""
     os.setsid()
-    out = os.open(workspace / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    workspace = Path.cwd()
+    out = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(out, 1)
     os.dup2(out, 2)
-    os.chdir(workspace)
     sys.path[:] = [str(workspace), *(each for each in sys.path if Path(each).resolve() != ROOT)]
     # For processes that the tests start.
     os.environ["PYTHONPATH"] = str(workspace)
@@ -125,13 +126,23 @@ def _run(module: str, workspace: Path) -> None:
     os._exit(int(code))
 
 
-def _verdict(mutant: Mutant, workspace: Path, allowed_s: float) -> tuple[bool, str]:
-    """Whether the mutant is killed, and the last that its tests said."""
-    place = workspace / "doge_fast" / f"{mutant.module}.py"
+def _begin(folder: str) -> None:
+    """In each worker: a copy of the package beside what belongs to it, for one mutant at a time."""
+    workspace = Path(folder, str(os.getpid()))
+    shutil.copytree(
+        ROOT / "doge_fast", workspace / "doge_fast", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    for name in ("kernels", "csrc", "tests", "benchmarks", "docs", "pyproject.toml"):
+        (workspace / name).symlink_to(ROOT / name)
+    os.chdir(workspace)
+
+
+def _verdict(mutant: Mutant, allowed_s: float = 1800.0) -> tuple[bool, str, float]:
+    """Whether the mutant is killed, the last that its tests said, and their seconds."""
+    began = time.monotonic()
+    place = Path("doge_fast", f"{mutant.module}.py")
     place.write_text(mutant.source, "utf-8")
-    for stale in place.parent.glob(f"__pycache__/{place.stem}.*"):
-        stale.unlink()
-    process = FORK.Process(target=_run, args=(mutant.module, workspace))
+    process = FORK.Process(target=_run, args=(mutant.module,))
     process.start()
     process.join(allowed_s)
     is_late = process.is_alive()
@@ -140,48 +151,8 @@ def _verdict(mutant: Mutant, workspace: Path, allowed_s: float) -> tuple[bool, s
         os.killpg(process.pid or 0, signal.SIGKILL)
     process.join()
     shutil.copy2(path_of(mutant.module), place)
-    return is_late or process.exitcode != 0, (workspace / "log").read_text("utf-8", "replace")
-
-
-def _work(mutants: Sequence[Mutant], allowed_s: Mapping[str, float], told: Any) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        # A copy of the package beside what belongs to it, for one mutant after another.
-        workspace = Path(folder)
-        shutil.copytree(ROOT / "doge_fast", workspace / "doge_fast")
-        for name in ("kernels", "csrc", "tests", "benchmarks", "docs", "pyproject.toml"):
-            (workspace / name).symlink_to(ROOT / name)
-        for mutant in mutants:
-            began = time.monotonic()
-            is_killed, said = _verdict(mutant, workspace, allowed_s[mutant.module])
-            told.put((mutant, is_killed, said, time.monotonic() - began))
-
-
-def outcomes(
-    mutants: Sequence[Mutant], jobs: int, allowed_s: Mapping[str, float]
-) -> Iterator[tuple[Mutant, bool, str, float]]:
-    """(mutant, whether it was killed, what its tests said, seconds), as they end."""
-    told: Any = FORK.Queue()
-    workers = [
-        FORK.Process(target=_work, args=(mutants[job::jobs], allowed_s, told))
-        for job in range(jobs)
-    ]
-    for worker in workers:
-        worker.start()
-    for _ in mutants:
-        yield told.get()
-    for worker in workers:
-        worker.join()
-
-
-def allowed(modules: Sequence[str], jobs: int) -> dict[str, float]:
-    """Seconds that the tests of each module may take; as it stands they pass."""
-    limits = {}
-    whole = [Mutant(name, path_of(name).read_text("utf-8"), "") for name in modules]
-    for mutant, is_killed, said, seconds in outcomes(whole, jobs, dict.fromkeys(modules, 1800.0)):
-        if is_killed:
-            raise SystemExit(f"the tests of {mutant.module} fail as it stands: {said[-400:]}")
-        limits[mutant.module] = PATIENCE_S + PATIENCE * seconds
-    return limits
+    said = Path("log").read_text("utf-8", "replace")
+    return is_late or process.exitcode != 0, said[-400:], time.monotonic() - began
 
 
 def _prepare() -> None:
@@ -207,18 +178,30 @@ def main() -> int:
     parser.add_argument("--only", default="", help="those whose change holds this")
     given = parser.parse_args()
     _prepare()
-    limits = allowed(given.modules, given.jobs)
-    chosen = [
-        mutant
-        for module in given.modules
-        for mutant in mutants_of(module, given.sample)[1]
-        if given.only in mutant.change
-    ]
-    killed, run = Counter[str](), Counter(mutant.module for mutant in chosen)
-    for mutant, is_killed, *_ in outcomes(chosen, given.jobs, limits):
-        killed[mutant.module] += is_killed
-        if not is_killed:
-            print(f"survived: {mutant.module}\n{mutant.change}", flush=True)
+    killed, run = Counter[str](), Counter[str]()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(given.jobs, FORK, _begin, (folder,)) as pool,
+    ):
+        whole = [Mutant(name, path_of(name).read_text("utf-8"), "") for name in given.modules]
+        mutants, limits = [], []
+        for (module, *_), (is_killed, said, seconds) in zip(
+            whole, pool.map(_verdict, whole), strict=True
+        ):
+            if is_killed:
+                raise SystemExit(f"the tests of {module} fail as it stands: {said}")
+            chosen = [
+                each for each in mutants_of(module, given.sample)[1] if given.only in each.change
+            ]
+            mutants += chosen
+            limits += [PATIENCE_S + PATIENCE * seconds] * len(chosen)
+        for mutant, (is_killed, *_) in zip(
+            mutants, pool.map(_verdict, mutants, limits), strict=True
+        ):
+            run[mutant.module] += 1
+            killed[mutant.module] += is_killed
+            if not is_killed:
+                print(f"survived: {mutant.module}\n{mutant.change}", flush=True)
     for module in given.modules:
         print(f"{module:20} {killed[module]} of {run[module]} killed")
     return int(any(killed[module] < WANTED * run[module] for module in given.modules))
