@@ -99,6 +99,15 @@ def test_the_gpu_script_runs_with_few_packages(python, tmp_path):
 
 
 @pytest.mark.exhaustive
+def test_nothing_compiled_and_no_transformers_is_no_error(python, tmp_path, monkeypatch):
+    monkeypatch.setenv("DOGE_FAST_CACHE", str(tmp_path))
+    done = run(python, "-m", "doge_fast", "info")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"gram +torch +the first that can run of cpp, torch", done.stdout)
+    assert re.search(r"cpp cannot run: .*ninja", done.stdout)
+
+
+@pytest.mark.exhaustive
 def test_tests_of_operators_and_method_are_collected_and_run(python):
     """With nothing but pytest itself, whose configuration names options of plugins."""
     done = run(python, "-m", "pytest", "--collect-only", "-q", "tests/operators", "tests/method")

@@ -86,23 +86,19 @@ def test_memory_is_given_back_between_the_sides(monkeypatch):
     assert called == ["check", "release", "paired", "release"]
 
 
-def test_a_wrong_gradient_is_not_timed(monkeypatch):
-    monkeypatch.setattr(steps, "gradient_error", lambda problem, device: 1e-3)
-    with pytest.raises(RuntimeError, match=r"off by 1\.0e-03; nothing is timed"):
-        optimizer_step.measure(PROBLEM, "cpu", pairs=2)
-
-
-@pytest.mark.parametrize("place", [0, -1])
-def test_a_gradient_that_is_not_a_number_is_not_timed(place, monkeypatch):
+@pytest.mark.parametrize(
+    ("place", "factor", "off"), [(0, 1.5, r"\d"), (0, math.nan, "inf"), (-1, math.nan, "inf")]
+)
+def test_a_wrong_gradient_is_not_timed(place, factor, off, monkeypatch):
     right = exchange.weighted_gradients
 
     def wrong(*args: Any, **options: Any) -> list[torch.Tensor]:
         sums = list(right(*args, **options))
-        sums[place] = sums[place] * math.nan
+        sums[place] = sums[place] * factor
         return sums
 
     monkeypatch.setattr(exchange, "weighted_gradients", wrong)
-    with pytest.raises(RuntimeError, match="off by inf; nothing is timed"):
+    with pytest.raises(RuntimeError, match=f"off by {off}.*; nothing is timed"):
         optimizer_step.measure(PROBLEM, "cpu", pairs=2)
 
 

@@ -1,9 +1,6 @@
 """What is said about this machine."""
 
 import json
-import os
-import re
-import sys
 
 import pytest
 import torch
@@ -11,7 +8,6 @@ import torch
 from doge_fast import cli
 from doge_fast.info import info, text
 from doge_fast.kernels.dispatch import IMPLEMENTATIONS, OPERATORS
-from tests.processes import printed_by
 
 
 def test_every_device_says_what_runs_and_why_not():
@@ -54,23 +50,3 @@ def test_variables_are_shown_a_wrong_one_too(monkeypatch):
     assert found["devices"][0]["operators"]["gram"]["implementation"] is None
     assert "nothing  An operator's implementation is one of" in text(found)
     assert found["cache"] == "/none"
-
-
-@pytest.mark.exhaustive
-def test_nothing_compiled_and_no_transformers_is_no_error(tmp_path):
-    """In a process of its own: what was loaded once stays."""
-    code = (
-        "import sys; sys.modules['transformers'] = None\n"
-        "from doge_fast import cli\n"
-        "sys.exit(cli.main(['info']))"
-    )
-    environment = {
-        **os.environ,
-        "CXX": f"{tmp_path}/none",
-        "DOGE_FAST_CACHE": str(tmp_path),
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
-    environment.pop("DOGE_FAST_BACKEND", None)
-    output = printed_by(sys.executable, "-c", code, env=environment)
-    assert re.search(r"gram +torch +the first that can run of cpp, torch", output)
-    assert re.search(r"cpp cannot run: .*none", output)

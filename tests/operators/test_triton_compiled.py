@@ -20,9 +20,6 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="the package triton is not installed"
 )
 
-
-Kernels = dict[str, dict[str, int]]
-
 # Bytes of stack that spilled registers take, for sm_80, 86, 89, 90 and 120, by version of Triton;
 # what is not named has none. None: it does not compile, and plain torch takes over.
 SPILLS: dict[str, dict[str, list[int | None]]] = {
@@ -49,7 +46,10 @@ SPILLS: dict[str, dict[str, list[int | None]]] = {
 
 @pytest.mark.exhaustive
 def test_kernels_load_wide_and_do_not_spill(tmp_path):
-    kernels = compiled(tmp_path)
+    with ThreadPoolExecutor() as pool:
+        words = [(str(part), str(NUM_PROCESSES)) for part in range(NUM_PROCESSES)]
+        parts = pool.map(lambda each: ahead_of_time(tmp_path, *each), words)
+    kernels = {name: found for part in parts for name, found in part.items()}
     assert len(kernels) >= 80
     assert not {name: found for name, found in kernels.items() if not found["is_right"]}
     # Four tiles of 16 rows by 16 columns: two products on the diagonal, three below it, each of
@@ -78,12 +78,3 @@ def ahead_of_time(cache: Path, *words: str) -> Any:
     environment |= {"TRITON_CACHE_DIR": str(cache)}
     command = (sys.executable, "-m", "tests.ahead_of_time", *words)
     return json.loads(printed_by(*command, cwd=ROOT, env=environment))
-
-
-def compiled(cache: Path) -> Kernels:
-    """What tests/ahead_of_time.py finds; in processes of their own, that Triton compiles."""
-
-    with ThreadPoolExecutor() as pool:
-        words = [(str(part), str(NUM_PROCESSES)) for part in range(NUM_PROCESSES)]
-        parts = list(pool.map(lambda each: ahead_of_time(cache, *each), words))
-    return {name: measured for part in parts for name, measured in part.items()}
