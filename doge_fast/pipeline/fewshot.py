@@ -70,7 +70,8 @@ def few_shot(config: EvaluateConfig) -> dict[str, Any]:
 
     Raises:
         ValueError: the run is not complete; a task is unknown or does not choose among answers; a
-            number is out of its range; a local file is absent or not what the task reads.
+            number is out of its range; a local file is absent or not what the task reads; or
+            fewshot.json holds accuracies of other tasks.
         RuntimeError: a task's data cannot be had from the Hub.
 
     Source: DoGE, section universal-exp, Table fewshot (5 shots).
@@ -78,6 +79,13 @@ def few_shot(config: EvaluateConfig) -> dict[str, Any]:
     (_, trained), asked = records.load_config(config.run), config.tasks
     records.check_finished(config.run)
     check(config)
+    file = config.run / records.FEWSHOT
+    known = records.read_json(file).get("tasks", {}) if file.exists() else {}
+    if lost := known.keys() - set(task_names(asked.tasks)):
+        raise ValueError(
+            f"{file} holds {', '.join(sorted(lost))} too. Ask for these as well (--tasks), or move "
+            "the file away."
+        )
     tasks = load_tasks(asked)
     folder = config.run / records.MODEL
     model, tokenizer = open_model(folder), AutoTokenizer.from_pretrained(folder)
@@ -98,7 +106,7 @@ def few_shot(config: EvaluateConfig) -> dict[str, Any]:
             "task_data": asked.task_data,
         },
     )
-    records.write_json(config.run / records.FEWSHOT, result)
+    records.write_json(file, result)
     return result
 
 

@@ -67,6 +67,7 @@ def ask(run: Path, task_data: Path) -> Ask:
     """Asks for all tasks on the local documents; keywords replace what is asked of tasks."""
 
     def ask(**changes: Any) -> EvaluateConfig:
+        (run / "fewshot.json").unlink(missing_ok=True)
         tasks = TasksConfig(PAPER_TASKS, shots=2, task_data=task_data)
         return EvaluateConfig(run=run, device="cpu", tasks=replace(tasks, **changes))
 
@@ -244,6 +245,9 @@ def test_the_verb_measures_both_or_one(trained_base, task_data, tmp_path, capsys
     ]
     assert not (out / "evaluation.json").exists()
     assert list(records.read_json(out / "fewshot.json")["tasks"]) == ["copa", "wic"]
+    # What was measured is not written over.
+    assert cli.main([*words, "--tasks", "copa"]) == 2
+    assert "wic" in capsys.readouterr().err
 
 
 def copa(document: dict[str, Any]) -> str:
