@@ -140,7 +140,7 @@ def test_every_peer_finds_the_truth():
     assert max(map(len, peers.table(rows, PROBLEM).splitlines())) <= 100
     # The first has no Gram matrix; others need packages.
     for row in rows[1:]:
-        if peers.obstacle(row["peer"]) is None:
+        if peers.unavailable_reason(row["peer"]) is None:
             assert "reason" not in row, row
             assert row["gradient_error"] < 1e-5, row
             assert row["ratio"] > 0
