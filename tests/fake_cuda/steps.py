@@ -101,9 +101,12 @@ def test_a_step_is_that_of_the_cpu_and_waits_for_nothing(options):
     found, ends = train("cuda:1", **options)
     # Torch's GradScaler reads whether a step overflowed, once, whatever optimizer it steps.
     assert found == (["item"] * 2 if options.get("kind") == "scaler" else [])
+    # AdamW divides small gradients by their size. Rows of 16 bits may round to another neighbour
+    # where sums differ in their last bit, which moves a parameter further.
+    atol = 4e-6 if "buffer_dtype" in options else 2e-6
     for mine, expected in zip(ends, train("cpu", **options)[1], strict=True):
-        # Not NaN, as fresh memory is; AdamW divides small gradients by their size.
-        torch.testing.assert_close(mine, expected, rtol=0, atol=4e-6)
+        # Not NaN, as fresh memory is.
+        torch.testing.assert_close(mine, expected, rtol=0, atol=atol)
 
 
 # A CPU has no product of 16 bits into float32, which stacked rows of bfloat16 would take.
