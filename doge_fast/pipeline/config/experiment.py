@@ -7,7 +7,6 @@ from typing import Annotated, ClassVar, Literal
 
 from doge_fast.pipeline.config.ranges import (
     Count,
-    CountOrZero,
     Device,
     Positive,
     PositiveOrZero,
@@ -92,7 +91,7 @@ class BaseArmsConfig:
     """Optimizer steps."""
     batch_size: Count = 28
     """Blocks per step, over all domains."""
-    finetune_steps: CountOrZero = 150
+    finetune_steps: Count = 150
     """ood, wiki40b: steps of fine-tuning on the target at the end."""
     finetune_learning_rate: Positive = 2e-4
     """Peak learning rate of the fine-tuning."""
