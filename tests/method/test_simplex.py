@@ -78,6 +78,8 @@ def test_numbers_are_told_from_bools_and_words(value, is_number, is_integer):
 
 def test_uniform_smoothing_and_means():
     assert simplex.uniform(4).tolist() == [0.25] * 4
+    alone_K = simplex.uniform(1, device="meta")
+    assert (alone_K.shape, alone_K.dtype, alone_K.device.type) == ((1,), torch.float64, "meta")
     with pytest.raises(ValueError, match="at least one domain; got 0"):
         simplex.uniform(0)
     alpha_K = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
