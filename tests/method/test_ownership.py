@@ -96,14 +96,18 @@ def test_threads_have_domains_of_their_own():
     assert others.num_steps == 1
 
 
+@pytest.mark.parametrize("is_whole_first", [False, True])
 @pytest.mark.parametrize("is_stacked", [False, True], ids=["sequential", "stacked"])
-def test_a_half_of_the_model_is_warned_of_once(is_stacked):
-    whole = nn.ModuleDict({"model": small_model(), "unused": nn.Linear(2, 2)})
-    model = whole["model"]
+def test_a_half_of_the_model_is_warned_of_once(is_stacked, is_whole_first):
+    whole, model = nn.ModuleDict(), small_model()
+    if not is_whole_first:
+        whole = nn.ModuleDict()
+    whole.update({"model": model, "unused": nn.Linear(2, 2)})
     optimizer = wrapped(*model[2].parameters())
     with pytest.warns(UserWarning, match=r"0\.weight, (model\.)?0\.bias ") as caught:
         step(model, optimizer, is_stacked=is_stacked)
     assert len(caught) == 1
+    assert "/tests/" in caught[0].filename
     assert ("model.0.weight" in str(caught[0].message)) is not is_stacked
     # Said once; and what it says is so.
     assert model[0].weight.grad is not None

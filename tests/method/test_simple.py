@@ -68,8 +68,9 @@ def test_both_take_the_same_steps(target, inner, options):
         assert (param - twin).abs().max() <= TOLERANCE * twin.abs().max()
 
 
-def test_an_overflow_is_skipped_as_by_the_fast_one():
-    model, twin = nn.Linear(2, 1), nn.Linear(2, 1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_overflow_is_skipped_as_by_the_fast_one(dtype):
+    model, twin = nn.Linear(2, 1, dtype=dtype), nn.Linear(2, 1, dtype=dtype)
     twin.load_state_dict(model.state_dict())
     readable = SimpleDoGE(torch.optim.SGD(model.parameters(), lr=0.1), ["a", "b"])
     fast = DoGEOptimizer(torch.optim.SGD(twin.parameters(), lr=0.1), domains=["a", "b"])
@@ -77,7 +78,7 @@ def test_an_overflow_is_skipped_as_by_the_fast_one():
         for each, net in ((readable, model), (fast, twin)):
             for name, sign in (("a", 1.0), ("b", -3.0)):
                 with each.domain(name):
-                    (scale * net(sign * torch.ones(1, 2)).square().sum()).backward()
+                    (scale * net(sign * torch.ones(1, 2, dtype=dtype)).square().sum()).backward()
             each.step()
         fast.zero_grad()
     assert fast.num_skipped == 1
