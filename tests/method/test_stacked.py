@@ -462,6 +462,17 @@ def test_a_gain_and_its_bias_are_one_sum(sizes):
     assert len(sums[1]) == 1
 
 
+def test_a_bias_that_two_norms_share_is_added_to(monkeypatch):
+    """Beside a gain that is not, so that no one sum makes both."""
+    as_on_a_gpu(monkeypatch, "torch")
+    norms = nn.LayerNorm(VOCABULARY), nn.LayerNorm(VOCABULARY)
+    model = nn.Sequential(nn.Embedding(VOCABULARY, VOCABULARY), *norms).double()
+    model[2].bias = model[1].bias
+    optimizer = optimizer_of(model)
+    run(optimizer, model, ids_of())
+    assert_same(rows_of(optimizer, model), rows_by_autograd(model, ids_of()))
+
+
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_embeddings_of_16_bits_add_in_float32(backend, monkeypatch):
     """A word that comes 300 times: its sum is rounded once."""
