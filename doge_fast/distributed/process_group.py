@@ -34,7 +34,7 @@ class Ranks:
         ValueError: this process is not in `group`.
     """
 
-    group: ProcessGroup | None = None
+    group: ProcessGroup | None
     """None: the default group, or the mesh of sharded parameters."""
 
     def __post_init__(self) -> None:
