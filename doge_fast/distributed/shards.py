@@ -22,9 +22,6 @@ class ShardExchange(Exchange):
     def __init__(self, communicator: Communicator) -> None:
         self._ranks = communicator
         self.num_ranks = communicator.num_ranks
-        # Ids of the tensors of rows that this rank adds to the Gram matrix; those of a replicated
-        # parameter are added by one rank only.
-        self._counted: set[int] = set()
 
     def agree(self, rows: Sequence[str], report: Report) -> Agreement:
         """As `Exchange.agree`; also refuse ranks that differ in domains, order or counts."""
@@ -36,6 +33,8 @@ class ShardExchange(Exchange):
 
     def complete(self, blocks: Sequence[Block], apart: Collection[int]) -> Columns:
         """This rank's shards."""
+        # Rows that this rank adds to the Gram matrix: those of a replicated parameter are added by
+        # one rank only.
         self._counted = {id(block.rows_BN) for block in blocks if _is_first_copy(block.param)}
         return super().complete(blocks, apart)
 

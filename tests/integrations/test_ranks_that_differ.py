@@ -10,6 +10,7 @@ from multiprocessing.queues import Queue
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, multiprocessing, nn
@@ -122,7 +123,7 @@ LATER = {"micro_batches": None}
         ({}, {"smoothing": 0.1}, "the settings of DoGEOptimizer"),
         ({}, {"domains": ["b", "a"]}, "the domains or the target"),
         ({}, {"domains": ["a", "b", "c"]}, "the number of domains or of parameters"),
-        ({}, {"lr": 0.02}, "the learning rate"),
+        ({}, {"lr": np.float32(0.02)}, "the learning rate"),
         ({}, {"lr": torch.tensor(0.02)}, "the learning rate"),
         ({}, {"initial": {"a": 0.3, "b": 0.7}}, "the domain weights"),
         ({}, {"selection": ["0.weight"]}, "the selection"),
