@@ -290,6 +290,11 @@ def accumulated_without_sync() -> tuple[Tensor, Tensor]:
                     losses(wrapped(examples(name, 2 + rank, 2)), name).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+    with wrapped.no_sync():
+        with optimizer.domain("a"):
+            losses(wrapped(examples("a", rank, 2)), "a").mean().backward()
+        assert not wrapped.require_backward_grad_sync
+    optimizer.zero_grad()
     optimizer.release()
     losses(wrapped(examples("a", rank, 2)), "a").mean().backward()
     return values(model), next(model.parameters()).grad
