@@ -1,14 +1,19 @@
 """Ranks that each have some domains: their pieces, what they hold, and what they compare."""
 
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from doge_fast import DoGEOptimizer
 from doge_fast.distributed.columns import ColumnExchange, _checksum
 from doge_fast.distributed.exchange import Exchange
 from doge_fast.distributed.process_group import Communicator, Report
+from doge_fast.distributed.shards import ranks_of_mesh
 from doge_fast.sampling import pieces
 from tests import scale
 from tests.models import enter
@@ -34,6 +39,17 @@ def test_ranks_compare_every_bit_of_their_parameters_in_any_order(dtype):
     assert _checksum(values.T) == checksum
     values[2, 3] = torch.nextafter(values[2, 3], torch.tensor(9.0, dtype=dtype))
     assert _checksum(values) != checksum
+
+
+def test_sharded_parameters_are_on_the_same_ranks_and_no_partial_sums():
+    def param(first_rank: int, placement: Any) -> Any:
+        mesh = mock.Mock(mesh=torch.arange(first_rank, first_rank + 2))
+        return mock.Mock(device_mesh=mesh, placements=(placement,))
+
+    assert ranks_of_mesh([param(0, Shard(0)), param(0, Replicate())]) == [0, 1]
+    for other in (param(2, Shard(0)), param(0, Partial()), torch.ones(1)):
+        with pytest.raises(RuntimeError, match="over the same ranks"):
+            ranks_of_mesh([param(0, Shard(0)), other])
 
 
 def test_pieces_of_few_examples_leave_ranks_without_any():
