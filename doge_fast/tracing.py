@@ -1,6 +1,12 @@
-"""Named phases of a step for profilers; and functions that `torch.compile` must not trace."""
+"""What profilers, `torch.compile` and warnings see of a step.
+
+Named phases, functions that are not traced, and the line of the loop that a warning is of.
+"""
 
 import functools
+import re
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import ParamSpec, TypeVar
@@ -10,6 +16,8 @@ from torch._C._autograd import _profiler_enabled
 from torch.profiler import record_function
 
 _NOTHING = nullcontext()
+# Modules whose frames lie between the loop and a warning.
+_IS_BETWEEN = re.compile(r"(doge_fast|torch|contextlib)\b").match
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -57,3 +65,11 @@ def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
         return disabled[0](*args, **kwargs)
 
     return called
+
+
+def warn(message: str) -> None:
+    """Warn, with the line of the user's loop as its place."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and _IS_BETWEEN(frame.f_globals.get("__name__", "")):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)

@@ -7,10 +7,7 @@ optimizer moves the parameters twice: refused.
 """
 
 import gc
-import re
-import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -18,11 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from doge_fast.step.parameters import weakly
-from doge_fast.tracing import outside_graphs
+from doge_fast.tracing import outside_graphs, warn
 
 NUM_NAMED = 3
-# Modules whose frames lie between the user's loop and the warning.
-_IS_BETWEEN = re.compile(r"(doge_fast|torch|contextlib)\b").match
 
 
 # `owner` is the Step whose domain is open on this thread. Two threads may train two models.
@@ -94,13 +89,12 @@ def _warn_of(unowned: dict[str, Tensor]) -> None:
     names = [name for name, param in unowned.items() if param.grad is not None]
     if not names:
         return
-    warnings.warn(
+    warn(
         f"parameters that no wrapped optimizer owns received a gradient inside a domain: "
         f"{', '.join(names[:NUM_NAMED])} ({len(names)} in all). The optimizer that steps them sees "
         "the unweighted sum over domains, and W does not see them. Wrap both, "
         "DoGEOptimizer([optimizer, other], domains=...); or freeze them, or run their backward "
-        "pass outside the domain.",
-        stacklevel=_level_of_the_caller(),
+        "pass outside the domain."
     )
 
 
@@ -146,11 +140,3 @@ class OneStep:
         self._depth -= 1
         if not self._depth:
             self._stepped.add(id(optimizer))
-
-
-def _level_of_the_caller() -> int:
-    """The `stacklevel` at which a warning of the calling function names the loop's own line."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and _IS_BETWEEN(frame.f_globals.get("__name__", "")):
-        frame, level = frame.f_back, level + 1
-    return level

@@ -14,7 +14,6 @@ because the weights are on the device, and a copy would be out of date after one
 import hashlib
 import json
 import math
-import warnings
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from doge_fast.tracing import warn
 from doge_fast.weights import simplex
 from doge_fast.weights.objective import Objective
 from doge_fast.weights.reweight import COUNTS, VECTORS
@@ -130,10 +130,9 @@ def taken_from(
 
 def warn_of_none() -> None:
     """Warn the caller of `load_state_dict` that the state dict has no domain weights."""
-    warnings.warn(
+    warn(
         "the checkpoint holds the wrapped optimizer's state and no domain weights; they stay as "
-        "they are. If this is intended, load it before wrapping the optimizer.",
-        stacklevel=3,
+        "they are. If this is intended, load it before wrapping the optimizer."
     )
 
 
@@ -153,11 +152,10 @@ def warn_of_loading_in_place(optimizer: Optimizer) -> None:
         if isinstance(value, Tensor) and value.dim() > 0
     )
     if any(bool(tensor.any()) for tensor in tensors):
-        warnings.warn(
+        warn(
             "the wrapped optimizer's state was loaded in its place, and the domain weights were "
             "not: they begin anew. Pass the loaded dict to load_state_dict() or set_state_dict() "
-            "as well, or keep optimizer.doge in the checkpoint.",
-            stacklevel=3,
+            "as well, or keep optimizer.doge in the checkpoint."
         )
 
 

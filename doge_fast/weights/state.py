@@ -5,7 +5,6 @@ step copies nothing there.
 """
 
 import math
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from doge_fast.tracing import warn
 from doge_fast.weights import simplex
 from doge_fast.weights.defaults import DOMAIN_MAX_GRAD_NORM
 from doge_fast.weights.objective import Objective
@@ -228,7 +228,7 @@ class DomainWeights:
         for kind, message in messages.items():
             if message and kind not in self._warned:
                 self._warned.add(kind)
-                warnings.warn(message, stacklevel=3)
+                warn(message)
 
     def _all_skipped(self, state: WeightsState) -> str | None:
         steps, skipped = int(state.num_steps), int(state.num_skipped)

@@ -240,8 +240,9 @@ def test_a_plain_checkpoint_leaves_the_weights_and_says_so():
     model, optimizer = wrapped()
     train(model, optimizer, range(2))
     ours = [each for each in optimizer.doge.state_dict().values() if isinstance(each, torch.Tensor)]
-    with pytest.warns(UserWarning, match="no domain weights"):
+    with pytest.warns(UserWarning, match="no domain weights") as caught:
         optimizer.load_state_dict(plain.state_dict())
+    assert caught[0].filename == __file__
     theirs = [value for state in plain.state.values() for value in state.values()]
     assert_same(everything(model, optimizer)[4:-1], theirs + ours)
     # Nor does the wrapped optimizer's own state hold weights.

@@ -54,8 +54,9 @@ def test_steps_that_were_all_skipped_are_counted(tmp_path):
     (message,) = messages(run(sgd(0.1), 30, value=math.nan))
     assert "30 of 30 steps" in message
     optimizer = run(sgd(0.1), 3, value=math.nan)
-    with pytest.warns(UserWarning, match="3 of 3 steps"):
+    with pytest.warns(UserWarning, match="3 of 3 steps") as caught:
         optimizer.save_weights(tmp_path / "weights.json")
+    assert caught[0].filename == __file__
 
 
 @pytest.mark.parametrize(
@@ -122,8 +123,10 @@ def test_a_state_that_was_loaded_in_its_place_is_told():
     optimizer.zero_grad()
     optimizer.param_groups[0]["lr"] = 0.1
     moments(optimizer).fill_(1.0)
-    with pytest.warns(UserWarning, match="in its place"), optimizer.domain("a"):
+    with pytest.warns(UserWarning, match="in its place") as caught, optimizer.domain("a"):
         weight.sum().backward()
+    # The line that enters the domain.
+    assert caught[0].filename == __file__
 
 
 @pytest.mark.parametrize("way", ["before wrapping", "whole", "apart", "trained without domains"])
