@@ -37,6 +37,8 @@ FRACTION_BAR = 0.85
 FALLBACK = "fallback"
 # What misses a bar is measured on, as long again each time; all samples count.
 MOST_ATTEMPTS = 3
+# Plain torch that takes longer is run once: a product of very long rows may use few processors.
+SLOW_MS = 1000.0
 # Calls in one sample of what takes microseconds.
 CALLS_PER_SAMPLE = 50
 # One product of this many rows and columns; larger where the arithmetic is faster.
@@ -312,14 +314,17 @@ def _fastest_plain(case: Case) -> tuple[str | None, Row]:
     """The formulation that one warm sample says is fastest, and what was found of all."""
     screened: Row = {}
     for name, call in case.plain.items():
+        start = time.perf_counter()
         try:
             error = case.error(call)
         except Exception as failure:
             reason = str(failure).strip().splitlines() or [""]
             screened[name] = {"failed": f"{type(failure).__name__}: {reason[0]}"}
             continue
-        cycles = 0 if case.is_small else cycles_to_hide(call, case.device)
-        ms = timed_ms(call, case.device, sleep_cycles=cycles)
+        ms = (time.perf_counter() - start) * 1e3
+        if ms < SLOW_MS:
+            cycles = 0 if case.is_small else cycles_to_hide(call, case.device)
+            ms = timed_ms(call, case.device, sleep_cycles=cycles)
         screened[name] = {"ms": protocol.rounded(ms), "error": _finite(error)}
     running = [name for name, found in screened.items() if "ms" in found]
     return min(running, key=lambda name: screened[name]["ms"], default=None), screened

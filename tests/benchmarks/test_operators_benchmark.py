@@ -1,7 +1,9 @@
 """The benchmarks of the operators, on problems of a megabyte."""
 
+import functools
 import json
 import math
+import time
 from typing import Any
 
 import pytest
@@ -129,6 +131,23 @@ def test_wrong_is_not_timed(arena):
     assert "off by 1.0e-05" in rows[0]["problem"]
     assert "ZeroDivisionError" in rows[1]["problem"]
     assert "WRONG" in operators.format_row(rows[0])
+
+
+def test_slow_plain_torch_is_run_once(arena, monkeypatch):
+    case = cases.gram_case(arena, arena.problem(2, MATRIX), ["torch"])
+    calls: list[float] = []
+
+    def after(seconds: float) -> object:
+        calls.append(seconds)
+        time.sleep(seconds)
+        return case.ours["torch"]()
+
+    case.plain = {str(seconds): functools.partial(after, seconds) for seconds in (0.6, 0.0)}
+    monkeypatch.setattr(operators, "SLOW_MS", 500.0)
+    plain, found = operators._fastest_plain(case)
+    assert plain == "0.0"
+    assert found["0.6"]["ms"] >= 600
+    assert calls == [0.6, 0.0, 0.0]
 
 
 def test_what_misses_a_bar_is_measured_on(arena, monkeypatch):
