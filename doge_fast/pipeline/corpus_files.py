@@ -38,6 +38,8 @@ _ABOUT = re.compile(
     r"|cache-[0-9a-f]+\.arrow",
     re.IGNORECASE,
 )
+# What is likely text that was meant to be read.
+_DATA = re.compile(r".*\.(csv|tsv|bz2|xz|zip|tar|tgz)", re.IGNORECASE)
 _WORDS: Mapping[str, Split] = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev", "heldout", "holdout"), "validation"),
@@ -75,7 +77,9 @@ class Listing:
             read.append(f"{domain} of {told}" if domain else told)
         tell_once(f"{data}: read are {'; '.join(read)}.")
         for why, names in self.left_out.items():
-            tell_once(f"{data}: not read are {first_few(names)}: {why}.")
+            is_data = any(map(_DATA.fullmatch, names))
+            level = logging.WARNING if is_data else logging.INFO
+            tell_once(f"{data}: not read are {first_few(names)}: {why}.", level)
         if self.doubtful:
             _log.warning(
                 "%s: %s: the name has the word of a held-out split, and the text is trained on. "
@@ -85,9 +89,9 @@ class Listing:
 
 
 @functools.cache
-def tell_once(line: str) -> None:
+def tell_once(line: str, level: int = logging.INFO) -> None:
     """Log a line the first time only, since all runs of a search read the same corpus."""
-    _log.info("%s", line)
+    _log.log(level, "%s", line)
 
 
 def list_files(data: Path, chosen: Collection[str] | None) -> Listing:

@@ -71,6 +71,8 @@ class Corpus:
     """Held-out blocks, of names and targets alike."""
     documents: Mapping[str, int]
     """Training documents."""
+    document_tokens: Mapping[str, int]
+    """Tokens of the training documents, those of the last one past a limit too."""
     digests: Mapping[str, str]
     """What all blocks of a domain hold, as a digest."""
     cut: tuple[str, ...]
@@ -115,13 +117,8 @@ class Corpus:
         tokens: dict[str, float] = {"tokens": self.train_tokens[name]}
         if name in self.cut:
             return tokens
-        # What "mix" holds out came from the same documents.
-        num_blocks = len(self.train[name]) + (len(self.mix[name]) if self.mix else 0)
-        return {
-            **tokens,
-            "documents": self.documents[name],
-            "mean_doc_tokens": num_blocks * self.block_size / self.documents[name],
-        }
+        mean = self.document_tokens[name] / self.documents[name]
+        return {**tokens, "documents": self.documents[name], "mean_doc_tokens": mean}
 
     def _describe(self, name: str) -> DomainSizes:
         return DomainSizes(
@@ -155,7 +152,8 @@ def load_corpus(
         config: where the text is and how it becomes blocks.
         targets: domains to measure. Those not in `config.domains` are held out of training.
             "mix" holds out a slice of every training domain; "universal" asks for nothing.
-        is_measured: nothing is trained on, so any share may be held out.
+        is_measured: nothing is trained on, so all of a domain without a validation split is held
+            out, and of others any share may be.
         before_packing: called with the training domains and the tokenizer; may refuse.
 
     Raises:
@@ -172,15 +170,16 @@ def load_corpus(
     tokenizer = open_tokenizer(config, groups)
     if before_packing is not None:
         before_packing(names, tokenizer)
-    packed = pack(config, groups, tokenizer)
+    packed = pack(config, groups, tokenizer, is_measured=is_measured)
     train = {name: domain.train for name, domain in packed.items()}
     mix = {}
     if MIX in targets:
         for name in names:
             train[name], mix[name] = _reserve(train[name], name)
-    _tell_held_out(chosen, config)
+    if not is_measured:
+        _tell_held_out(chosen, config)
     warnings = [
-        *_held_out_warnings(chosen, packed, config, is_measured=is_measured),
+        *([] if is_measured else _held_out_warnings(chosen, packed, config)),
         *_limit_warnings(packed, config),
         *_row_warnings(groups, packed, config),
         *_unknown_warnings(packed, tokenizer.name_or_path),
@@ -193,6 +192,7 @@ def load_corpus(
         train=train,
         validation={name: domain.validation for name, domain in packed.items()},
         documents={name: domain.documents for name, domain in packed.items()},
+        document_tokens={name: domain.document_tokens for name, domain in packed.items()},
         digests={name: domain.digest for name, domain in packed.items()},
         cut=tuple(name for name, part in chosen.items() if part.is_cut),
         tokenizer=tokenizer,
@@ -215,23 +215,19 @@ def _tell_held_out(parts: Mapping[str, Part], config: CorpusConfig) -> None:
 
 
 def _held_out_warnings(
-    parts: Mapping[str, Part],
-    packed: Mapping[str, Packed],
-    config: CorpusConfig,
-    *,
-    is_measured: bool,
+    parts: Mapping[str, Part], packed: Mapping[str, Packed], config: CorpusConfig
 ) -> Iterator[str]:
     """Of domains of which far more is held out than was asked for.
 
-    More than half is refused, unless that is asked for or nothing is trained on: a name then hardly
-    means a split, a split is hardly a sample, and one document is most of the text.
+    More than half is refused, unless that is asked for: a name then hardly means a split, a split
+    is hardly a sample, and one document is most of the text.
     """
     for name, part in parts.items():
         domain, is_by_hash = packed[name], part.validation is None
         num_train, num_held = len(domain.train), len(domain.validation)
         share = num_held / (num_train + num_held)
         asked = config.validation_fraction if is_by_hash else 0.0
-        if not is_measured and share > max(0.5, asked + _MAX_EXCESS):
+        if share > max(0.5, asked + _MAX_EXCESS):
             told = f"{name}: {num_held} blocks would be held out and {num_train} trained on"
             if is_by_hash:
                 raise ValueError(

@@ -9,13 +9,12 @@ from pathlib import Path
 import datasets
 import torch
 
-from doge_fast.pipeline import health, named, ranks, records, tables, training
+from doge_fast.pipeline import failures, health, named, ranks, records, tables, training
 from doge_fast.pipeline.config import MIX, CorpusConfig, EvaluateConfig, StageConfig
 from doge_fast.pipeline.config.ranges import check
 from doge_fast.pipeline.domains import load_corpus
 from doge_fast.pipeline.model import open_model
 from doge_fast.pipeline.records import CorpusRecord, Json
-from doge_fast.pipeline.sources import find_parts
 from doge_fast.pipeline.trainer import held_out_losses
 from doge_fast.pipeline.wording import first_few
 
@@ -48,7 +47,7 @@ def evaluate(config: EvaluateConfig) -> Json:
     _check(config, trained, corpus)
     _log.info("%s: reading %s", config.run, config.data or trained.corpus.data)
     if config.data is None:
-        held_out = _own(config.run, trained, corpus)
+        held_out = own_blocks(config.run, trained, corpus)
     else:
         held_out = _other(config, config.data, corpus.block_size)
     _log.info("%s: opening the model", config.run)
@@ -76,7 +75,9 @@ def evaluate(config: EvaluateConfig) -> Json:
             "written. Train another with a lower learning_rate (--learning-rate)."
         )
     if ranks.is_first():
-        records.write_json(config.out or config.run / records.EVALUATION, result)
+        file = config.out or config.run / records.EVALUATION
+        with failures.writing(file):
+            records.write_json(file, result)
     return result
 
 
@@ -114,13 +115,13 @@ def _check(config: EvaluateConfig, trained: StageConfig, corpus: CorpusRecord) -
         records.check_out(config.out, [])
 
 
-def _own(
+def own_blocks(
     run: Path, trained: StageConfig, trained_on: CorpusRecord
 ) -> Mapping[str, datasets.Dataset]:
     """Held-out blocks of the run's corpus, if it still is that one; domains may have come to it."""
     asked = replace(trained.corpus, domains=tuple(trained_on.domains))
     # What "mix" reserves is not trained on.
-    mix = [MIX] if MIX in getattr(trained, "target", ()) else []
+    mix = [MIX] if MIX in trained.targets else []
     corpus = load_corpus(asked, targets=(*trained_on.targets, *mix))
     records.check_corpus(run, trained_on, corpus.describe())
     return corpus.validation
@@ -136,12 +137,4 @@ def _other(config: EvaluateConfig, data: str, block_size: int) -> Mapping[str, d
         block_size=block_size,
         cache_dir=config.cache_dir,
     )
-    parts = find_parts(asked, [])
-    named.check("domains", config.domains, sorted(parts), data)
-    corpus = load_corpus(replace(asked, domains=config.domains), is_measured=True)
-    return {
-        name: corpus.validation[name]
-        if parts[name].validation is not None
-        else datasets.concatenate_datasets([corpus.train[name], corpus.validation[name]])
-        for name in corpus.names
-    }
+    return load_corpus(replace(asked, domains=config.domains), is_measured=True).validation

@@ -16,7 +16,7 @@ import math
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import datasets
@@ -41,7 +41,7 @@ from doge_fast.pipeline.tokenizer import (
 _log = logging.getLogger("doge_fast")
 
 # Part of every cache key: changes when the same input would be packed to other blocks.
-_FORMAT = 4
+_FORMAT = 5
 # Characters of a domain that show how much of its text the tokenizer knows.
 _SAMPLE_CHARS = 100_000
 # Documents whose hashes decide where the border of the held-out share lies.
@@ -51,6 +51,8 @@ _HOLDOUT_LEAST = 1000
 # A token rarely has more.
 _CHARS_PER_TOKEN = 8
 _BATCH_DOCUMENTS = 256
+# The share that is held out where nothing is trained on.
+_ALL = 1.0
 _BATCH_CHARS = 1_000_000
 
 # Domain, text and split of a document.
@@ -79,6 +81,8 @@ class Packed:
     train: datasets.Dataset
     validation: datasets.Dataset
     documents: int
+    document_tokens: int
+    """Of these documents, with what a limit left of the last one."""
     digest: str
     """SHA-256 of the blocks of both splits."""
     rows: Mapping[str, int]
@@ -88,11 +92,20 @@ class Packed:
 
 
 def pack(
-    config: CorpusConfig, parts: Groups, tokenizer: PreTrainedTokenizerFast
+    config: CorpusConfig,
+    parts: Groups,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    is_measured: bool = False,
 ) -> dict[str, Packed]:
-    """{domain: blocks}, packing what the cache does not hold."""
+    """{domain: blocks}, packing what the cache does not hold.
+
+    `is_measured`: all of a domain without a validation split is held out.
+    """
     sha256 = tokenizer_sha256(tokenizer)
     packed: dict[str, Packed] = {}
+    if is_measured:
+        config = replace(config, validation_fraction=_ALL)
     for part, names in parts.items():
         fraction = config.validation_fraction if part.validation is None else None
         # All that a domain's blocks depend on.
@@ -144,8 +157,9 @@ def _pack_part(
             _fill(own, placed, tokenizer)
     for (name, split), writer in writers.items():
         writer.close()
+        is_needed = split != "train" or part.validation or config.validation_fraction < _ALL
         # Else it cannot be trained on or measured.
-        if writer.tokens < writer.block_size:
+        if is_needed and writer.tokens < writer.block_size:
             is_named = writer.documents or config.domain_column is None
             told = f"{writer.tokens} tokens" if is_named else f"no text in {config.data}"
             raise ValueError(
@@ -158,6 +172,7 @@ def _pack_part(
         train_writer, validation_writer = (writers[name, split] for split in limits)
         facts = {
             "documents": train_writer.documents,
+            "document_tokens": train_writer.document_tokens,
             "digest": cache.digest([train_writer.digest, validation_writer.digest]),
             "rows": counts,
             "lost_share": train_writer.lost_share,
@@ -179,6 +194,8 @@ def _holdout_borders(config: CorpusConfig, part: Part, names: Sequence[str]) -> 
     document, and right up to sampling error beyond. With `max_tokens_per_domain` the documents
     that may fill every domain are enough, if they are `_HOLDOUT_LEAST` of each.
     """
+    if config.validation_fraction == _ALL:
+        return dict.fromkeys(names, 2**64)
     hashes: dict[str, set[int]] = {name: set() for name in names}
     limit, count = config.max_tokens_per_domain, 0
     unread = dict.fromkeys(names, math.inf if limit is None else _CHARS_PER_TOKEN * limit)
@@ -275,7 +292,7 @@ class _BlockWriter:
     def __init__(self, path: Path, block_size: int, vocab_size: int, limit: int | None) -> None:
         self.block_size = block_size
         self.limit = sys.maxsize if limit is None else max(limit // block_size, 1) * block_size
-        self.documents = 0
+        self.documents = self.document_tokens = 0
         self.tokens = 0
         self.lost = self.sampled = 0
         self.sha256 = hashlib.sha256()
@@ -311,8 +328,9 @@ class _BlockWriter:
         """The tokens of a document, up to the limit."""
         if self.is_full:
             return
-        ids = ids[: self.limit - self.tokens]
         self.documents += 1
+        self.document_tokens += len(ids)
+        ids = ids[: self.limit - self.tokens]
         self.tokens += len(ids)
         self.pending.extend(ids)
         if len(self.pending) >= self._BLOCKS_PER_WRITE * self.block_size:

@@ -326,7 +326,8 @@ def profile(config: ProfileConfig) -> Profile:
     )
     if config.json is not None:
         record = {"schema_version": SCHEMA_VERSION, **asdict(measured)}
-        atomic_file.write(config.json, json.dumps(record, indent=1) + "\n")
+        with failures.writing(config.json):
+            atomic_file.write(config.json, json.dumps(record, indent=1) + "\n")
     return measured
 
 

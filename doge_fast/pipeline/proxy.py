@@ -74,6 +74,12 @@ def prepare(config: ProxyConfig, existing: ExistingRun) -> "ProxyTrainer":
     corpus, model = stage.corpus_and_model(
         config, existing, rows_of=lambda names: len(objective_of(names).rows), check=check
     )
+    if len(corpus.names) == 1:
+        _log.warning(
+            "%s has one domain to train on, %s: it gets all the weight, and there is nothing to "
+            "learn.",
+            *(config.corpus.data, corpus.names[0]),
+        )
     # A resumed run keeps the mu that it began with, whatever becomes of the default.
     resolved = {} if existing.record is None else existing.record.resolved
     mu = resolved.get("mu", config.mu)

@@ -13,6 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from doge_fast import atomic_file
+from doge_fast.pipeline import failures
 from doge_fast.pipeline.config import ReportConfig
 from doge_fast.pipeline.named import visible
 from doge_fast.pipeline.records import check_out
@@ -37,13 +38,13 @@ def write_report(config: ReportConfig) -> Path:
     found = page_of(config.runs)
     page = config.out or _default_page(config.runs)
     check_out(page, config.runs)
-    page.parent.mkdir(parents=True, exist_ok=True)
     templates = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=templates, autoescape=True, undefined=StrictUndefined)
     environment.filters["inline"] = _inline
     html = environment.get_template("report.html").render(page=found)
-    # Names in records of runs made elsewhere may hold anything.
-    atomic_file.write(page, visible(html))
+    with failures.writing(page):
+        # Names in records of runs made elsewhere may hold anything.
+        atomic_file.write(page, visible(html))
     return page
 
 

@@ -21,6 +21,7 @@ from typing import Any
 from doge_fast.pipeline import ranks, records, training
 from doge_fast.pipeline.baselines import MAX_EPOCHS, epochs
 from doge_fast.pipeline.config import (
+    MIX,
     BaseConfig,
     ModelConfig,
     ProxyConfig,
@@ -28,6 +29,7 @@ from doge_fast.pipeline.config import (
     TemperatureConfig,
 )
 from doge_fast.pipeline.config.ranges import check
+from doge_fast.pipeline.evaluation import own_blocks
 from doge_fast.pipeline.experiments.jobs import Job, chosen
 from doge_fast.pipeline.health import Diverged
 from doge_fast.pipeline.model import check_model
@@ -68,16 +70,21 @@ def temperature(config: TemperatureConfig) -> Run:
         temperature, and all that was measured), runs/, mixtures/ and report.html.
 
     Raises:
-        ValueError: the run is no complete proxy, has one domain or equal weights, a setting is out
-            of its range, or `config.only` names no run to make; nothing has been trained.
-        Diverged: every base model diverged.
+        ValueError: the run is no complete proxy, has one domain or equal weights, or its text has
+            changed, a setting is out of its range, or `config.only` names no run to make; nothing
+            has been trained.
+        Diverged: every base model diverged, or one that `config.only` names.
     """
     search = _Search.of(config)
+    # All that was measured is of the proxy's text, and so is what follows.
+    recorded, proxy = records.load_config(config.proxy)
+    own_blocks(config.proxy, proxy, recorded.corpus)
     while found := search.next_jobs():
         jobs = chosen([job for each in found.values() for job in each], config.only)
         search.begin(found)
         search.make(jobs)
         if config.only:
+            search.check_made(jobs)
             return Run(search.out)
     search.write()
     return Run(search.out)
@@ -85,6 +92,8 @@ def temperature(config: TemperatureConfig) -> Run:
 
 def plan_lines(config: TemperatureConfig, command: str) -> list[str]:
     """The runs that are to be made next, as commands that begin with `command`; writes nothing."""
+    if config.only:
+        raise ValueError("--plan prints the commands of all runs; leave out --only.")
     lines = [
         job.command(command, f"1/T = {inverse:g}")
         for inverse, jobs in _Search.of(config).next_jobs().items()
@@ -226,10 +235,15 @@ class _Search:
     def aim(self) -> dict[str, float]:
         """{domain: its weight in the objective}; they sum to 1."""
         target: Any = self.record.get("target")
-        if not isinstance(target, Mapping) or target.keys() <= {"mix"}:
-            target = dict.fromkeys(self.alpha, 1.0)
-        total = math.fsum(target.values())
-        return {name: value / total for name, value in target.items()}
+        if not isinstance(target, Mapping):
+            target = {MIX: 1.0}
+        # A mixture of all domains: each counts alike.
+        each = target.get(MIX, 0.0) / len(self.alpha)
+        shares = dict.fromkeys(self.alpha, each) if each else {}
+        for name in target.keys() - {MIX}:
+            shares[name] = shares.get(name, 0.0) + target[name]
+        total = math.fsum(shares.values())
+        return {name: value / total for name, value in shares.items()}
 
     @property
     def begun(self) -> list[float]:
@@ -291,6 +305,14 @@ class _Search:
             except Diverged as error:
                 _log.warning("%s diverged: its temperature is left out. %s", job.name, error)
                 self.diverged.add(job.config.out)
+
+    def check_made(self, jobs: Sequence[Job]) -> None:
+        """Raise Diverged where one of these did, which is all that was asked for."""
+        if lost := [job.name for job in jobs if job.config.out in self.diverged]:
+            raise Diverged(
+                f"{', '.join(lost)} diverged. The search leaves out its temperature once it makes "
+                "the run itself: leave out --only."
+            )
 
     def write(self) -> None:
         """weights.json, experiment.json and the report, of what has been measured."""

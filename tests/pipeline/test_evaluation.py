@@ -89,6 +89,13 @@ def test_a_corpus_that_has_grown_is_not_measured(run, base, small_corpus, tmp_pa
     assert records.read_json(grown.out / records.EVALUATION) == before
 
 
+def test_what_mix_reserves_is_known_again(base):
+    config = base(targets=("mix", "verse"))
+    train_base(config)
+    found = evaluate(EvaluateConfig(run=config.out, device="cpu"))
+    assert set(found["loss"]) == set(NAMES) | {"verse"}
+
+
 @pytest.fixture
 def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Text of three domains, of which one brings a validation split."""
@@ -116,8 +123,14 @@ def test_other_text_is_measured_whole_or_by_its_validation_split(run, other, tmp
     for name, file in (("poetry", "poetry.jsonl"), ("novels", "novels/validation.jsonl")):
         documents = [json.loads(line)["text"] for line in (other / file).read_text().splitlines()]
         tokens = sum(len(tokenizer(text)["input_ids"]) + 1 for text in documents)
-        # Of each split the last, incomplete block is left out.
-        assert tokens / 16 - 2 <= result["blocks"][name] <= tokens / 16
+        # The last, incomplete block is left out.
+        assert result["blocks"][name] == tokens // 16
+    # Nothing is held out of it, so one document is enough.
+    for file in (other / "poetry.jsonl", other / "numbers.jsonl"):
+        file.write_text(file.read_text().splitlines(keepends=True)[0] * 2)
+    again = evaluate(replace(ask, out=tmp_path / "short.json"))
+    assert again["loss"]["novels"] == result["loss"]["novels"]
+    assert 0 < again["blocks"]["poetry"] < result["blocks"]["poetry"]
 
 
 def test_some_domains_of_other_text_go_where_they_are_told(run, other, tmp_path):

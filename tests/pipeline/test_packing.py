@@ -56,6 +56,15 @@ def test_max_tokens_stops_there(config):
     loaded = load_corpus(replace(config, max_tokens_per_domain=100))
     assert loaded.train_tokens == {"code": 96, "prose": 96, "verse": 96}
     assert loaded.documents["prose"] < 10
+    # The last document is longer than what the limit leaves of it.
+    whole = load_corpus(config)
+    for name in loaded.names:
+        read = documents(loaded, name, "train")
+        found = documents(whole, name, "train")[: loaded.documents[name]]
+        assert read[:-1] == found[:-1]
+        ids = loaded.tokenizer(found)["input_ids"]
+        mean = sum(len(each) + 1 for each in ids) / len(ids)
+        assert loaded.sizes(name)["mean_doc_tokens"] == pytest.approx(mean)
     # A split that the data brings is measured as far as the limit; a share stays a share.
     blocks = {name: len(loaded.validation[name]) for name in loaded.names}
     assert blocks == {"code": 6, "prose": 1, "verse": 1}

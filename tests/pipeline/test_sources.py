@@ -53,6 +53,9 @@ def test_what_is_read_held_out_and_left_out_is_said(tmp_path, load, caplog):
     not_read = ("table.csv", "prose/2.csv", "README.txt", ".hidden.jsonl", "LICENSE")
     for name in (*not_read, "test.jsonl", ".ipynb_checkpoints"):
         assert name in left
+    # What is likely to be text that somebody misses is warned of.
+    (warned,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "table.csv" in warned
     assert "prose/3.jsonl holds no row" in caplog.text
     assert "prose/1.json.gz" in caplog.text
 

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,8 @@ def test_runs_are_planned_and_made_one_by_one(learned, capsys):
     names = [line.split("  #")[0].split()[-1] for line in lines]
     assert names == ["base-0-seed0", "base-1-seed0", "base-2-seed0"]
     assert "--only" not in last
+    assert cli.main([*words, "--plan", "--only", names[0]]) == 2
+    assert "leave out --only" in capsys.readouterr().err
     for name in reversed(names):
         assert cli.main([*words, "--only", name]) == 0
     capsys.readouterr()
@@ -140,6 +143,28 @@ def test_targets_count_by_their_weights(proxy):
         loss = records.read_json(base / records.EVALUATION)["loss"]
         assert point["loss"] == pytest.approx(0.75 * loss["verse"] + 0.25 * loss["table"])
         assert set(point["weights"]) == {"code", "prose"}
+
+
+def test_a_mixture_of_all_domains_is_a_target_beside_others(proxy):
+    learned = learn_weights(proxy(target=("mix=2", "verse"), mu=1e-3)).path
+    found = temperature(asked(learned)).record["objective"]
+    assert found == pytest.approx({"code": 2 / 9, "prose": 2 / 9, "table": 2 / 9, "verse": 1 / 3})
+
+
+def test_all_that_is_measured_is_of_the_text_of_the_proxy(settings, tmp_path):
+    corpus = settings["corpus"]
+    data = Path(shutil.copytree(corpus.data, tmp_path / "data"))
+    told = settings | {"corpus": replace(corpus, data=str(data))}
+    learned = learn_weights(ProxyConfig(out=tmp_path / "proxy", mu=1e-3, **told)).path
+    config = asked(learned)
+    temperature(replace(config, only=("base-0-seed0",)))
+    file = data / "code.jsonl"
+    text = file.read_text()
+    file.write_text(text.replace("the", "a"))
+    with pytest.raises(ValueError, match="was made of another corpus"):
+        temperature(config)
+    file.write_text(text)
+    assert len(temperature(config).record["points"]) == 3
 
 
 def test_a_model_that_diverges_is_no_choice(learned, monkeypatch, capsys):
@@ -165,6 +190,8 @@ def test_a_model_that_diverges_is_no_choice(learned, monkeypatch, capsys):
     assert run.record["inverse_temperature"] == 1
     assert not run.record["is_decided"]
     survivors = ()
+    with pytest.raises(Diverged, match="base-2-seed0 diverged"):
+        temperature(asked(learned, out=learned.parent / "one", only=("base-2-seed0",)))
     with pytest.raises(Diverged, match="Every base model"):
         temperature(asked(learned, out=learned.parent / "none", most_runs=4))
     assert not (learned.parent / "none" / "weights.json").exists()

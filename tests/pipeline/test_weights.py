@@ -227,6 +227,10 @@ def test_constrain_writes_what_it_tells(tmp_path, capsys):
     assert records.weights_by_name(records.read_weights(out)) == pytest.approx(
         {"code": 0.45, "prose": 0.3, "verse": 0.25}
     )
+    # What was measured of a temperature was of other weights.
+    points = {"inverse_temperature": 2.0, "temperature": 0.5, "is_decided": True, "points": []}
+    measured = records.read_weights(file) | points
+    assert not bounds.constrain(measured, floor=0.01).keys() & points.keys()
     free = said(capsys, "constrain", file)
     assert "No bound holds any domain" in free
     assert "Nothing is written" in free

@@ -2,6 +2,7 @@
 
 import math
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,21 +47,28 @@ def parse_target(names: Sequence[str]) -> Target:
         return UNIVERSAL
     tau: dict[str, float] = {}
     for item in names:
-        name, _, weight = item.partition("=")
+        name, weight = target_of(item)
         if name in tau or name in ("", UNIVERSAL):
             raise ValueError(
                 "target must be universal alone, or distinct names, each NAME or "
                 f"NAME=WEIGHT; got {' '.join(names)}."
             )
-        try:
-            tau[name] = named.float_of(weight or "1")
-        except ValueError:
-            tau[name] = math.nan
+        tau[name] = named.float_of(weight or "1")
         if not 0 < tau[name] < math.inf:
             raise ValueError(f"A target's weight must be a number greater than zero; got {item!r}.")
     if not tau:
         raise ValueError("target must name something: universal, mix, or held-out domains.")
     return tau
+
+
+def target_of(item: str) -> tuple[str, str]:
+    """(NAME, WEIGHT) of NAME=WEIGHT; else a name alone, which may hold equal signs, and ""."""
+    name, equals, weight = item.rpartition("=")
+    try:
+        named.float_of(weight)
+    except ValueError:
+        return item, ""
+    return (name, weight) if equals else (item, "")
 
 
 def check_data(data: str) -> None:
@@ -256,6 +264,12 @@ class _Stage:
 
     def _check(self) -> None:
         self.corpus.check_outside(out=self.out, cache_dir=self.corpus.cache_dir)
+        name = self.model.model
+        if self.model.pretrained and self.corpus.tokenizer == "train" and name not in SIZES:
+            raise ValueError(
+                "A pretrained model knows its own tokens by their numbers, and a new tokenizer has "
+                f"others. Pass tokenizer={name!r} (--tokenizer {shlex.quote(name)})."
+            )
 
 
 @dataclass(frozen=True)
@@ -302,7 +316,7 @@ class ProxyConfig(_Stage):
     @property
     def targets(self) -> tuple[str, ...]:
         """What `target` names, without weights: as `load_corpus` takes it."""
-        return tuple(item.partition("=")[0] for item in self.target)
+        return tuple(target_of(item)[0] for item in self.target)
 
     def _check(self) -> None:
         super()._check()

@@ -259,7 +259,7 @@ def check_schema(record: Json, path: str | Path, *, way_out: str = "") -> None:
         )
 
 
-def check_empty(out: Path) -> None:
+def check_empty(out: Path, missing: str = CONFIG) -> None:
     """A directory with somebody else's files is not made a run."""
     held = []
     for entry in sorted(out.iterdir()) if out.is_dir() else ():
@@ -271,7 +271,7 @@ def check_empty(out: Path) -> None:
     if held:
         raise ValueError(
             f"A new run needs an empty directory; {out} holds {first_few(held, 3)}, and no "
-            f"{CONFIG}. Name another directory."
+            f"{missing}. Name another directory."
         )
 
 
@@ -502,7 +502,7 @@ def check_experiment(out: Path, record: ExperimentRecord) -> None:
     Runs may be added to an experiment, by more seeds. Nothing else may change.
     """
     if not (out / EXPERIMENT).exists():
-        check_empty(out)
+        check_empty(out, EXPERIMENT)
         return
     if all(entry.name == EXPERIMENT for entry in out.iterdir()):
         return

@@ -14,6 +14,7 @@ import numpy as np
 
 from doge_fast.pipeline import health, records
 from doge_fast.pipeline.config import MIX, UNIVERSAL
+from doge_fast.pipeline.config.stages import target_of
 from doge_fast.pipeline.records.movement import Floats, Movement, movement_of
 from doge_fast.pipeline.reporting.runs import LEARNING, RecordedRun, open_runs
 from doge_fast.pipeline.reporting.statistics import Line, Losses, Stat, stat_of, weight_text
@@ -57,7 +58,7 @@ class Proxy:
         if self.is_doremi or items == (UNIVERSAL,):
             return "all domains"
         for item in items:
-            name, _, weight = item.partition("=")
+            name, weight = target_of(item)
             name = "a held-out mixture of all domains" if name == MIX else name
             told.append(f"{name} ({weight})" if weight and len(items) > 1 else name)
         return listed(told)

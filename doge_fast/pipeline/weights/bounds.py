@@ -16,6 +16,8 @@ _KINDS = {
     "cap": ("between 0 and 1", 1.0),
     "max_epochs": ("greater than zero", math.inf),
 }
+# What a record says of the very weights that it has.
+_OF_OTHER_WEIGHTS = ("stages", "temperature", "inverse_temperature", "is_decided", "points")
 Bound = float | Mapping[str, float] | None
 
 
@@ -43,8 +45,8 @@ def constrain(
 
     Returns:
         The record with bounded weights, and `constraints`: the bounds, the weights before, and
-        which bound holds whom. Deviations over seeds and schedules of weights were those of other
-        weights, and are left out.
+        which bound holds whom. Deviations over seeds, schedules of weights and the points of a
+        temperature are those of other weights, and are left out.
 
     Raises:
         ValueError: a domain is unknown; a bound is out of its range or a floor above a cap, the
@@ -77,7 +79,7 @@ def constrain(
     entries = [dict(entry) | {"weight": moved[entry["name"]]} for entry in record["domains"]]
     for entry in entries:
         entry.pop("weight_std", None)
-    kept = {key: value for key, value in record.items() if key != "stages"}
+    kept = {key: value for key, value in record.items() if key not in _OF_OTHER_WEIGHTS}
     return kept | {"domains": entries, "constraints": constraints}
 
 

@@ -41,7 +41,7 @@ def show(config: WeightsShowConfig) -> list[str]:
     for source, record in found.items():
         mixture = summary.describe(record, budget_tokens=budget, tokens=tokens)
         lines += [_wrapped(f"{source}: {story(record)}"), text(mixture.table())]
-        lines += map(_wrapped, _remarks(mixture, budget))
+        lines += map(_wrapped, _remarks(mixture, budget, tokens))
     return lines
 
 
@@ -159,7 +159,9 @@ def _write(out: Path | None, record: Json, read: Sequence[Path]) -> list[str]:
     return [f"weights: {file}"]
 
 
-def _remarks(mixture: WeightsSummary, budget: float | None) -> list[str]:
+def _remarks(
+    mixture: WeightsSummary, budget: float | None, given: Mapping[str, float]
+) -> list[str]:
     lines = [_total(mixture)]
     passes = sorted(((s.epochs or 0, s.name) for s in mixture.domains), key=lambda p: -p[0])
     often = [f"{name} ({figure_text(each)})" for each, name in passes if each > MAX_EPOCHS]
@@ -170,7 +172,7 @@ def _remarks(mixture: WeightsSummary, budget: float | None) -> list[str]:
             f"is worth less: {first_few(often)}. doge-fast weights constrain --max-epochs "
             "bounds them."
         )
-    if len(unknown) < len(mixture.domains):
+    if any(share.name not in (*unknown, *given) for share in mixture.domains):
         lines.append(
             "Epochs are of the tokens that the run had, as the file says; --tokens NAME=NUMBER "
             "where the training has others."
