@@ -11,7 +11,7 @@ gradient. On a GPU the gradients of all parameters arrive together, when a domai
 """
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
 from operator import attrgetter
 from typing import Any
@@ -49,6 +49,8 @@ class Block:
         # {row without a gradient: the view of its memory that `reserve` returned last}
         self.reserved: dict[int, Tensor] = {}
         self.combined: Tensor | None = None
+        # Whether the wrapped optimizer keeps it from step to step, as MARS does.
+        self.is_kept = False
 
     def _allocate(self, num_rows: int, dtype: torch.dtype) -> None:
         self.rows_BN = _new_rows(self.param, num_rows, dtype)
@@ -71,7 +73,7 @@ class Block:
 
     def gradient(self) -> Tensor:
         """Memory of the combined gradient, in the shape and dtype of the parameter."""
-        if self.combined is None:
+        if self.combined is None or self.is_kept:
             # With its strides too: fused optimizers walk both in memory order.
             self.combined = torch.empty_like(local_of(self.param), requires_grad=False)
         return self.combined
@@ -92,7 +94,7 @@ class Block:
 
     def combined_as(self, values_N: Tensor) -> Tensor:
         """The combined gradient, viewed in or copied from [numel] of the parameter's dtype."""
-        if self.param.is_contiguous():
+        if self.param.is_contiguous() and not self.is_kept:
             self.combined = values_N.view(self.param.shape)
             return self.combined
         return self.gradient().copy_(values_N.view(self.param.shape))
@@ -310,6 +312,17 @@ class FlatBuffer:
         grad = None if param.grad is None else local_of(param.grad)
         block = self._blocks.get(id(param))
         return block is not None and block.combined is grad
+
+    def find_kept(self, states: Iterable[Any]) -> None:
+        """Spare combined gradients that an optimizer's state of a parameter holds: they get new
+        memory in every step.
+        """
+        held = [values.values() for values in states if isinstance(values, Mapping)]
+        tensors = (local_of(value) for each in held for value in each if isinstance(value, Tensor))
+        places = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        for block in self._blocks.values():
+            if block.combined is not None:
+                block.is_kept |= block.combined.untyped_storage().data_ptr() in places
 
     def dtypes_of(self, params: Iterable[Tensor]) -> list[torch.dtype | None]:
         """The dtype of each parameter's rows; None without a gradient in this step."""

@@ -176,15 +176,16 @@ class _LinearLosses(torch.autograd.Function):
                 needs_hidden=needs_hidden,
                 out_of=(lambda domain: (rows[domain], False)) if rows else None,
             )
-        ctx.head = head
-        ctx.save_for_backward(weight_VH, counts_D, *tensors)
+        # Hooks on saved tensors return others, and rows are found by the parameter itself.
+        ctx.head, ctx.weight = head, weight_VH
+        ctx.save_for_backward(counts_D, *tensors)
         return sums_D / counts_D
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_D: Tensor) -> Any:
-        weight, counts_D, *tensors = ctx.saved_tensors
-        head: _Head = ctx.head
+        counts_D, *tensors = ctx.saved_tensors
+        head, weight = ctx.head, ctx.weight
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         if _are_kept(head, weight, ctx.rows):
             grad_TH = ctx.grad_TH

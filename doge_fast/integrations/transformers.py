@@ -100,8 +100,9 @@ class DoGETrainer(_StepByDomain):
     several as one, `optimizers=([muon, adamw], None)`; `args.max_grad_norm` clips the combined
     gradient, once. If your own is a `DoGEOptimizer` already, its options hold; if its
     `max_grad_norm` is None, `args.max_grad_norm` clips. A domain's loss, l_j of the paper, is the
-    mean over its tokens in the whole optimizer step (over its examples, for a model that takes no
-    number of targets). Logs carry `loss/DOMAIN`, `alpha/DOMAIN` and `alpha_mean/DOMAIN`.
+    mean over its tokens in the whole optimizer step (the mean over micro-batches of its means over
+    examples, for a model that takes no number of targets). Logs carry `loss/DOMAIN`, `alpha/DOMAIN`
+    and `alpha_mean/DOMAIN`.
 
     `train_dataset` may be, with `per_device_train_batch_size` examples of every row in a step:
 

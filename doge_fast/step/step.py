@@ -55,6 +55,9 @@ DROPPED = (
     "run the domains of this step again."
 )
 
+# Steps after which the wrapped optimizer's state is looked at; a GradScaler skips the first ones.
+_MOST_WATCHED = 20
+
 
 class StepState(enum.Enum):
     """States of a step, in order."""
@@ -139,6 +142,8 @@ class Step:
         self._stacked_model: StackedModel | None = None
         # Only the first domain is watched.
         self._has_watched = False
+        # Steps after which gradients were looked for in the wrapped optimizer's state.
+        self._num_watched = 0
         self.state = StepState.EMPTY
         self._open: OpenDomain | None = None
         self._received = Received()
@@ -484,6 +489,9 @@ class Step:
     @outside_graphs
     def clear(self) -> None:
         """Start an empty step."""
+        if self._num_watched < _MOST_WATCHED:
+            self._num_watched += 1
+            self.buffer.find_kept(self._inner.state.values())
         self.buffer.clear()
         self.parameters.forget()
         self.state = StepState.EMPTY

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from doge_fast.losses import IGNORED, domain_losses, linear_domain_losses, token_losses
 from tests.dispatched import Dispatched
@@ -229,6 +230,27 @@ def test_gradients_of_the_head_are_those_of_any_function_of_the_losses(name, tie
     weigh, is_early = FUNCTIONS[name]
     products = products_of_equal_rows(Tiny(tied=tied).double(), weigh)
     assert (products == 0) == is_early
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "save_on_cpu"])
+def test_hooks_on_saved_tensors_change_no_row(how):
+    model = Tiny().double()
+    expected, _ = rows_of_passes(model, summed, is_fused=True)
+    optimizer = optimizer_of(model, SIZES)
+
+    def losses(hidden: Tensor) -> Tensor:
+        return linear_domain_losses(hidden, model.head.weight, IDS_BL, SIZES)
+
+    with optimizer.stacked(model, SIZES):
+        if how == "checkpoint":
+            losses_D = checkpoint(losses, model.hidden(IDS_BL), use_reentrant=False)
+        else:
+            with torch.autograd.graph.save_on_cpu():
+                losses_D = losses(model.hidden(IDS_BL))
+        losses_D.sum().backward()
+    blocks = optimizer.buffer.touched(optimizer.param_groups[0]["params"])
+    for block, rows in zip(blocks, expected, strict=True):
+        assert (block.rows_BN - rows).abs().max() <= 1e-14 * rows.abs().max()
 
 
 def test_a_step_without_the_losses_backward_has_no_row_of_the_head():

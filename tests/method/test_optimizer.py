@@ -1,5 +1,6 @@
 """What the wrapper refuses, the gradients it gives, and how it behaves as a torch optimizer."""
 
+import contextlib
 import copy
 import gc
 import math
@@ -161,6 +162,39 @@ def test_half_precision_parameters(dtype):
     assert all(p.grad.dtype == dtype for p in params)
     # One rounding to storage: half an ulp of each element.
     assert ((flat - expected).abs() <= torch.finfo(dtype).eps * expected.abs() + 1e-7).all()
+
+
+class KeepsGradient(torch.optim.Optimizer):
+    """Moves by the gradient and its change, and keeps no copy of it, as MARS does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in (each for group in self.param_groups for each in group["params"]):
+            grad = param.grad.data
+            last = self.state[param].get("last_grad", torch.zeros_like(param))
+            param.sub_(0.1 * grad + 0.05 * (grad - last))
+            self.state[param]["last_grad"] = grad
+
+
+def test_an_optimizer_may_keep_the_gradient_that_it_was_given():
+    found = []
+    for is_wrapped in (False, True):
+        model = tied_transformer()
+        inner = KeepsGradient(model.parameters())
+        optimizer = DoGEOptimizer(inner, domains=["a"], domain_max_grad_norm=None, mu=1.0)
+        if not is_wrapped:
+            optimizer.release()
+        for step in range(4):
+            with optimizer.domain("a") if is_wrapped else contextlib.nullcontext():
+                model(domain_tokens(0, step)).backward()
+            (optimizer if is_wrapped else inner).step()
+            (optimizer if is_wrapped else inner).zero_grad()
+        found.append([param.detach().clone() for param in model.parameters()])
+    for alone, wrapped in zip(*found, strict=True):
+        torch.testing.assert_close(wrapped, alone, rtol=1e-6, atol=1e-8)
 
 
 def test_it_does_not_outlive_its_references():

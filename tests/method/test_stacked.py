@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import prune
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 from doge_fast import DoGEOptimizer
@@ -330,6 +332,85 @@ def test_what_cannot_be_sliced_or_joined_is_refused(sizes):
     optimizer = optimizer_of(late)
     with pytest.raises(RuntimeError, match="batch_first"), optimizer.stacked(late, sizes):
         late(ids_of(sizes)[:, :6])
+
+
+class Own(nn.Module):
+    """Without a rule: its outputs are what `returns` makes of its input."""
+
+    def __init__(self, returns: Callable[..., Any]) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(3))
+        self.returns = returns
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.returns(self.gain, *inputs)
+
+
+@dataclass
+class Output:
+    hidden: Tensor
+
+
+DynamicCache = type("DynamicCache", (), {})
+X_BLE = torch.randn(3, 4, 3, generator=torch.Generator().manual_seed(0))
+PACKED = pack_padded_sequence(X_BLE, torch.tensor([2, 4, 1]), True, enforce_sorted=False)
+
+
+@pytest.mark.parametrize(
+    ("returns", "inputs", "said"),
+    [
+        (lambda gain, x: Output(gain * x), (X_BLE,), "Output"),
+        # Each example's own, beside a tensor.
+        (lambda gain, x: (gain * x, [int(x[0, 0, 0] * 100)]), (X_BLE,), "outputs of int"),
+        (lambda gain, x: [gain * x] * (1 + int(x[0, 0, 0] > 0)), (X_BLE,), "structure"),
+        # A state of two layers.
+        (lambda gain, x: (gain * x, gain.expand(2, 1, 3)), (X_BLE,), "2, 1, 3"),
+        (lambda gain, x: gain * x.data, (PACKED,), "PackedSequence"),
+        # Of the length, as many as there are examples.
+        (lambda gain, x, mask: gain * (x + mask), (X_BLE[:, :3], torch.eye(3)), "may be a mask"),
+    ],
+    ids=["object", "numbers", "structure", "state", "packed", "mask"],
+)
+def test_what_belongs_to_one_domain_alone_is_not_given_to_all(returns, inputs, said):
+    model = Own(returns)
+    optimizer = optimizer_of(model)
+    with (
+        pytest.raises(RuntimeError, match=said),
+        optimizer.stacked(model, dict.fromkeys("abc", 1)),
+    ):
+        model(*inputs)
+
+
+def test_what_all_domains_have_in_common_is_joined():
+    """And what training does not read is left out."""
+    model = Own(lambda gain, x: (gain * x, (gain * x).flatten(0, 1), DynamicCache(), 2, "tanh"))
+    optimizer = optimizer_of(model)
+    with optimizer.stacked(model, dict.fromkeys("abc", 1)):
+        whole, flat, *rest = model(X_BLE)
+        assert torch.equal(whole, X_BLE)
+        assert torch.equal(flat, X_BLE.flatten(0, 1))
+        assert rest == [None, 2, "tanh"]
+        whole.sum().backward()
+
+
+def test_an_example_is_no_input_that_all_share():
+    model = nn.Sequential(nn.Embedding(VOCABULARY, 16), nn.Linear(16, 4))
+    optimizer = optimizer_of(model)
+    said = r"6 examples.*\[1, 9, 16\]"
+    with pytest.raises(RuntimeError, match=said), optimizer.stacked(model, SIZES):
+        model[1](model[0](ids_of(SIZES))[:1])
+
+
+def test_what_follows_a_layer_may_change_it_in_place():
+    model = nn.Sequential(
+        nn.Embedding(VOCABULARY, 8),
+        nn.Linear(8, 8),
+        nn.ReLU(inplace=True),
+        nn.Linear(8, VOCABULARY),
+    ).double()
+    optimizer, ids_BL = optimizer_of(model), ids_of(SIZES)
+    run(optimizer, model, ids_BL)
+    assert_same(rows_of(optimizer, model), rows_by_autograd(model, ids_BL))
 
 
 def test_sizes_are_checked():

@@ -118,7 +118,7 @@ class ExampleAxis:
             if x.dim() > (1 if is_indices else 2):
                 self._lengths.add(x.shape[1])
             return x
-        if x.shape[0] == 1:
+        if x.shape[0] == 1 and not x.requires_grad:
             return x.expand(size, *x.shape[1:])
         # Only for a length T seen before: time in the first dimension may be a multiple of B, too.
         is_flattened = x.dim() == 2 and not is_indices and x.shape[0] % size == 0

@@ -6,10 +6,11 @@ every parameter, so autograd keeps the domains' gradients apart.
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from doge_fast.stacked.layers.batch import Segment
@@ -17,6 +18,8 @@ from doge_fast.stacked.layers.batch import Segment
 Receive = Callable[[int, Tensor, Tensor], object]
 """`receive(row, param, grad)` takes the gradient of one domain."""
 
+# Values beside tensors that domains may have in common.
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 INSTEAD = "Run one domain after another, with optimizer.domain(name)."
 
 
@@ -39,9 +42,9 @@ def outputs_by_slices(
         RuntimeError: no argument, or not every output, has the examples in its first dimension.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    _refuse_time_first(module, leaves)
     size = segments[-1].last
     are_examples = [isinstance(x, Tensor) and x.dim() > 0 and len(x) == size for x in leaves]
+    _refuse(module, (*args, *kwargs.values()), size)
     if not any(are_examples):
         raise RuntimeError(
             f"stacked mode runs {type(module).__name__} once per domain and found no argument "
@@ -58,15 +61,23 @@ def outputs_by_slices(
     return _concatenated(module, outputs, [segment.last - segment.first for segment in segments])
 
 
-def _refuse_time_first(module: nn.Module, leaves: Sequence[Any]) -> None:
-    """Refuse recurrent networks and attention with the examples in the second dimension."""
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+def _refuse(module: nn.Module, values: Sequence[Any], size: int) -> None:
+    """Refuse arguments whose examples are not, or may not be, in the first dimension."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    # After the input, which may have as many features as examples.
+    masks = [x for x in tensors[1:] if x.is_floating_point() or x.dtype == torch.bool]
     if getattr(module, "batch_first", True) is False and tensors and tensors[0].dim() == 3:
-        raise RuntimeError(
-            "stacked mode needs the examples of the batch in the first dimension; "
-            f"{type(module).__name__} has batch_first=False and expects them in the second. "
-            f"Make it with batch_first=True. {INSTEAD}"
-        )
+        got = "batch_first=False: make it with batch_first=True"
+    elif any(isinstance(value, PackedSequence) for value in values):
+        got = "a PackedSequence"
+    elif any(list(x.shape) == [size, size] for x in masks):
+        got = f"{[size, size]} for {size} examples, which may be a mask"
+    else:
+        return
+    raise RuntimeError(
+        "stacked mode needs the examples of the batch in the first dimension; "
+        f"{type(module).__name__} has {got}. {INSTEAD}"
+    )
 
 
 @contextmanager
@@ -102,24 +113,38 @@ def _alias(param: Tensor, row: int, receive: Receive) -> Tensor:
 
 
 def _concatenated(module: nn.Module, outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """The domains' outputs as one: tensors concatenated, other values from the first domain."""
+    """The domains' outputs as one: tensors concatenated, other values if all domains agree."""
+
+    def refuse(what: str) -> NoReturn:
+        raise RuntimeError(
+            f"stacked mode runs {type(module).__name__} once per domain and cannot join its "
+            f"{what}. {INSTEAD}"
+        )
+
     leaves_of_domains, specs = zip(*map(pytree.tree_flatten, outputs), strict=True)
-    whole = []
+    if any(spec != specs[0] for spec in specs):
+        refuse("outputs, which differ in their structure")
+    whole: list[Any] = []
     for index, leaves in enumerate(zip(*leaves_of_domains, strict=True)):
         first = leaves[0]
         if not isinstance(first, Tensor):
-            whole.append(first)
+            # Keys and values for later tokens, which training does not read.
+            is_cache = type(first).__name__.endswith("Cache")
+            if not is_cache and (not isinstance(first, _PLAIN) or set(leaves) != {first}):
+                refuse(f"outputs of {type(first).__name__}")
+            whole.append(None if is_cache else first)
             continue
         # The state of a recurrent network is [layers, B, features].
         is_state = isinstance(module, nn.RNNBase) and index > 0 and first.dim() == 3
         dim = 1 if is_state else 0
         lengths = [leaf.shape[dim] if leaf.dim() else 0 for leaf in leaves]
         per_example = lengths[0] // sizes[0]
-        if per_example == 0 or lengths != [per_example * size for size in sizes]:
-            raise RuntimeError(
-                f"stacked mode runs {type(module).__name__} once per domain and cannot join its "
+        # Flattened tokens are [B * T, features]; more dimensions may be a state of every layer.
+        is_flat = per_example == 1 or (per_example > 1 and first.dim() < 3)
+        if not is_flat or lengths != [per_example * size for size in sizes]:
+            refuse(
                 f"output of shape {list(first.shape)}, whose first dimension is not the {sizes[0]} "
-                f"examples of the domain. {INSTEAD}"
+                "examples of the domain"
             )
         whole.append(torch.cat(leaves, dim))
     return pytree.tree_unflatten(whole, specs[0])

@@ -42,7 +42,9 @@ class LinearRule(LayerRule):
     def forward(self, module: Any, x: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
         """The output; saves the weight."""
         weight = module.weight
-        return F.linear(x, weight.t() if self.is_transposed else weight, module.bias), (weight,)
+        output = F.linear(x, weight.t() if self.is_transposed else weight, module.bias)
+        # With a bias it is a view, which nothing after it could change in place.
+        return torch.ops.aten._unsafe_view(output, output.shape), (weight,)
 
     def input_gradient(self, module: Any, grad: Tensor, x: Tensor, *saved: Tensor) -> Tensor:
         """dx = dy W."""
