@@ -259,12 +259,14 @@ def select(scores: Mapping[str, float], strategy: str, *, columns: Mapping[str, 
         columns: {name: number of elements} of the same parameters.
 
     Raises:
-        ValueError: an unknown strategy, N above the number of parameters, or a score that is not
-            finite.
+        ValueError: an unknown strategy, N above the number of parameters, a score that is not
+            finite, or names that differ.
 
     Source: DoGE, appendix cancellation, strategies (1) and (2).
     """
     side, count = parse_strategy(strategy)
+    if differing := scores.keys() ^ columns.keys():
+        raise ValueError(f"scores and columns must be of the same names; not {min(differing)!r}.")
     if bad := [name for name, score in scores.items() if not math.isfinite(score)]:
         raise ValueError(
             f"Only finite scores can be ranked; that of {bad[0]} is {scores[bad[0]]}. The "

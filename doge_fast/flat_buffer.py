@@ -11,13 +11,14 @@ gradient. On a GPU the gradients of all parameters arrive together, when a domai
 """
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import compress
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from doge_fast.kernels import accumulate, fill, weighted_sum
 from doge_fast.kernels.schema import STORAGE_DTYPES
@@ -30,6 +31,11 @@ PAGE_BYTES = 4096
 # On a CPU waiting gradients should still be in the cache; on a GPU fewer launches matter more.
 PENDING_BYTES = {"cpu": 1 << 20}
 PENDING_BYTES_ELSEWHERE = 1 << 26
+
+# Of a block: a GradScaler skips the first steps.
+MOST_WATCHED = 20
+# Other kinds of tensors have no memory of their own to compare.
+PLAIN = (Tensor, torch.nn.Parameter)
 
 _dtype_of, _place_of = attrgetter("dtype"), attrgetter("device", "dtype", "shape")
 
@@ -51,6 +57,8 @@ class Block:
         self.combined: Tensor | None = None
         # Whether the wrapped optimizer keeps it from step to step, as MARS does.
         self.is_kept = False
+        # Steps after which that was looked for.
+        self.num_watched = 0
 
     def _allocate(self, num_rows: int, dtype: torch.dtype) -> None:
         self.rows_BN = _new_rows(self.param, num_rows, dtype)
@@ -313,16 +321,24 @@ class FlatBuffer:
         block = self._blocks.get(id(param))
         return block is not None and block.combined is grad
 
-    def find_kept(self, states: Iterable[Any]) -> None:
-        """Spare combined gradients that an optimizer's state of a parameter holds: they get new
-        memory in every step.
+    def find_kept(self, optimizer: Any) -> bool:
+        """Spare combined gradients that an optimizer's state holds: from now on new memory.
+
+        They are looked for after the first steps of each block. Whether there are new ones.
         """
-        held = [values.values() for values in states if isinstance(values, Mapping)]
-        tensors = (local_of(value) for each in held for value in each if isinstance(value, Tensor))
-        places = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-        for block in self._blocks.values():
+        watched = [b for b in self._blocks.values() if b.num_watched < MOST_WATCHED]
+        found = False
+        if watched:
+            values = map(local_of, tree_leaves([*optimizer.state.values()]))
+            plain = (x for x in values if type(x) in PLAIN and x.layout == torch.strided)
+            places = {tensor.untyped_storage().data_ptr() for tensor in plain}
+        for block in watched:
             if block.combined is not None:
-                block.is_kept |= block.combined.untyped_storage().data_ptr() in places
+                block.num_watched += 1
+                block.is_kept = block.combined.untyped_storage().data_ptr() in places
+                block.num_watched += MOST_WATCHED * block.is_kept
+                found |= block.is_kept
+        return found
 
     def dtypes_of(self, params: Iterable[Tensor]) -> list[torch.dtype | None]:
         """The dtype of each parameter's rows; None without a gradient in this step."""

@@ -313,6 +313,8 @@ def _counts(
     """[D] targets of each domain, at least 1."""
     if num_targets is None:
         return _sums(targets_BL != IGNORED, sizes).clamp(min=1)
+    if lacking := [name for name in sizes if name not in num_targets]:
+        raise ValueError(f"num_targets must have every domain of the batch; it lacks {lacking}.")
     device = targets_BL.device
     counts = [num_targets[name] for name in sizes]
     if any(isinstance(count, Tensor) and count.device == device for count in counts):

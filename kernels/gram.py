@@ -38,8 +38,8 @@ def gram(grads: Tensor | Sequence[Tensor], *, implementation: str | None = None)
     bits, and so does `cpp` between instruction sets. Reads each row once (GPU: up to 128 rows).
 
     Args:
-        grads: [K, N], rows of float32, bfloat16, float16 or float64 with any stride(0) (`cpp`: at
-            most 2048 rows); or a list of such blocks [K, n_p], whose dtypes and devices may differ.
+        grads: [K, N], rows of float32, bfloat16, float16 or float64 with any stride(0); or a list
+            of such blocks [K, n_p], whose dtypes and devices may differ.
         implementation: "torch", "cpp", "triton" or "cuda"; None: the dispatcher chooses.
 
     Returns:
@@ -146,11 +146,15 @@ def _product_dtype(rows: Tensor) -> torch.dtype:
 CUDA_CHUNK_COLUMNS = 4096
 # Tiles of more rows do not fit in registers.
 MAX_CUDA_ROWS = 64
+# Of the kernel in C++.
+MAX_CPP_ROWS = 2048
 FIELDS = ("source", "row_stride", "length")
 
 
 def gram_cpp(blocks: Sequence[Tensor]) -> Tensor:
-    """On a CPU."""
+    """On a CPU; more rows are plain torch's."""
+    if len(blocks[0]) > MAX_CPP_ROWS:
+        return gram_torch(blocks)
     gram_RR: Tensor = build.operators(build.CPP).gram.default(blocks)
     return gram_RR
 

@@ -92,6 +92,8 @@ def segment_sum_torch(
     if order is not None:
         terms_TD = terms_TD[order]
     num_groups, num_rows, width = out_GRD.shape
+    if not out_GRD.numel():
+        return
     if borders is None:
         sums = terms_TD.view(num_groups * num_rows, -1, width).sum(1)
         (out_GRD.add_ if add else out_GRD.copy_)(sums.view(out_GRD.shape))

@@ -189,7 +189,7 @@ class DomainStream(IterableDataset[dict[str, Batch]]):
             self._refuse(waiting, num_waited)
 
     def _put(self, example: Mapping[str, Any], waiting: dict[str, deque[Any]]) -> None:
-        name = example[self.column]
+        name = str(example[self.column])
         if name not in waiting:
             raise ValueError(
                 f"an example's {self.column!r} must be one of {list(self.rows)}; got {name!r}. "
@@ -240,7 +240,8 @@ def _unnamed(example: Any, column: str) -> Any:
 def _names_a_domain(example: Any, column: str) -> bool:
     """Whether this is an example that names its domain."""
     # In {domain: example} a domain may be named like the column, but its value is a mapping.
-    return isinstance(example, Mapping) and isinstance(example.get(column), str)
+    is_plain = isinstance(example, Mapping) and column in example
+    return is_plain and not isinstance(example[column], Mapping)
 
 
 def checked_batch(batch: Any) -> dict[str, Any]:

@@ -404,6 +404,9 @@ class DoGETrainer(_StepByDomain):
         Targets are counted over all ranks in the step, for the domains that this rank has.
         """
         parts = [self.part_of(batch) for batch in islice(epoch_iterator, num_batches)]
+        if len(parts) < num_batches and isinstance(self.train_dataset, IterableDataset):
+            # Trainer would add them to the next step, each with a divisor of its own.
+            return [], None
         self.shares = domain_data.shares(parts)
         if self.is_fsdp_enabled:
             # FSDP2 averages over ranks, but the parts of a loss must be summed.

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from doge_fast.mixture.counts import MixtureCounts, Phase, Totals
 from doge_fast.mixture.permutation import shuffled
 from doge_fast.mixture.samplers import Draw, MixtureBatches, Progress, batch_draws
+from doge_fast.weights.simplex import is_integer
 
 STATE_VERSION = 2
 
@@ -74,9 +75,9 @@ class DomainMixture(Dataset[Any]):
     ) -> None:
         if not domains:
             raise ValueError("A mixture needs at least one domain; got none.")
-        if batch_size < 1 or (steps is not None and steps < 1):
+        if not is_integer(batch_size) or batch_size < 1 or (steps is not None and steps < 1):
             raise ValueError(
-                f"batch_size and steps must be at least 1; got {batch_size} and {steps}."
+                f"batch_size and steps must be whole and at least 1; got {batch_size} and {steps}."
             )
         for name, rows in domains.items():
             is_sequence = hasattr(rows, "__len__") and hasattr(rows, "__getitem__")

@@ -55,9 +55,6 @@ DROPPED = (
     "run the domains of this step again."
 )
 
-# Steps after which the wrapped optimizer's state is looked at; a GradScaler skips the first ones.
-_MOST_WATCHED = 20
-
 
 class StepState(enum.Enum):
     """States of a step, in order."""
@@ -142,8 +139,6 @@ class Step:
         self._stacked_model: StackedModel | None = None
         # Only the first domain is watched.
         self._has_watched = False
-        # Steps after which gradients were looked for in the wrapped optimizer's state.
-        self._num_watched = 0
         self.state = StepState.EMPTY
         self._open: OpenDomain | None = None
         self._received = Received()
@@ -483,15 +478,19 @@ class Step:
         self.parameters.refuse_other_lr(last)
         with phase("inner_step"):
             step_unless(last.skipped, last.found_inf, self._inner, self._is_skipped, loss)
+        self._spare_kept()
         self.subset.draw(self.subset.draws + 1)
         self.clear()
 
     @outside_graphs
+    def _spare_kept(self) -> None:
+        """Leave alone what the wrapped optimizer keeps of `p.grad`."""
+        if self.buffer.find_kept(self._inner) and self._exchange is not None:
+            self._exchange.release()
+
+    @outside_graphs
     def clear(self) -> None:
         """Start an empty step."""
-        if self._num_watched < _MOST_WATCHED:
-            self._num_watched += 1
-            self.buffer.find_kept(self._inner.state.values())
         self.buffer.clear()
         self.parameters.forget()
         self.state = StepState.EMPTY

@@ -599,6 +599,32 @@ def test_a_stream_that_shuffles_does_it_anew_in_every_pass(tmp_path, workers):
     assert sorted(passes[0]) == sorted(passes[1])
 
 
+def test_steps_of_a_stream_are_whole(tmp_path):
+    """What is left at the end of a pass is no part of another step."""
+    steps: list[int] = []
+
+    class Seeing(DoGETrainer):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            steps.append(self.state.global_step)
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    trainer_for(
+        tmp_path,
+        mixed({name: 6 for name in DOMAINS}).to_iterable_dataset(),
+        kind=Seeing,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=3,
+    ).train()
+    assert steps == [0, 0, 1, 1, 2, 2]
+
+
+def test_numbers_name_domains_in_a_stream_too():
+    stream: Any = [{"domain": number, "text": str(number)} for number in (0, 1, 1, 0)]
+    found = list(DomainStream(stream, "domain", ["0", "1"], batch_size=1, collate=list))
+    assert [batch["1"][0]["text"] for batch in found] == ["1", "1"]
+
+
 def test_a_stream_skips_a_surplus_and_names_the_domains_it_lacks(monkeypatch):
     def grouped(names: list[str]) -> list[Any]:
         stream: Any = [{"domain": name, "number": i} for i, name in enumerate(names)]

@@ -201,6 +201,11 @@ def test_select_refuses(strategy, changes, text):
         select(SCORES | changes, strategy, columns=COLUMNS)
 
 
+def test_select_takes_scores_and_columns_of_the_same_parameters():
+    with pytest.raises(ValueError, match="same names"):
+        select({"a": 1.0, "b": 2.0}, "low1", columns={"a": 1})
+
+
 def test_the_paper_s_proxy_has_76_modules():
     """6 layers, width 768: the 82M proxy of the paper's appendix."""
     with torch.device("meta"):

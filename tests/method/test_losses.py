@@ -295,6 +295,7 @@ def test_other_sizes_than_the_batch_are_refused():
         ({"weight": (VOCABULARY, WIDTH + 1)}, r"weight .*\[40, 6\]"),
         ({"sizes": {"a": 5, "b": 1}}, "sizes .* 5 examples"),
         ({"sizes": {"a": 6, "b": -1}}, "sizes .*-1"),
+        ({"more": {"num_targets": {"a": 3}}}, r"lacks \['b'\]"),
     ],
     ids=str,
 )
@@ -304,7 +305,7 @@ def test_misuse_speaks(changes, message):
     weight = torch.zeros(changes.get("weight", (VOCABULARY, WIDTH)))
     sizes = changes.get("sizes", SIZES)
     with pytest.raises(ValueError, match=message):
-        linear_domain_losses(hidden, weight, labels, sizes)
+        linear_domain_losses(hidden, weight, labels, sizes, **changes.get("more", {}))
     if "weight" not in changes:
         with pytest.raises(ValueError, match=message):
-            domain_losses(hidden, labels, sizes)
+            domain_losses(hidden, labels, sizes, **changes.get("more", {}))

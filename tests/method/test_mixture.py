@@ -285,6 +285,7 @@ def state(**changed) -> dict:
         (lambda: DomainMixture({}, batch_size=1), "at least one domain; got none"),
         (lambda: sized(batch_size=0), "batch_size and steps .* got 0"),
         (lambda: sized(steps=0), "at least 1; got 12 and 0"),
+        (lambda: sized(batch_size=2.5), "whole and at least 1; got 2.5"),
         (
             lambda: sized(weights={"web": 1.0}),
             "must name exactly the domains web, code, books; from",

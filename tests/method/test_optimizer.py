@@ -179,6 +179,25 @@ class KeepsGradient(torch.optim.Optimizer):
             self.state[param]["last_grad"] = grad
 
 
+class HasNoMemory(KeepsGradient):
+    """Its state is of kinds of tensors without memory of their own."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for state in self.state.values():
+            state["sparse"] = torch.eye(2).to_sparse()
+
+
+def test_state_may_be_of_any_kind_of_tensor():
+    model = tied_transformer()
+    inner = HasNoMemory(model.parameters())
+    optimizer = DoGEOptimizer(inner, domains=["a"], domain_max_grad_norm=None, mu=1.0)
+    with optimizer.domain("a"):
+        model(domain_tokens(0, 0)).backward()
+    optimizer.step()
+    assert all("sparse" in state for state in inner.state.values())
+
+
 def test_an_optimizer_may_keep_the_gradient_that_it_was_given():
     found = []
     for is_wrapped in (False, True):

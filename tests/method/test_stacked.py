@@ -366,10 +366,11 @@ PACKED = pack_padded_sequence(X_BLE, torch.tensor([2, 4, 1]), True, enforce_sort
         # A state of two layers.
         (lambda gain, x: (gain * x, gain.expand(2, 1, 3)), (X_BLE,), "2, 1, 3"),
         (lambda gain, x: gain * x.data, (PACKED,), "PackedSequence"),
+        (lambda gain, x, past: gain * x, (X_BLE, DynamicCache()), "use_cache=False"),
         # Of the length, as many as there are examples.
         (lambda gain, x, mask: gain * (x + mask), (X_BLE[:, :3], torch.eye(3)), "may be a mask"),
     ],
-    ids=["object", "numbers", "structure", "state", "packed", "mask"],
+    ids=["object", "numbers", "structure", "state", "packed", "cache", "mask"],
 )
 def test_what_belongs_to_one_domain_alone_is_not_given_to_all(returns, inputs, said):
     model = Own(returns)
@@ -391,6 +392,69 @@ def test_what_all_domains_have_in_common_is_joined():
         assert torch.equal(flat, X_BLE.flatten(0, 1))
         assert rest == [None, 2, "tanh"]
         whole.sum().backward()
+
+
+class Recorded(nn.Module):
+    """Gives the last state of a recurrent network inside it, [layers, B, features]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(1, 1, 3))
+        self.gru = nn.GRU(3, 3, batch_first=True)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.gru(x, self.first.expand(-1, len(x), -1).contiguous())
+
+
+def test_a_state_of_one_layer_is_no_output_by_examples():
+    model = Recorded()
+    optimizer = optimizer_of(model)
+    sizes = dict.fromkeys("abc", 1)
+    with pytest.raises(RuntimeError, match="state of each layer"), optimizer.stacked(model, sizes):
+        model(X_BLE)
+
+
+class Masked(nn.Module):
+    """A layer of torch's, with the masks that are asked for by their names."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.names = names
+        self.embedding, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=True)
+
+    def forward(self, ids_BL: Tensor) -> Tensor:
+        length = ids_BL.shape[1]
+        is_last = torch.arange(length) == length - 1
+        masks = {
+            "src_mask": torch.ones(length, length, dtype=torch.bool).triu(1),
+            "src_key_padding_mask": is_last & (ids_BL[:, :1] % 2 == 0),
+        }
+        asked = {name: masks[name] for name in self.names}
+        output: Tensor = self.head(self.encoder(self.embedding(ids_BL), **asked))
+        return output
+
+
+@pytest.mark.parametrize("names", [["src_mask"], ["src_key_padding_mask"]], ids=str)
+def test_masks_of_as_many_positions_as_examples_go_by_their_names(names):
+    ids_BL = ids_of(SIZES)
+    ids_BL = ids_BL[:, : len(ids_BL)]
+    model = Masked(*names).double()
+    optimizer = optimizer_of(model)
+    run(optimizer, model, ids_BL)
+    assert_same(rows_of(optimizer, model), rows_by_autograd(model, ids_BL), 1e-13)
+
+
+def test_distances_of_positions_are_not_taken_for_examples():
+    """As a relative bias looks them up: [T, T] for T tokens of T examples."""
+    sizes = {"a": 2, "b": 2}
+    model = nn.ModuleList([nn.Embedding(VOCABULARY, 4), nn.Embedding(9, 2)])
+    optimizer = optimizer_of(model)
+    positions = torch.arange(4)
+    with pytest.raises(RuntimeError, match="difference of two"), optimizer.stacked(model, sizes):
+        model[1](positions[None] - positions[:, None] + 4)
+    with optimizer.stacked(model, sizes):
+        model[0](torch.zeros(4, 4, dtype=torch.long)).sum().backward()
 
 
 def test_an_example_is_no_input_that_all_share():

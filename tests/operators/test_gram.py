@@ -185,3 +185,9 @@ def test_plain_torch_ignores_the_users_precision_switch():
 def test_torch_knows_it(implementation, device):
     blocks = [torch.randn(3, 20, device=device), torch.randn(3, 7, device=device).bfloat16()]
     assert_torch_knows("gram", (blocks,), implementation)
+
+
+@pytest.mark.skipif(implementations("cpu")["cpp"] is not None, reason="C++ cannot run here")
+def test_more_rows_than_the_kernel_takes_are_plain_torch_s():
+    rows = torch.randn(2049, 4, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(gram(rows, implementation="cpp"), gram(rows, implementation="torch"))

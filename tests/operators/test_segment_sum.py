@@ -181,3 +181,10 @@ def test_torch_knows_it(name, implementation, device):
 def test_the_reference_by_hand():
     sums = reference.segment_sum(torch.arange(6.0)[:, None], [0, 2, 2, 6])
     assert sums.flatten().tolist() == [1, 0, 14]
+
+
+def test_nothing_to_sum_into_is_no_error():
+    for shape in ((2, 1, 0), (2, 0, 2)):
+        out = torch.empty(shape)
+        segment_sum(torch.randn(4, shape[2]), out, implementation="torch")
+        assert out.shape == shape

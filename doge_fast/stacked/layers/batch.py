@@ -115,6 +115,12 @@ class ExampleAxis:
                 )
             x = x if len(x) == size else x[None]
         if x.shape[0] == size:
+            if is_indices and shape == [size, size] and _are_differences(x):
+                raise RuntimeError(
+                    f"a {type(module).__name__} got indices of shape {shape} that depend on the "
+                    f"difference of two positions, beside {size} examples of {size} tokens. Take "
+                    "another number of examples, or run one domain after another."
+                )
             if x.dim() > (1 if is_indices else 2):
                 self._lengths.add(x.shape[1])
             return x
@@ -129,6 +135,13 @@ class ExampleAxis:
             f"{type(module).__name__} got shape {shape}. Check the sizes of the batch, or run one "
             "domain (or one example) after another."
         )
+
+
+def _are_differences(x: Tensor) -> bool:
+    """Whether indices [T, T] are the same along diagonals and differ otherwise."""
+    if len(x) == 1 or torch.compiler.is_compiling():
+        return False
+    return torch.equal(x[1:, 1:], x[:-1, :-1]) and not torch.equal(x[1:], x[:-1])
 
 
 def only_input(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:

@@ -20,6 +20,9 @@ Receive = Callable[[int, Tensor, Tensor], object]
 
 # Values beside tensors that domains may have in common.
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+# As torch names masks of positions, [T, T], and as masks of examples' own tokens are named, [B, T].
+_SQUARE_MASKS = {"attn_mask", "src_mask", "tgt_mask", "memory_mask"}
+_MASKS = ("padding_mask", "attention_mask")
 INSTEAD = "Run one domain after another, with optimizer.domain(name)."
 
 
@@ -43,8 +46,16 @@ def outputs_by_slices(
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     size = segments[-1].last
-    are_examples = [isinstance(x, Tensor) and x.dim() > 0 and len(x) == size for x in leaves]
-    _refuse(module, (*args, *kwargs.values()), size)
+    masks = {id(kwargs[name]) for name in _SQUARE_MASKS & kwargs.keys()}
+    are_examples = [
+        isinstance(x, Tensor)
+        and x.dim() > 0
+        and len(x) == size
+        and not (id(x) in masks and list(x.shape) == [size, size])
+        for x in leaves
+    ]
+    others = (x for name, x in kwargs.items() if not name.endswith((*_SQUARE_MASKS, *_MASKS)))
+    _refuse(module, (*args, *others), size)
     if not any(are_examples):
         raise RuntimeError(
             f"stacked mode runs {type(module).__name__} once per domain and found no argument "
@@ -66,12 +77,21 @@ def _refuse(module: nn.Module, values: Sequence[Any], size: int) -> None:
     tensors = [value for value in values if isinstance(value, Tensor)]
     # After the input, which may have as many features as examples.
     masks = [x for x in tensors[1:] if x.is_floating_point() or x.dtype == torch.bool]
+    indices = [x for x in tensors if x.dim() == 1 and not x.is_floating_point()]
+    is_square = any(list(x.shape[:2]) == [size, size] for x in tensors)
     if getattr(module, "batch_first", True) is False and tensors and tensors[0].dim() == 3:
         got = "batch_first=False: make it with batch_first=True"
     elif any(isinstance(value, PackedSequence) for value in values):
         got = "a PackedSequence"
     elif any(list(x.shape) == [size, size] for x in masks):
-        got = f"{[size, size]} for {size} examples, which may be a mask"
+        got = (
+            f"{[size, size]} for {size} examples, which may be a mask: name that attn_mask=, or "
+            "give values of examples as [B, 1, features]"
+        )
+    elif is_square and isinstance(module, nn.Embedding) and any(len(x) == size for x in indices):
+        got = f"indices of {size} examples or positions: give them as [B, 1] or [1, L]"
+    elif any(type(value).__name__.endswith("Cache") for value in values):
+        got = "a cache that domains would share: call the model with use_cache=False"
     else:
         return
     raise RuntimeError(
@@ -124,6 +144,8 @@ def _concatenated(module: nn.Module, outputs: Sequence[Any], sizes: Sequence[int
     leaves_of_domains, specs = zip(*map(pytree.tree_flatten, outputs), strict=True)
     if any(spec != specs[0] for spec in specs):
         refuse("outputs, which differ in their structure")
+    networks = [each for each in module.modules() if isinstance(each, nn.RNNBase)]
+    states = [[each.num_layers * (1 + each.bidirectional), sizes[0]] for each in networks]
     whole: list[Any] = []
     for index, leaves in enumerate(zip(*leaves_of_domains, strict=True)):
         first = leaves[0]
@@ -136,6 +158,8 @@ def _concatenated(module: nn.Module, outputs: Sequence[Any], sizes: Sequence[int
             continue
         # The state of a recurrent network is [layers, B, features].
         is_state = isinstance(module, nn.RNNBase) and index > 0 and first.dim() == 3
+        if not isinstance(module, nn.RNNBase) and list(first.shape[:-1]) in states:
+            refuse(f"output of shape {list(first.shape)}, which may be a state of each layer")
         dim = 1 if is_state else 0
         lengths = [leaf.shape[dim] if leaf.dim() else 0 for leaf in leaves]
         per_example = lengths[0] // sizes[0]
