@@ -139,15 +139,15 @@ def test_slow_plain_torch_is_run_once(arena, monkeypatch):
 
     def after(seconds: float) -> object:
         calls.append(seconds)
-        time.sleep(seconds)
         return case.ours["torch"]()
 
-    case.plain = {str(seconds): functools.partial(after, seconds) for seconds in (0.6, 0.0)}
-    monkeypatch.setattr(operators, "SLOW_MS", 500.0)
+    case.plain = {str(seconds): functools.partial(after, seconds) for seconds in (1.5, 0.5)}
+    # A clock that only these move.
+    monkeypatch.setattr(time, "perf_counter", lambda: sum(calls))
     plain, found = operators._fastest_plain(case)
-    assert plain == "0.0"
-    assert found["0.6"]["ms"] >= 600
-    assert calls == [0.6, 0.0, 0.0]
+    assert plain == "0.5"
+    assert (found["1.5"]["ms"], found["0.5"]["ms"]) == (1500, 500)
+    assert calls == [1.5, 0.5, 0.5]
 
 
 def test_what_misses_a_bar_is_measured_on(arena, monkeypatch):
