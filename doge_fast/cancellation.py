@@ -265,13 +265,13 @@ def select(scores: Mapping[str, float], strategy: str, *, columns: Mapping[str, 
     Source: DoGE, appendix cancellation, strategies (1) and (2).
     """
     side, count = parse_strategy(strategy)
-    if differing := scores.keys() ^ columns.keys():
-        raise ValueError(f"scores and columns must be of the same names; not {min(differing)!r}.")
     if bad := [name for name, score in scores.items() if not math.isfinite(score)]:
         raise ValueError(
             f"Only finite scores can be ranked; that of {bad[0]} is {scores[bad[0]]}. The "
             "training run has diverged; lower its learning rate."
         )
+    if differing := scores.keys() ^ columns.keys():
+        raise ValueError(f"scores and columns must be of the same names; not {min(differing)!r}.")
     if count > len(scores):
         raise ValueError(f"{strategy} selects {count} parameters; the model has {len(scores)}.")
     sign = 1 if side == "low" else -1
