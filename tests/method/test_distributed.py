@@ -16,6 +16,7 @@ from doge_fast.distributed.process_group import Communicator, Report
 from doge_fast.distributed.shards import ranks_of_mesh
 from doge_fast.sampling import pieces
 from tests import scale
+from tests.method.test_optimizer import KeepsGradient
 from tests.models import enter
 
 
@@ -30,6 +31,30 @@ def test_a_row_that_was_begun_and_not_finished_has_no_gradient(ranks):
     """In one process, nor on any rank."""
     assert seen_where_one_was_begun() == {"a"}
     assert ranks.run(2, seen_where_one_was_begun) == [{"a"}, {"a"}]
+
+
+def steps_that_changed_a_kept_gradient() -> list[int]:
+    """Steps that wrote into what an optimizer has kept of `p.grad` since an earlier one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    inner = KeepsGradient(model.parameters())
+    optimizer = DoGEOptimizer(inner, domains=["a", "b"], mu=1.0)
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    changed = []
+    for step in range(4):
+        for name in ("a", "b"):
+            with optimizer.domain(name):
+                model(torch.randn(5, 3)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if not all(torch.equal(held, before) for held, before in kept):
+            changed.append(step)
+        kept += [(held, held.clone()) for held in (s["last_grad"] for s in inner.state.values())]
+    return changed
+
+
+def test_what_an_optimizer_keeps_of_a_gradient_is_not_written_again(ranks):
+    assert ranks.run(2, steps_that_changed_a_kept_gradient) == [[], []]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
