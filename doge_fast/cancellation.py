@@ -63,10 +63,10 @@ class CancellationEffect:
             optimizer.step()
         select(effect.scores(), "high30", columns=effect.columns).names
 
-    Hooks of the optimizer follow its steps. Clipping between backward and step affects dw alone.
-    C(w) sums over all steps before which a backward pass was watched; the paper stops after T_c. A
-    step whose denominator is zero, as in a warm-up from a learning rate of zero, adds no term.
-    Needs memory for a copy of the parameters.
+    Hooks of the optimizer follow its steps, whose closure may watch. Clipping between backward and
+    step affects dw alone. C(w) sums over all steps in which a backward pass was watched; the paper
+    stops after T_c. A step whose denominator is zero, as in a warm-up from a learning rate of zero,
+    adds no term. Needs memory for a copy of the parameters.
 
     Raises:
         ValueError: model and optimizer share no parameter.
@@ -94,6 +94,8 @@ class CancellationEffect:
         self._copies: dict[str, Tensor] = {}
         # None before the first example of a step.
         self._watched: _Watched | None = None
+        # A step may call that of its base class, whose hooks run too.
+        self._depth = 0
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -108,7 +110,8 @@ class CancellationEffect:
     def watching(self, *, weight: float = 1.0) -> Iterator[None]:
         """Forward and backward of one example; a step has several.
 
-        Its gradient is the change of `p.grad`, for any model.
+        Its gradient is the change of `p.grad`, for any model. A step begins anew where `p.grad` was
+        cleared, as after a step that a GradScaler leaves out.
 
         Args:
             weight: > 0; the factor of l(x_i) in the loss, constant within a step: 1 / B for a mean
@@ -116,23 +119,31 @@ class CancellationEffect:
 
         Raises:
             ValueError: the weight is out of range, or differs within a step.
+            RuntimeError: no parameter received a gradient.
         """
         if not 0 < weight < math.inf:
             raise ValueError(f"weight must be a number greater than zero; got {weight}.")
+        before = {
+            name: None if param.grad is None else param.grad.clone()
+            for name, param in self._params.items()
+        }
+        if not any(grad is not None and bool(grad.any()) for grad in before.values()):
+            self._watched = None
         if self._watched is not None and self._watched.weight != weight:
             raise ValueError(
                 "All examples of a step must have the same weight; this one has "
                 f"{weight}, the one before {self._watched.weight}."
             )
-        before = {
-            name: None if param.grad is None else param.grad.clone()
-            for name, param in self._params.items()
-        }
         yield
         gained: dict[str, Tensor | None] = {}
         for name, param in self._params.items():
             grad, old = param.grad, before.pop(name)
             gained[name] = grad if grad is None or old is None else old.sub_(grad)
+        if all(grad is None for grad in gained.values()):
+            raise RuntimeError(
+                "no parameter has a gradient at the end of watching(). Run the backward pass of an "
+                "example inside it, and outside the domains of a DoGEOptimizer, which take p.grad."
+            )
         earlier_U = 0 if self._watched is None else self._watched.norms_U
         # p.grad holds all examples so far, and nothing has clipped it yet.
         norms_U = self._norms_of(gained) / weight + earlier_U
@@ -168,16 +179,17 @@ class CancellationEffect:
         return {
             "scores": self._scores_FU.clone(),
             "terms": self._terms_FU.clone(),
+            "columns": torch.tensor([*self.columns.values()]),
             "num_steps": torch.tensor(self.num_steps),
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from `state_dict()` of the same model; ValueError if it is of another one."""
-        if state["scores"].shape != self._scores_FU.shape:
+        there, here = state["columns"].tolist(), [*self.columns.values()]
+        if there != here:
             raise ValueError(
-                f"The state has scores of shape {list(state['scores'].shape)}; those of this "
-                f"model have {list(self._scores_FU.shape)}. Load it into the model that it was "
-                "saved from."
+                f"The state is of parameters with {there} elements; those of this model have "
+                f"{here}. Load it into the model that it was saved from."
             )
         self._scores_FU.copy_(state["scores"])
         self._terms_FU.copy_(state["terms"])
@@ -201,15 +213,20 @@ class CancellationEffect:
         return dict(zip(self._params, values_FU[READINGS.index(reading)].tolist(), strict=True))
 
     def _before_step(self, *_: Any) -> None:
-        if self._watched is not None:
+        if not self._depth:
             self._copies = {name: param.detach().clone() for name, param in self._params.items()}
+        self._depth += 1
 
     def _after_step(self, *_: Any) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
+        copies, self._copies = self._copies, {}
         if self._watched is None:
             return
         norms_U, sum_U = self._watched[:2]
         change_U = self._norms_of(
-            {name: self._copies.pop(name).sub_(p.detach()) for name, p in self._params.items()}
+            {name: copies.pop(name).sub_(p.detach()) for name, p in self._params.items()}
         )
         # In the order of READINGS.
         above_FU = torch.stack([norms_U, sum_U, change_U, change_U])

@@ -55,6 +55,8 @@ class Block:
         # {row without a gradient: the view of its memory that `reserve` returned last}
         self.reserved: dict[int, Tensor] = {}
         self.combined: Tensor | None = None
+        # Of the parameter when `combined` was made.
+        self.strides: tuple[int, ...] = ()
         # Whether the wrapped optimizer keeps it from step to step, as MARS does.
         self.is_kept = False
         # Steps after which that was looked for.
@@ -81,9 +83,11 @@ class Block:
 
     def gradient(self) -> Tensor:
         """Memory of the combined gradient, in the shape and dtype of the parameter."""
-        if self.combined is None or self.is_kept:
+        param = local_of(self.param)
+        if self.combined is None or self.is_kept or self.strides != param.stride():
             # With its strides too: fused optimizers walk both in memory order.
-            self.combined = torch.empty_like(local_of(self.param), requires_grad=False)
+            self.combined = torch.empty_like(param, requires_grad=False)
+            self.strides = param.stride()
         return self.combined
 
     def give(self, gradient: Tensor) -> None:
@@ -103,7 +107,7 @@ class Block:
     def combined_as(self, values_N: Tensor) -> Tensor:
         """The combined gradient, viewed in or copied from [numel] of the parameter's dtype."""
         if self.param.is_contiguous() and not self.is_kept:
-            self.combined = values_N.view(self.param.shape)
+            self.combined, self.strides = values_N.view(self.param.shape), self.param.stride()
             return self.combined
         return self.gradient().copy_(values_N.view(self.param.shape))
 

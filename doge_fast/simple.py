@@ -81,7 +81,7 @@ class SimpleDoGE:
             raise RuntimeError(f"step() needs a gradient of every domain; missing {missing}.")
         grads_RN = torch.stack([self._rows.pop(name) for name in self.rows])
         used, self._used = self._used, set()
-        # A model in 16 bits too needs sums in float32.
+        # A model in 16 bits too needs sums in float32; under autocast `@` would have 16 bits.
         grads_RN = grads_RN.to(torch.promote_types(grads_RN.dtype, torch.float32))
         if self.domain_max_grad_norm is not None:
             norms_R1 = grads_RN.norm(dim=1, keepdim=True)
@@ -89,8 +89,8 @@ class SimpleDoGE:
         grads_KN = grads_RN[: len(self.domains)]
 
         # W_j = < g_j , sum_r tau_r g_r >, eq. (ge-decompose).
-        tau_R = grads_RN.new_tensor([self.tau.get(name, 0.0) for name in self.rows])
-        gain_K = (grads_KN @ (tau_R @ grads_RN)).double().cpu()
+        tau_R1 = grads_RN.new_tensor([[self.tau.get(name, 0.0)] for name in self.rows])
+        gain_K = (grads_KN * (tau_R1 * grads_RN).sum(0)).sum(1).double().cpu()
         if not gain_K.isfinite().all():
             return  # An overflow changes neither the weights nor the model.
 
@@ -104,7 +104,7 @@ class SimpleDoGE:
         # theta' = the optimizer's step with sum_j alpha'_j g_j. A parameter that no domain uses
         # keeps p.grad None: with a gradient of zero, weight decay would still move it.
         params = self._params()
-        gradient_N = self.alpha_K.to(grads_KN) @ grads_KN
+        gradient_N = (self.alpha_K.to(grads_KN)[:, None] * grads_KN).sum(0)
         pieces = torch.split(gradient_N, [param.numel() for param in params])
         for param, piece in zip(params, pieces, strict=True):
             if param in used:

@@ -134,9 +134,10 @@ def _add_chunks(gram_RR: Tensor, chunks_CRB: Tensor) -> None:
 
 def _product_dtype(rows: Tensor) -> torch.dtype:
     # A global switch of the user's may turn float32 products into tf32 or bfloat16, which costs
-    # 7e-4 on the diagonal. Only on a CPU can we be certain that it does not.
+    # 7e-4 on the diagonal, and so does autocast. Only on a CPU can we be certain that they do not.
     switch = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
-    exact = rows.device.type == "cpu" and switch in ("none", "ieee")
+    is_plain = switch in ("none", "ieee") and not torch.is_autocast_enabled("cpu")
+    exact = rows.device.type == "cpu" and is_plain
     return torch.float32 if exact and rows.dtype != torch.float64 else torch.float64
 
 

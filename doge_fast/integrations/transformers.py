@@ -592,9 +592,10 @@ class DoGETrainer(_StepByDomain):
         return self._divides_by_targets is not False
 
     def _measured_to_divide(self, model: nn.Module, batch: Batch, num_items: Tensor) -> bool | None:
-        """Whether twice the number of targets halves the loss; None: this batch has none.
+        """Whether the loss depends on the number of targets; None: this batch has none.
 
-        Many heads, and many overridden `compute_loss`, take the number and ignore it.
+        Many heads, and many overridden `compute_loss`, take the number and ignore it. Others divide
+        a part of the loss by it.
         """
         losses = []
         # On ranks without FSDP2 another one may have no example now: no communication here.
@@ -610,7 +611,7 @@ class DoGETrainer(_StepByDomain):
             losses.append(float(cast(Tensor, loss)))
         if not losses[0] or not math.isfinite(losses[0]):
             return None
-        return losses[1] / losses[0] < 0.75
+        return not math.isclose(*losses, rel_tol=1e-3)
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         if self.doge.rule.max_grad_norm is None:

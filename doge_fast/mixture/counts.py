@@ -51,7 +51,7 @@ class MixtureCounts:
             a number is out of range.
     """
 
-    # Totals are kept at multiples of this. Counting so many batches takes tens of microseconds.
+    # Totals are kept at multiples of this.
     STEPS_A_SUM = 1024
 
     def __init__(
@@ -85,6 +85,8 @@ class MixtureCounts:
         self.seed = seed
         # Ascending by step. Totals at another step are counted from the nearest one before it.
         self._totals = [self._start, totals] if totals.step else [self._start]
+        # Those asked for last: a loader asks for one step after another.
+        self._latest = self._start
 
     def ordered(self, weights: Mapping[str, float], first_step: int) -> Floats:
         """[K] the weights in the order of `names`; ValueError unless they are those."""
@@ -107,6 +109,8 @@ class MixtureCounts:
             self.first_steps.insert(index, first_step)
             self.weights_QK.insert(index, weights_K)
         self._totals = [totals for totals in self._totals if totals.step <= first_step]
+        if self._latest.step > first_step:
+            self._latest = self._start
 
     def weights(self, steps_T: Ints) -> Floats:
         """[T, K] weights of these batches."""
@@ -141,6 +145,8 @@ class MixtureCounts:
             raise ValueError(f"A batch needs step >= 0; got {step}.")
         index = bisect_right(self._totals, step, key=lambda totals: totals.step)
         totals = self._totals[index - 1]
+        if totals.step < self._latest.step <= step:
+            totals = self._latest
         while totals.step < step:
             boundary = (totals.step // self.STEPS_A_SUM + 1) * self.STEPS_A_SUM
             end = min(step, boundary)
@@ -148,6 +154,7 @@ class MixtureCounts:
             totals = Totals(end, totals.drawn_K + counts_TK.sum(axis=0))
             if end == boundary:
                 self._totals.append(totals)
+        self._latest = totals
         return totals
 
 

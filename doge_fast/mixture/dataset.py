@@ -75,7 +75,8 @@ class DomainMixture(Dataset[Any]):
     ) -> None:
         if not domains:
             raise ValueError("A mixture needs at least one domain; got none.")
-        if not is_integer(batch_size) or batch_size < 1 or (steps is not None and steps < 1):
+        given = [batch_size] if steps is None else [batch_size, steps]
+        if not all(is_integer(number) and number >= 1 for number in given):
             raise ValueError(
                 f"batch_size and steps must be whole and at least 1; got {batch_size} and {steps}."
             )
@@ -87,14 +88,15 @@ class DomainMixture(Dataset[Any]):
                     f"{name} is a {type(rows).__name__}."
                 )
         self.names = tuple(domains)
-        self.batch_size = batch_size
+        # Of numpy perhaps, which JSON does not take.
+        self.batch_size = int(batch_size)
         self.sizes = {name: len(rows) for name, rows in domains.items()}
         """Rows of each domain."""
         self._domains = list(domains.values())
         self._domain_key = domain_key
         if weights is None:
             weights = dict.fromkeys(domains, 1 / len(domains))
-        self._counts = MixtureCounts(seed, [Phase(0, weights)], batch_size, self.names)
+        self._counts = MixtureCounts(int(seed), [Phase(0, weights)], self.batch_size, self.names)
         self._check_weights(self._counts.weights_QK[0].tolist())
         self._progress = Progress(steps)
 
@@ -182,9 +184,12 @@ class DomainMixture(Dataset[Any]):
 
         Raises:
             ValueError: the weights name other domains or are not on the simplex, a domain without
-                rows has a weight > 0, or batch `from_step` has been taken.
+                rows has a weight > 0, or `from_step` is no whole number or has been taken.
         """
         first_step = self.step if from_step is None else from_step
+        if not is_integer(first_step):
+            raise ValueError(f"A step is a whole number; got from_step={from_step!r}.")
+        first_step = int(first_step)
         if first_step < self.step:
             raise ValueError(
                 f"New weights can apply from step {self.step} on; got from_step={from_step}. "
@@ -255,8 +260,7 @@ class DomainMixture(Dataset[Any]):
     def state_dict(self, step: int | None = None) -> dict[str, Any]:
         """Everything that decides the batches from `step` on, in the types of JSON.
 
-        It is the same on every rank and needs no loader's state: loading that of torchdata's
-        StatefulDataLoader as well would skip batches twice.
+        It is the same on every rank and needs no loader's state.
 
         Args:
             step: the number of batches that the loop has finished. None: of batches taken by
@@ -276,6 +280,7 @@ class DomainMixture(Dataset[Any]):
                     "fewer. Call state_dict(step=...) with the number that it has finished."
                 )
             step = self.step
+        step = int(step)
         totals = self._counts.totals(step)
         return {
             "version": STATE_VERSION,
@@ -294,8 +299,8 @@ class DomainMixture(Dataset[Any]):
         The numbers of workers and ranks may differ.
 
         Raises:
-            ValueError: the state is malformed, from another version, or of other domains, sizes or
-                batch size; nothing is changed then.
+            ValueError: the state is malformed, from another version, of other domains, sizes or
+                batch size, or of another seed than that of a pass before; nothing is changed then.
         """
         try:
             step = self._restore(state)
@@ -321,7 +326,10 @@ class DomainMixture(Dataset[Any]):
         for key, value in expected.items():
             if state[key] != value:
                 raise ValueError(f"it is of {key} {state[key]}, and the mixture has {value}")
-        step = int(state["step"])
+        seed, step = int(state["seed"]), int(state["step"])
+        if seed != self.seed and self._progress.was_read:
+            # Workers that live on have copies of the mixture.
+            raise ValueError(f"it is of seed {seed}, and loaders have read by seed {self.seed}")
         drawn_K = np.array(state["drawn"], dtype=np.int64)
         if drawn_K.shape != (num_domains,):
             raise ValueError(f"drawn must hold {num_domains} numbers")
@@ -335,5 +343,5 @@ class DomainMixture(Dataset[Any]):
         if any(weights_K.shape != (num_domains,) for weights_K in weights_QK):
             raise ValueError(f"its history must hold {num_domains} weights for each change")
         totals = Totals(step, drawn_K)
-        self._counts.restart(int(state["seed"]), first_steps, weights_QK, totals)
+        self._counts.restart(seed, first_steps, weights_QK, totals)
         return step

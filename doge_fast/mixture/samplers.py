@@ -1,6 +1,6 @@
 """Which rows each batch has, and which batches a rank's loader takes."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
 
 import numpy as np
@@ -38,6 +38,8 @@ class Progress:
 
     def __init__(self, num_steps: int | None) -> None:
         self.num_steps = num_steps
+        self.was_read = False
+        """Whether a pass has ever begun."""
         self.rewind(0)
 
     def rewind(self, step: int) -> None:
@@ -57,7 +59,7 @@ class Progress:
                 f"to step {self.end}, and the loop may have used fewer. Call mixture.seek(step) "
                 "with the step at which another pass begins."
             )
-        self.has_begun = True
+        self.has_begun = self.was_read = True
         return count(self.start) if self.num_steps is None else range(self.start, self.num_steps)
 
 
@@ -94,6 +96,17 @@ class MixtureBatches(Sampler[list[Draw]]):
             self.progress.end = step + 1
             self.progress.num_ahead += 1
             yield batch_draws(self.counts, step)[first : first + self.batch_size]
+
+    # torchdata's StatefulDataLoader would otherwise skip the batches that it has read, from where
+    # the mixture's own state begins.
+
+    def state_dict(self) -> dict[str, int]:
+        """The first batch that the loader has not taken."""
+        return {"step": self.progress.end}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Let the next pass begin there."""
+        self.progress.rewind(state["step"])
 
     def __len__(self) -> int:
         """Batches of the next pass; TypeError if it is endless."""

@@ -10,6 +10,7 @@ that a gradient has come. The hooks of the first and the last parameter also kee
 Gradients stay in `p.grad` until `take` collects them all.
 """
 
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from doge_fast.tracing import outside_graphs
 from doge_fast.weights import simplex
 from doge_fast.weights.reweight import LastStep
 
@@ -98,16 +100,20 @@ class TrackedParameters:
         # OneCycleLR notes its lowest rate as `initial_lr`, its peak as `max_lr`.
         return max(float(group.get(name, 0)) for name in ("lr", "initial_lr", "max_lr"))
 
+    @outside_graphs
     def refuse_other_lr(self, last: LastStep) -> None:
-        """Raise RuntimeError if the learning rate has changed since the weights moved by it."""
-        lr, used = self.lr, last.lr
-        is_known = not isinstance(lr, Tensor) and not isinstance(used, Tensor)
-        if is_known and lr is not used and lr != used:
-            raise RuntimeError(
-                f"the learning rate has changed from {used} to {lr} since the domain weights moved "
-                "by it. Set it before the end of the last domain of the step, or pass "
-                "micro_batches=None, so that step() combines."
-            )
+        """Raise RuntimeError if the learning rate has changed since the weights moved by it.
+
+        A rate on a device is not compared: the host would wait for it.
+        """
+        lr, used = on_host(self.lr), on_host(last.lr)
+        if lr is None or used is None or math.isnan(used) or math.isclose(lr, used, rel_tol=1e-6):
+            return
+        raise RuntimeError(
+            f"the learning rate has changed from {used:g} to {lr:g} since the domain weights moved "
+            "by it. Set it before the end of the last domain of the step, or pass "
+            "micro_batches=None, so that step() combines."
+        )
 
     def scan(self) -> list[Tensor]:
         """Look the parameters up again, and keep a hook on each of them only."""

@@ -411,8 +411,9 @@ class Step:
                 f"{self.parameters.name_of(given)} has a p.grad from outside the domains. Run that "
                 "backward pass inside a domain, or step before. Unfreeze parameters between steps."
             )
-        if self._received.is_dropped and self.exchange.num_ranks > 1:
-            # Before the ranks agree: _refuse_missing would raise on this rank alone.
+        if self._received.is_dropped and (self.exchange.num_ranks > 1 or not self.micro_batches):
+            # Before the ranks agree: _refuse_missing would raise on this rank alone. Without a
+            # number of micro-batches it would not miss those that were dropped.
             raise RuntimeError(DROPPED)
         return params
 

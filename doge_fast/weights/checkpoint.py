@@ -195,7 +195,8 @@ def check(ours: Mapping[str, Any], objective: Objective) -> None:
             )
     for name in COUNTS:
         value = ours[name]
-        is_count = isinstance(value, Tensor) and value.numel() == 1 and float(value) >= 0
+        is_one = isinstance(value, Tensor) and value.numel() == 1
+        is_count = is_one and float(value) >= 0 and float(value).is_integer()
         _require(is_count, name, "a count, as a tensor", value)
     for name in VECTORS:
         value = ours[name]

@@ -152,7 +152,7 @@ class DomainWeights:
         # The rates of the steps before the checkpoint are not known.
         self._rates = (math.inf, math.inf, 1)
         for name, view in state_views(self.state_S)._asdict().items():
-            view.copy_(parts[name])
+            view.copy_(parts[name].view_as(view))
 
     def move(
         self,
@@ -198,7 +198,8 @@ class DomainWeights:
             settings_F=self._settings_F.write(settings, device),
             score=rule.score,
         )
-        return step._replace(lr=lr)
+        # A scheduler writes into a rate that is a tensor.
+        return step._replace(lr=lr.detach().clone() if isinstance(lr, Tensor) else lr)
 
     def _note_rate(self, lr: float | Tensor) -> None:
         """Keep the largest learning rate and the mean; of tensors without waiting for them."""

@@ -13,6 +13,7 @@ from unittest import mock
 import datasets
 import pytest
 import torch
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, IterableDataset
 from transformers import GPT2LMHeadModel, Trainer, TrainingArguments, get_scheduler
@@ -293,6 +294,20 @@ class IgnoringTargets(DoGETrainer):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         return model(**inputs).loss
+
+
+def test_a_loss_of_which_a_part_is_divided_gets_the_number_of_targets(tmp_path):
+    def loss_of(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        logits = outputs.logits[:, :-1].flatten(0, 1)
+        lost = F.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+        # Far larger than the part of the tokens.
+        return lost / num_items_in_batch + logits.logsumexp(-1).square().mean()
+
+    trainer = trainer_for(
+        tmp_path, Batches(micro=2), compute_loss_func=loss_of, gradient_accumulation_steps=2
+    )
+    trainer.train()
+    assert trainer.doge.num_steps
 
 
 # Means over micro-batches are that of the whole where all have as many targets.

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from doge_fast.cancellation import READINGS, CancellationEffect, Reading, select
+from doge_fast.optimizer import DoGEOptimizer
 from tests.models import domain_tokens, tiny_gpt2
 from tests.packages import installed
 
@@ -118,8 +119,77 @@ def test_a_saved_and_loaded_effect_goes_on_to_the_same_bits():
         assert second.terms(reading) == whole.terms(reading)
     other = nn.Linear(2, 2)
     effect = CancellationEffect(other, torch.optim.SGD(other.parameters()))
-    with pytest.raises(ValueError, match="scores of shape"):
+    with pytest.raises(ValueError, match=r"those of this model have \[4, 2\]"):
         effect.load_state_dict(first.state_dict())
+
+
+def one_step(effect: CancellationEffect, model: nn.Module, x: Tensor) -> None:
+    for row in x:
+        with effect.watching(weight=0.5):
+            (model(row).square().mean() / 2).backward()
+
+
+@pytest.mark.parametrize("kind", ["nested", "left out", "left out, zeros", "closure"])
+def test_only_what_is_stepped_counts(kind):
+    """Steps that are left out, in closures, or of a class that calls its base class's step."""
+
+    class Outer(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step()
+            with torch.no_grad():
+                for param in self.param_groups[0]["params"]:
+                    param.mul_(0.5)
+
+    def scores(kind: str) -> dict[str, float]:
+        torch.manual_seed(0)
+        model, x = nn.Linear(3, 2).double(), torch.randn(2, 2, 3).double()
+        torch.optim.SGD(nn.Linear(1, 1).parameters())
+        cls = torch.optim.SGD if kind in ("closure", "by hand") else Outer
+        optimizer = cls(model.parameters(), lr=0.1)
+        effect = CancellationEffect(model, optimizer)
+        if kind.startswith("left out"):
+            one_step(effect, model, 100 * x[0])
+            optimizer.zero_grad(set_to_none=kind == "left out")
+        if kind == "closure":
+            optimizer.step(lambda: one_step(effect, model, x[1]))
+        else:
+            one_step(effect, model, x[1])
+            optimizer.step()
+        return effect.scores()
+
+    expected = scores("by hand") if kind == "closure" else by_hand_of_outer()
+    assert scores(kind) == pytest.approx(expected, rel=1e-12)
+
+
+def by_hand_of_outer() -> dict[str, float]:
+    """The first step of `Outer` above, in autograd's own terms."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 2).double(), torch.randn(2, 2, 3).double()
+    found = {}
+    for name, param in model.named_parameters():
+        grads = [torch.autograd.grad(model(row).square().mean(), param)[0] for row in x[1]]
+        moved = 0.5 * (param - 0.1 * sum(grads) / 2)
+        change = (moved - param).detach()
+        found[name] = float(sum(grad.norm() for grad in grads) / change.norm())
+    return found
+
+
+def test_gradients_that_an_optimizer_takes_are_refused():
+    model = nn.Linear(2, 1)
+    optimizer = DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), domains=["a", "b", "c"])
+    effect = CancellationEffect(model, optimizer.inner)
+    with (
+        optimizer.domain("a"),
+        pytest.raises(RuntimeError, match="outside the domains of a DoGEOptimizer"),
+        effect.watching(),
+    ):
+        model(torch.randn(1, 2)).mean().backward()
+    with (
+        pytest.raises(RuntimeError, match="no parameter has a gradient"),
+        effect.watching(),
+        optimizer.domain("b"),
+    ):
+        model(torch.randn(1, 2)).mean().backward()
 
 
 def test_parameters_that_are_not_stepped_are_not_scored():

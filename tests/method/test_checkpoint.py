@@ -99,6 +99,7 @@ def test_weights_are_not_negative_and_sum_to_one_within_a_billionth(name):
         ({"domains": ["b", "a"]}, r"has the domains \['b', 'a'\]"),
         ({"num_steps": torch.ones(2)}, "num_steps must be a count"),
         ({"num_steps": torch.tensor(math.nan)}, "num_steps must be a count"),
+        ({"num_steps": torch.tensor(2.5)}, "num_steps must be a count"),
         ({"mu": 0.0}, "positive and finite; got 0.0"),
     ],
 )
@@ -114,7 +115,11 @@ def test_parts_that_are_missing_are_named():
         with pytest.raises(ValueError, match=rf"lacks \['{part}'\]; it was not written by"):
             checkpoint.check(ours, OBJECTIVE)
     # What a file's format makes of them.
-    checkpoint.check(state(num_steps=torch.zeros(1), domains=("a", "b")), OBJECTIVE)
+    ours = state(num_steps=torch.ones(1), domains=("a", "b"))
+    checkpoint.check(ours, OBJECTIVE)
+    weights = DomainWeights(OBJECTIVE, UpdateRule(0.5))
+    weights.load(ours)
+    assert weights.read("num_steps") == 1
 
 
 def test_a_state_dict_holds_both_forms_and_gives_one_back():

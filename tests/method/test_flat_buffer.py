@@ -189,6 +189,10 @@ def test_gradients_in_the_memory_order_of_their_parameters():
     values_N = torch.arange(12.0)
     assert torch.equal(block.combined_as(values_N), values_N.view(3, 4))
     assert block.combined_as(values_N).stride() == (1, 3)
+    # The model may be laid out anew.
+    with torch.no_grad():
+        p.set_(p.contiguous())
+    assert weighted_gradients(buffer.touched([p]), weights_R)[0].stride() == (4, 1)
     plain = param(2, 3)
     buffer.receive(0, plain, grad(plain, 0))
     six_N = torch.arange(6.0)

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from doge_fast.mixture import DomainMixture
-from doge_fast.mixture.counts import Phase
+from doge_fast.mixture.counts import MixtureCounts, Phase
 
 # A row is a number; its thousands are its domain.
 SIZES = {"web": 60, "code": 25, "books": 7}
@@ -228,6 +228,26 @@ def test_a_loader_of_accelerate_shares_the_batches_out():
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_state_of_torchdatas_loader_goes_on_where_the_loop_is(workers):
+    loaders = pytest.importorskip(
+        "torchdata.stateful_dataloader", reason="torchdata is an optional dependency"
+    )
+
+    def loader():
+        mixture = sized(steps=9)
+        return loaders.StatefulDataLoader(
+            mixture, batch_sampler=mixture.batches(), num_workers=workers
+        )
+
+    whole, again = loader(), loader()
+    batches = iter(whole)
+    seen = [next(batches).tolist() for _ in range(4)]
+    again.load_state_dict(whole.state_dict())
+    assert seen + [batch.tolist() for batch in again] == plain(sized(), 9)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 def test_a_loader_with_a_state_of_its_own_needs_only_ours():
     loaders = pytest.importorskip(
         "torchdata.stateful_dataloader", reason="torchdata is an optional dependency"
@@ -275,6 +295,41 @@ def test_only_the_loop_knows_what_it_has_finished_where_workers_run_ahead():
         assert alone.state_dict()["step"] == step + 1
 
 
+def test_workers_that_live_on_keep_their_seed():
+    mixture = sized(seed=1, steps=4)
+    loader = by_sampler(mixture, 0, 1, 1, persistent_workers=True)
+    next(iter(loader))
+    with pytest.raises(ValueError, match="of seed 5, and loaders have read by seed 1"):
+        mixture.load_state_dict(state())
+    mixture.load_state_dict(sized(seed=1).state_dict(2))
+    assert [batch.tolist() for batch in loader] == plain(sized(seed=1), 2, first=2)
+
+
+def test_numbers_of_numpy_come_out_as_those_of_json():
+    mixture = sized(seed=np.int64(5), batch_size=np.int64(12))
+    mixture.set_weights(THEN, from_step=np.int64(2))
+    state = json.loads(json.dumps(mixture.state_dict(np.int64(3))))
+    again = sized()
+    again.load_state_dict(state)
+    assert again.draws(4) == mixture.draws(4)
+
+
+def test_a_loader_counts_each_batch_once(monkeypatch):
+    counted = []
+    count = MixtureCounts.counts
+    monkeypatch.setattr(
+        MixtureCounts,
+        "counts",
+        lambda self, steps: counted.append(len(steps)) or count(self, steps),
+    )
+    mixture = sized(steps=40)
+    for step, _ in enumerate(by_sampler(mixture, 0, 1, 0)):
+        if step % 7 == 0:
+            mixture.set_weights(THEN if step % 2 else START)
+    # Once for the batch, once for the rows before the next one.
+    assert sum(counted) < 2 * 40
+
+
 def state(**changed) -> dict:
     return {**sized().state_dict(2), **changed}
 
@@ -286,6 +341,8 @@ def state(**changed) -> dict:
         (lambda: sized(batch_size=0), "batch_size and steps .* got 0"),
         (lambda: sized(steps=0), "at least 1; got 12 and 0"),
         (lambda: sized(batch_size=2.5), "whole and at least 1; got 2.5"),
+        (lambda: sized(steps=2.5), "whole and at least 1; got 12 and 2.5"),
+        (lambda: sized().set_weights(THEN, from_step=28.9), "whole number; got from_step=28.9"),
         (
             lambda: sized(weights={"web": 1.0}),
             "must name exactly the domains web, code, books; from",

@@ -89,8 +89,9 @@ def test_a_rate_is_a_number(lr):
         (0.1, 0.2, True),
         (0.1, 0.1, False),
         # One on a device would be waited for.
-        (0.1, torch.tensor(0.2), False),
-        (torch.tensor(0.1), 0.2, False),
+        (0.1, torch.tensor(0.2), True),
+        (torch.tensor(0.1), 0.2, True),
+        (torch.tensor(0.1), 0.1, False),
     ],
     ids=repr,
 )

@@ -87,6 +87,22 @@ def test_an_exception_inside_a_domain_drops_the_step(absent):
     assert_steps(weight, optimizer)
 
 
+def test_what_is_left_of_micro_batches_is_no_step():
+    """Of any number of them none is missed."""
+    weight, optimizer = made(micro_batches=None)
+    enter(weight, optimizer, "abc")
+    with pytest.raises(ZeroDivisionError), optimizer.domain("a"):
+        raise ZeroDivisionError
+    enter(weight, optimizer, "abc")
+    for _ in range(2):
+        with refused(r"dropped .*zero_grad"):
+            optimizer.step()
+    optimizer.zero_grad()
+    enter(weight, optimizer, "abc")
+    optimizer.step()
+    assert optimizer.num_steps == 1
+
+
 def test_an_error_in_combining_drops_the_step():
     layers = nn.ModuleDict({"used": nn.Linear(2, 1), "not": nn.Linear(2, 1)})
     model, optimizer = made(layers, selection=[layers["not"].weight])

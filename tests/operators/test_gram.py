@@ -169,13 +169,16 @@ def test_compiled_gram_does_not_depend_on_threads(num_rows, compiled):
     assert torch.equal(grams[0], grams[2])
 
 
-def test_plain_torch_ignores_the_users_precision_switch():
+@pytest.mark.parametrize("switch", ["precision", "autocast"])
+def test_plain_torch_ignores_the_users_precision_switch(switch):
     """tf32 and bfloat16 products would cost the diagonal its fourth digit."""
     grads_KN = torch.randn(5, 5000)
     before = torch.backends.mkldnn.matmul.fp32_precision
     try:
-        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
-        gram_KK = gram(grads_KN, implementation="torch")
+        if switch == "precision":
+            torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        with torch.autocast("cpu", enabled=switch == "autocast"):
+            gram_KK = gram(grads_KN, implementation="torch")
     finally:
         torch.backends.mkldnn.matmul.fp32_precision = before
     exact_KK = reference.gram(grads_KN.double())

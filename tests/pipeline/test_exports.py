@@ -115,6 +115,19 @@ def test_a_target_of_documents_asks_for_their_length(to):
     assert made(to, {"domains": held}, mean_doc_tokens={}) == made(to)
 
 
+@pytest.mark.parametrize(
+    ("to", "paths", "message"),
+    [
+        ("llama-factory", {"web": "book"}, "book stands for two"),
+        ("lingua", PATHS | {"web": "/data/./book"}, "A path belongs to one domain"),
+        ("ms-swift", PATHS | {"web": ["/data/web", "/data//web"]}, "name one twice"),
+    ],
+)
+def test_no_path_stands_for_two(to, paths, message):
+    with pytest.raises(ValueError, match=message):
+        made(to, paths=paths)
+
+
 def test_json_has_shares_of_tokens_or_of_documents():
     stages = [{"first_step": 0, "weights": WEIGHTS}, {"first_step": 9, "weights": WEIGHTS}]
     assert "2 stages" in export(record(stages=stages), to="json").warnings[0]

@@ -231,6 +231,7 @@ def test_constrain_writes_what_it_tells(tmp_path, capsys):
     points = {"inverse_temperature": 2.0, "temperature": 0.5, "is_decided": True, "points": []}
     measured = records.read_weights(file) | points
     assert not bounds.constrain(measured, floor=0.01).keys() & points.keys()
+    assert "is_decided" not in summary.average({"a": measured, "b": measured})
     free = said(capsys, "constrain", file)
     assert "No bound holds any domain" in free
     assert "Nothing is written" in free

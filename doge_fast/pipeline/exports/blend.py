@@ -7,6 +7,7 @@ remainder: the printed decimals sum to one.
 """
 
 import glob
+import posixpath
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -169,7 +170,7 @@ def listed_paths(split: Split, given: Paths, names: Collection[str]) -> dict[str
     owners: dict[str, str] = {}
     for name, paths in found.items():
         for path in paths:
-            owner = owners.setdefault(path.rstrip("/"), name)
+            owner = owners.setdefault(posixpath.normpath(path), name)
             # It would count for both.
             if owner != name:
                 raise ValueError(
@@ -188,7 +189,7 @@ def _listed(name: str, given: Any) -> list[str]:
             raise ValueError(
                 f"A path must be of characters that are written; {name} has {path!a}. Rename it."
             )
-    if len(set(paths)) < len(paths):
+    if len(set(map(posixpath.normpath, paths))) < len(paths):
         raise ValueError(f"The paths of {name} name one twice: {', '.join(paths)}.")
     return list(paths)
 

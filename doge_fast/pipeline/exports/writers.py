@@ -178,11 +178,14 @@ def _maxtext(blend: Blend) -> str:
 
 
 def _factory(blend: Blend) -> str:
-    # {data set: share}, by its name in dataset_info.json: the path given, or else the domain's.
-    found = {
-        blend.one_path(name) if blend.paths_of(name) else name: share
-        for name, share in blend.shares().items()
-    }
+    shares = blend.shares()
+    # By their names in dataset_info.json: the path given, or else the domain's.
+    found = [blend.one_path(name) if blend.paths_of(name) else name for name in shares]
+    if twice := {name for name in found if found.count(name) > 1}:
+        raise ValueError(
+            f"A data set belongs to one domain; {', '.join(twice)} stands for two. Give each "
+            "domain a path."
+        )
     split = [name for name in found if "," in name]
     if split:
         raise ValueError(
@@ -193,7 +196,7 @@ def _factory(blend: Blend) -> str:
         {
             "dataset": _literal(",".join(found)),
             "mix_strategy": "interleave_over",
-            "interleave_probs": ",".join(map(_plain, found.values())),
+            "interleave_probs": ",".join(map(_plain, shares.values())),
         }
     )
 

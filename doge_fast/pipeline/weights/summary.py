@@ -236,7 +236,7 @@ def average(mixtures: Mapping[str, Mapping[str, Any]]) -> Json:
         {"source": source, "seed": record.get("seed"), "steps": record.get("steps"), "weights": by}
         for (source, record), by in zip(mixtures.items(), weights.values(), strict=True)
     ]
-    kept = _common(found, ("domains", "seed", "average", "constraints", "stages"))
+    kept = _common(found, ("domains", "seed", "average", "constraints", "stages", "is_decided"))
     return {**kept, "domains": entries, "average": {"count": len(found), "of": members}}
 
 
