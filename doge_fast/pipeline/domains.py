@@ -144,9 +144,9 @@ def load_corpus(
     text found in this Python environment.
 
     A domain without a validation split holds out `config.validation_fraction` of its documents
-    by a hash of the text: stable, and equal documents fall on one side. Where that is much more
-    of the text than asked for, the corpus has a warning; more than a half is refused. With
-    `config.max_tokens_per_domain` no more is read than fills every domain.
+    by a hash of the text: stable, and equal documents of a domain fall on one side. Where that is
+    much more of the text than asked for, the corpus has a warning; more than a half is refused.
+    With `config.max_tokens_per_domain` no more is read than fills every domain.
 
     Args:
         config: where the text is and how it becomes blocks.

@@ -108,13 +108,10 @@ class DoReMiTrainer(MixtureTrainer):
         self.rule = {name: usual[name] if value is None else value for name, value in given.items()}
         alpha_K = torch.tensor(list(reference.weights.values()), dtype=torch.float64)
         self.sampling_K = (alpha_K / alpha_K.sum()).to(device)
-        # The excess that no batch has shown: log V, the loss of a model that knows nothing, is what
-        # the code of DoReMi's authors begins with; DoGE's begins with none.
-        unseen = math.log(corpus.vocab_size) if variant == "doremi" else 0.0
         self.weights = ExcessWeights(
             alpha=self.sampling_K,
             alpha_mean=self.sampling_K,
-            excess=torch.full_like(self.sampling_K, unseen),
+            excess=torch.full_like(self.sampling_K, group_dro.UNSEEN),
             num_steps=torch.zeros((), dtype=torch.float64, device=device),
         )
         self.domain_losses = self.reference_losses = torch.full_like(self.sampling_K, math.nan)
@@ -175,12 +172,12 @@ class DoReMiTrainer(MixtureTrainer):
         return self.against.weights
 
     def line(self, step: int) -> Json:
-        """What a step leaves in the records; losses are null for a domain not in its batch."""
+        """What a step leaves in the records; null for a domain not in its batch, or in none yet."""
         names, weights = self.corpus.names, self.weights
         return {
             "loss": ByName(names, self.domain_losses),
             "reference_loss": ByName(names, self.reference_losses),
-            "excess": ByName(names, weights.excess),
+            "excess": ByName(names, weights.excess.where(weights.excess >= 0, math.nan)),
             "alpha": ByName(names, weights.alpha),
             "alpha_mean": ByName(names, weights.alpha_mean),
             "tokens": self.tokens(step),

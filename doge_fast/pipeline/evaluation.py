@@ -24,10 +24,10 @@ _log = logging.getLogger("doge_fast")
 def evaluate(config: EvaluateConfig) -> Json:
     """Measure a finished run's model on held-out blocks of every domain; write what was found.
 
-    The corpus is the run's own, so are its tokenizer and its split: no document that the model
-    was trained on is measured. Or it is other text, in blocks of the run's length and tokenizer;
-    then nothing is asked of the run's corpus. The average perplexity is the exponential of the mean
-    of the domains' losses.
+    The corpus is the run's own, so are its tokenizer and its split: no document of a domain that
+    the model was trained on is measured. Or it is other text, in blocks of the run's length and
+    tokenizer; then nothing is asked of the run's corpus. The average perplexity is the exponential
+    of the mean of the domains' losses.
 
     Args:
         config: which run, which text and how much of it.
@@ -83,8 +83,8 @@ def evaluate(config: EvaluateConfig) -> Json:
 
 def table(result: Json) -> str:
     """The perplexities as aligned plain text."""
-    found = {**result["perplexity"], "average": result["average_perplexity"]}
-    rows = [(name, f"{value:.2f}") for name, value in found.items()]
+    found = [*result["perplexity"].items(), ("average", result["average_perplexity"])]
+    rows = [(name, f"{value:.2f}") for name, value in found]
     return tables.text(tables.table_of(("domain", "perplexity"), rows))
 
 

@@ -91,7 +91,12 @@ def few_shot(config: EvaluateConfig) -> dict[str, Any]:
     model, tokenizer = open_model(folder), AutoTokenizer.from_pretrained(folder)
     torch.nn.Module.to(model, training.device_of(config.device))
     scorer: Any = _Scorer(
-        pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=config.batch_size
+        pretrained=model,
+        tokenizer=tokenizer,
+        backend="causal",
+        batch_size=config.batch_size,
+        # As packed text has no special tokens either.
+        add_bos_token=False,
     )
     scores = {name: _score(name, task, scorer, asked) for name, task in tasks.items()}
     result = records.few_shot(

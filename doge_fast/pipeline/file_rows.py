@@ -115,10 +115,19 @@ def _arrow_batches(
 ) -> tuple[pa.Schema, Iterable[pa.RecordBatch]]:
     """The schema, and batches of the columns that are needed."""
     if file.kind == "arrow":
-        reader = pa.ipc.open_stream(pa.memory_map(str(file.path)))
-        kept = needed(reader.schema.names, columns)
-        parts = (batch.select(kept) for batch in reader)
-        return reader.schema, itertools.chain.from_iterable(map(_in_parts, parts))
+        mapped = pa.memory_map(str(file.path))
+        if mapped.read(6) == b"ARROW1":
+            # The form with an index at the end, which pandas and others write.
+            indexed = pa.ipc.open_file(mapped)
+            schema = indexed.schema
+            read = map(indexed.get_batch, range(indexed.num_record_batches))
+        else:
+            mapped.seek(0)
+            stream = pa.ipc.open_stream(mapped)
+            schema, read = stream.schema, iter(stream)
+        kept = needed(schema.names, columns)
+        parts = (batch.select(kept) for batch in read)
+        return schema, itertools.chain.from_iterable(map(_in_parts, parts))
     opened = pq.ParquetFile(file.path, page_checksum_verification=True)
     kept = needed(opened.schema_arrow.names, columns)
     return opened.schema_arrow, opened.iter_batches(batch_size=_ROWS_PER_READ, columns=kept)

@@ -117,9 +117,7 @@ def check_model(config: ModelConfig, *, block_size: int) -> Any:
         # Blocks hold no padding, and the embedding of a padding token never learns.
         architecture.pad_token_id = None
         architecture.output_attentions = architecture.output_hidden_states = False
-        if getattr(architecture, "output_router_logits", False):
-            # The balance of its experts would be in the loss of every domain.
-            architecture.output_router_logits = False
+        _leave_out_balance(architecture)
         if hasattr(architecture, "quantization_config"):
             del architecture.quantization_config
         _check_heads(config.model, architecture)
@@ -221,7 +219,14 @@ def open_model(name: str | Path) -> PreTrainedModel:
             f"{name} lacks weights of its model, or has them in another shape: "
             f"{first_few(lost, 3)}. Name another model, or make it anew."
         )
+    _leave_out_balance(model.config)
     return _with_loss(model)
+
+
+def _leave_out_balance(architecture: Any) -> None:
+    """Else the balance of a mixture's experts would be in the loss of every domain."""
+    if getattr(architecture, "output_router_logits", False):
+        architecture.output_router_logits = False
 
 
 @contextmanager

@@ -41,7 +41,7 @@ from doge_fast.pipeline.tokenizer import (
 _log = logging.getLogger("doge_fast")
 
 # Part of every cache key: changes when the same input would be packed to other blocks.
-_FORMAT = 5
+_FORMAT = 6
 # Characters of a domain that show how much of its text the tokenizer knows.
 _SAMPLE_CHARS = 100_000
 # Documents whose hashes decide where the border of the held-out share lies.
@@ -191,7 +191,8 @@ def _holdout_borders(config: CorpusConfig, part: Part, names: Sequence[str]) -> 
     """{domain: the largest hash of a held-out document}, without a validation split.
 
     The share is exact for domains within the first `_HOLDOUT_SAMPLE` documents, at least one
-    document, and right up to sampling error beyond. With `max_tokens_per_domain` the documents
+    document, and right up to sampling error beyond; of n documents among the first, where few are,
+    at least about 1 / (n + 1). With `max_tokens_per_domain` the documents
     that may fill every domain are enough, if they are `_HOLDOUT_LEAST` of each.
     """
     if config.validation_fraction == _ALL:
@@ -202,9 +203,9 @@ def _holdout_borders(config: CorpusConfig, part: Part, names: Sequence[str]) -> 
     sample = itertools.islice(part.train(), _HOLDOUT_SAMPLE)
     for name, text in progress.over(sample, "choosing held-out documents"):
         count += 1
-        if name in hashes:
-            hashes[name].add(_text_hash(text))
+        # Of a domain that is full no more: the others must not decide how many.
         if name in unread:
+            hashes[name].add(_text_hash(text))
             unread[name] -= len(text)
             if unread[name] <= 0 and len(hashes[name]) >= _HOLDOUT_LEAST:
                 del unread[name]

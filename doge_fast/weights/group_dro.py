@@ -5,11 +5,13 @@ differ, it follows the code:
 
 - Batches are drawn at the reference's weights, and the domain weights start there; in the loss they
   are divided by the sampling weights. The paper draws uniformly and starts at uniform.
-- A domain without tokens in a batch keeps its last excess. The first is log V, as for a domain of
-  which nothing is learned. The paper has every domain in every batch.
+- A domain without tokens in a batch keeps its last excess. The paper has every domain in every
+  batch.
 - Smoothing is 1e-4; the paper's is 1e-3.
 
 One thing follows the paper: the mean is over the weights of steps 1 to T, without the initial ones.
+One follows neither: a domain that no batch has had yet has the mean excess of the others. In the
+code it is log V, which in each such step multiplies the domain's weight by up to V.
 
 The variant "doge" is the baseline in DoGE's published code, without two of its habits. It runs the
 reference in training mode, with dropout. And it clips the gradient to `max_grad_norm` again after
@@ -32,6 +34,10 @@ SMOOTHING: dict[Variant, float] = {"doremi": 1e-4, "doge": 0.0}
 """Mixture with uniform. DoReMi: its code; its paper has 1e-3. DoGE's code: none."""
 
 
+UNSEEN = -1.0
+"""The excess of a domain that no batch has had yet."""
+
+
 class ExcessWeights(NamedTuple):
     """The state of group DRO after a step; all float64."""
 
@@ -40,7 +46,7 @@ class ExcessWeights(NamedTuple):
     alpha_mean: Tensor
     """[K]: their mean over the steps."""
     excess: Tensor
-    """[K], >= 0; lambda of the step, in nats per token."""
+    """[K], >= 0 or UNSEEN; lambda of the step, in nats per token."""
     num_steps: Tensor
     """Scalar."""
 
@@ -50,11 +56,15 @@ class ExcessWeights(NamedTuple):
         alpha'_k     =  alpha_k exp(eta lambda_k) / sum_i alpha_i exp(eta lambda_i)
         alpha_k      =  (1 - c) alpha'_k + c / K
 
-        lambda is `excess_K`, [K] float64 in nats per token; eta is `step_size`, c is `smoothing`.
+        lambda is `excess_K`, [K] float64 in nats per token, and the mean of the others where that
+        is UNSEEN; eta is `step_size`, c is `smoothing`.
 
         Source: DoReMi (Xie et al., NeurIPS 2023), Algorithm 1.
         """
-        alpha_K = simplex.mirror_step(self.alpha, excess_K, lr=step_size, mu=1.0)
+        is_seen_K = excess_K != UNSEEN
+        mean = excess_K.where(is_seen_K, 0).sum() / is_seen_K.sum()
+        lambda_K = excess_K.where(is_seen_K, mean)
+        alpha_K = simplex.mirror_step(self.alpha, lambda_K, lr=step_size, mu=1.0)
         alpha_K = simplex.smooth(alpha_K, smoothing)
         count = self.num_steps + 1
         mean_K = simplex.running_mean(self.alpha_mean, alpha_K, count)

@@ -36,6 +36,10 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     match path.suffix:
         case ".parquet":
             pq.write_table(pa.Table.from_pylist(list(rows)), path)
+        case ".arrow":
+            table = pa.Table.from_pylist(list(rows))
+            with pa.ipc.new_file(path, table.schema) as file:
+                file.write_table(table, max_chunksize=7)
         case ".json":
             path.write_text(json.dumps(list(rows), indent=1))
         case ".zst":

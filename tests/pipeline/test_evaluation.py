@@ -152,3 +152,5 @@ def test_the_average_is_of_the_domains_that_are_named(run):
     mean = (result["loss"]["verse"] + result["loss"]["code"]) / 2
     assert result["average_perplexity"] == pytest.approx(math.exp(mean), rel=1e-12)
     assert table(result).splitlines()[-1].split() == ["average", f"{math.exp(mean):.2f}"]
+    both = table({"perplexity": {"average": 2.0}, "average_perplexity": 3.0})
+    assert both.split()[-4:] == ["average", "2.00", "average", "3.00"]

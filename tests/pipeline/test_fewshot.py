@@ -12,6 +12,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from tokenizers import processors
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from doge_fast import cli
@@ -155,6 +156,23 @@ def test_asking_again_gives_the_same_and_the_batch_does_not_matter(ask, result):
     alone = few_shot(ask(tasks=("wic",)))
     # A task's shots do not depend on which tasks were run before it.
     assert alone["tasks"]["wic"] == result["tasks"]["wic"]
+
+
+def test_prompts_have_no_token_that_packed_text_lacks(ask, run, result, tmp_path):
+    """A tokenizer may add a first and a last token to what it is given."""
+    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    end = tokenizer.eos_token
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{end} $A {end}", special_tokens=[(end, tokenizer.eos_token_id)]
+    )
+    shutil.copytree(run, tmp_path / "run")
+    tokenizer.save_pretrained(tmp_path / "run" / "model")
+    assert AutoTokenizer.from_pretrained(tmp_path / "run" / "model")("a").input_ids[-1] == (
+        tokenizer.eos_token_id
+    )
+    records.write_manifest(tmp_path / "run" / "model")
+    again = few_shot(replace(ask(), run=tmp_path / "run"))
+    assert again["tasks"] == result["tasks"]
 
 
 def test_the_first_documents_only(ask):

@@ -76,9 +76,13 @@ def saved(tmp_path: Path) -> str:
     return name
 
 
-def test_what_balances_experts_is_no_loss_of_a_domain(tmp_path):
+@pytest.mark.parametrize("pretrained", [False, True])
+def test_what_balances_experts_is_no_loss_of_a_domain(tmp_path, pretrained):
     experts = {"num_local_experts": 2, "output_router_logits": True, "router_aux_loss_coef": 100.0}
-    model = built(folder_of(tmp_path, model_type="mixtral", **experts))
+    name = folder_of(tmp_path, model_type="mixtral", vocab_size=128, **experts)
+    if pretrained:
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name)).save_pretrained(name)
+    model = built(name, 128, pretrained=pretrained)
     tokens_1L = torch.arange(16)[None]
     found = model(tokens_1L, labels=tokens_1L)
     expected = torch.nn.functional.cross_entropy(found.logits[0, :-1], tokens_1L[0, 1:])

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from doge_fast.pipeline import cache, packing, records
 from doge_fast.pipeline.config import CorpusConfig
 from doge_fast.pipeline.domains import load_corpus
-from tests.pipeline.corpora import documents, text_of, texts, tokens, write_jsonl
+from tests.pipeline.corpora import documents, text_of, texts, tokens, write_jsonl, write_rows
 
 
 def test_blocks_are_the_documents_and_nothing_else(corpus):
@@ -50,6 +50,21 @@ def test_equal_documents_fall_on_one_side(tmp_path, load):
     held_out = {text.split(":")[0] for text in documents(loaded, "a", "validation")}
     assert len(held_out) == 4
     assert not train & held_out
+
+
+def test_what_is_held_out_of_a_domain_does_not_depend_on_the_others(
+    tmp_path, config, corpus, monkeypatch
+):
+    monkeypatch.setattr(packing, "_HOLDOUT_LEAST", 10)
+    rows = [{"text": text_of("a", i), "set": "a"} for i in range(200)]
+    rows += [{"text": text_of(name, i), "set": name} for i in range(200) for name in "ab"]
+    asked = {"data": str(write_rows(tmp_path / "all.jsonl", rows)), "domain_column": "set"}
+    asked |= {"max_tokens_per_domain": 800, "tokenizer": corpus.tokenizer.name_or_path}
+    held = []
+    for names in (("a",), ("a", "b")):
+        fresh = replace(config, **asked, domains=names, cache_dir=tmp_path / names[-1])
+        held.append(documents(load_corpus(fresh), "a", "validation"))
+    assert held[0] == held[1]
 
 
 def test_max_tokens_stops_there(config):

@@ -309,10 +309,11 @@ def test_what_lies_in_a_folder_does_not_say_what_is_read(tmp_path, load):
         # Every kind of file is read.
         ("set", {"a.jsonl": [{"set": "web"}], "b.parquet": [{"set": "x"}]}, {"web": 36, "x": 36}),
         ("set", {"a.json": [{"set": "b"}], "d.JSON.zst": [{"set": "a"}]}, {"a": 36, "b": 36}),
+        ("set", {"a.arrow": [{"set": "a"}]}, {"a": 36}),
         # A name may have a dot.
         ("a.set", {"a.jsonl": [{"a.set": "b"}], "b.parquet": [{"a.set": "b"}]}, {"b": 72}),
     ],
-    ids=["kinds", "columns", "files", "suffixes", "dot"],
+    ids=["kinds", "columns", "files", "suffixes", "arrow", "dot"],
 )
 def test_rows_are_text_and_a_domain_whatever_holds_them(tmp_path, load, column, files, found):
     for name, others in files.items():
