@@ -15,8 +15,10 @@ Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), eq. (cancellation), appendix 
 
 import math
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -94,8 +96,8 @@ class CancellationEffect:
         self._copies: dict[str, Tensor] = {}
         # None before the first example of a step.
         self._watched: _Watched | None = None
-        # A step may call that of its base class, whose hooks run too.
-        self._depth = 0
+        # In which torch runs the hooks of the step under way, before and after it.
+        self._frame: FrameType | None = None
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -119,7 +121,7 @@ class CancellationEffect:
 
         Raises:
             ValueError: the weight is out of range, or differs within a step.
-            RuntimeError: no parameter received a gradient.
+            RuntimeError: no parameter has a gradient afterwards.
         """
         if not 0 < weight < math.inf:
             raise ValueError(f"weight must be a number greater than zero; got {weight}.")
@@ -185,11 +187,11 @@ class CancellationEffect:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from `state_dict()` of the same model; ValueError if it is of another one."""
-        there, here = state["columns"].tolist(), [*self.columns.values()]
-        if there != here:
+        there, here = state.get("columns"), [*self.columns.values()]
+        if there is None or there.tolist() != here:
             raise ValueError(
-                f"The state is of parameters with {there} elements; those of this model have "
-                f"{here}. Load it into the model that it was saved from."
+                f"The state is of parameters with these numbers of elements: {there}; those of "
+                f"this model have {here}. Load it into the model that it was saved from."
             )
         self._scores_FU.copy_(state["scores"])
         self._terms_FU.copy_(state["terms"])
@@ -213,15 +215,15 @@ class CancellationEffect:
         return dict(zip(self._params, values_FU[READINGS.index(reading)].tolist(), strict=True))
 
     def _before_step(self, *_: Any) -> None:
-        if not self._depth:
+        # A step may call that of its base class, whose hooks run too; and it may raise.
+        if not _is_running(self._frame):
+            self._frame = sys._getframe(1)
             self._copies = {name: param.detach().clone() for name, param in self._params.items()}
-        self._depth += 1
 
     def _after_step(self, *_: Any) -> None:
-        self._depth -= 1
-        if self._depth:
+        if sys._getframe(1) is not self._frame:
             return
-        copies, self._copies = self._copies, {}
+        copies, self._copies, self._frame = self._copies, {}, None
         if self._watched is None:
             return
         norms_U, sum_U = self._watched[:2]
@@ -253,6 +255,14 @@ class CancellationEffect:
         rows = torch.linalg.vector_norm(value, dim=-1, dtype=wide) if value.dim() > 1 else value
         norm: Tensor = torch.linalg.vector_norm(rows.double())
         return norm
+
+
+def _is_running(frame: FrameType | None) -> bool:
+    """Whether the caller was called within this frame."""
+    caller: FrameType | None = sys._getframe(1)
+    while caller is not None and caller is not frame:
+        caller = caller.f_back
+    return caller is not None
 
 
 class Selection(NamedTuple):

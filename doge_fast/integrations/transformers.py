@@ -609,7 +609,7 @@ class DoGETrainer(_StepByDomain):
             ):
                 loss = self.compute_loss(probed, dict(batch), num_items_in_batch=factor * num_items)
             losses.append(float(cast(Tensor, loss)))
-        if not losses[0] or not math.isfinite(losses[0]):
+        if not losses[0] or not all(map(math.isfinite, losses)):
             return None
         return not math.isclose(*losses, rel_tol=1e-3)
 

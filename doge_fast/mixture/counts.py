@@ -3,7 +3,7 @@
 The rows drawn by earlier batches are counted by arithmetic; no data is replayed.
 """
 
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -153,7 +153,7 @@ class MixtureCounts:
             counts_TK = self.counts(np.arange(totals.step, end))
             totals = Totals(end, totals.drawn_K + counts_TK.sum(axis=0))
             if end == boundary:
-                self._totals.append(totals)
+                insort(self._totals, totals, key=lambda totals: totals.step)
         self._latest = totals
         return totals
 

@@ -80,6 +80,8 @@ class DomainMixture(Dataset[Any]):
             raise ValueError(
                 f"batch_size and steps must be whole and at least 1; got {batch_size} and {steps}."
             )
+        if not is_integer(seed):
+            raise ValueError(f"A seed is a whole number; got {seed!r}.")
         for name, rows in domains.items():
             is_sequence = hasattr(rows, "__len__") and hasattr(rows, "__getitem__")
             if not is_sequence or isinstance(rows, Mapping | str | bytes):
@@ -184,7 +186,7 @@ class DomainMixture(Dataset[Any]):
 
         Raises:
             ValueError: the weights name other domains or are not on the simplex, a domain without
-                rows has a weight > 0, or `from_step` is no whole number or has been taken.
+                rows has a weight > 0, or `from_step` is not whole or has been taken.
         """
         first_step = self.step if from_step is None else from_step
         if not is_integer(first_step):
@@ -260,7 +262,8 @@ class DomainMixture(Dataset[Any]):
     def state_dict(self, step: int | None = None) -> dict[str, Any]:
         """Everything that decides the batches from `step` on, in the types of JSON.
 
-        It is the same on every rank and needs no loader's state.
+        It is the same on every rank and needs no loader's state. Where accelerate divides the
+        sampler, loading that of torchdata's StatefulDataLoader as well would skip batches twice.
 
         Args:
             step: the number of batches that the loop has finished. None: of batches taken by

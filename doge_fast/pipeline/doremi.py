@@ -172,7 +172,10 @@ class DoReMiTrainer(MixtureTrainer):
         return self.against.weights
 
     def line(self, step: int) -> Json:
-        """What a step leaves in the records; null for a domain not in its batch, or in none yet."""
+        """What a step leaves in the records.
+
+        Losses are null for a domain that is not in its batch, an excess before its first batch.
+        """
         names, weights = self.corpus.names, self.weights
         return {
             "loss": ByName(names, self.domain_losses),

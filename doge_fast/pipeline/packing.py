@@ -191,9 +191,9 @@ def _holdout_borders(config: CorpusConfig, part: Part, names: Sequence[str]) -> 
     """{domain: the largest hash of a held-out document}, without a validation split.
 
     The share is exact for domains within the first `_HOLDOUT_SAMPLE` documents, at least one
-    document, and right up to sampling error beyond; of n documents among the first, where few are,
-    at least about 1 / (n + 1). With `max_tokens_per_domain` the documents
-    that may fill every domain are enough, if they are `_HOLDOUT_LEAST` of each.
+    document, and right up to sampling error beyond. If only n of a domain's documents are among
+    them, a share of about 1 / (n + 1) or more is held out. With `max_tokens_per_domain` the
+    documents that may fill every domain are enough, if they are `_HOLDOUT_LEAST` of each.
     """
     if config.validation_fraction == _ALL:
         return dict.fromkeys(names, 2**64)

@@ -411,9 +411,8 @@ class Step:
                 f"{self.parameters.name_of(given)} has a p.grad from outside the domains. Run that "
                 "backward pass inside a domain, or step before. Unfreeze parameters between steps."
             )
-        if self._received.is_dropped and (self.exchange.num_ranks > 1 or not self.micro_batches):
-            # Before the ranks agree: _refuse_missing would raise on this rank alone. Without a
-            # number of micro-batches it would not miss those that were dropped.
+        if self._received.is_dropped and (self.exchange.num_ranks > 1 or not self._is_complete):
+            # Before the ranks agree. Of micro-batches nobody would miss those that were dropped.
             raise RuntimeError(DROPPED)
         return params
 
@@ -603,8 +602,6 @@ class Step:
 
     def _refuse_missing(self, seen: Collection[str]) -> None:
         missing = [name for name in self.subset.rows if name not in seen]
-        if missing and self._received.is_dropped:
-            raise RuntimeError(f"{DROPPED} Missing are {missing}.")
         if missing and (self._absent == "error" or not seen):
             raise RuntimeError(
                 f"step() needs a gradient from every domain; missing {missing} of "

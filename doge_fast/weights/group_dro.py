@@ -10,12 +10,13 @@ differ, it follows the code:
 - Smoothing is 1e-4; the paper's is 1e-3.
 
 One thing follows the paper: the mean is over the weights of steps 1 to T, without the initial ones.
-One follows neither: a domain that no batch has had yet has the mean excess of the others. In the
-code it is log V, which in each such step multiplies the domain's weight by up to V.
+One follows neither paper nor code: a domain that no batch has had yet has the mean excess of the
+others. In DoReMi's code it is log V, which in each such step multiplies the domain's weight by up
+to V; in DoGE's it is zero.
 
-The variant "doge" is the baseline in DoGE's published code, without two of its habits. It runs the
-reference in training mode, with dropout. And it clips the gradient to `max_grad_norm` again after
-adding each domain, so that the step depends on the order of the domains.
+The variant "doge" is the baseline in DoGE's published code, without two more of its habits. It runs
+the reference in training mode, with dropout. And it clips the gradient to `max_grad_norm` again
+after adding each domain, so that the step depends on the order of the domains.
 """
 
 from typing import Literal, NamedTuple

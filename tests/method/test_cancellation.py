@@ -129,7 +129,7 @@ def one_step(effect: CancellationEffect, model: nn.Module, x: Tensor) -> None:
             (model(row).square().mean() / 2).backward()
 
 
-@pytest.mark.parametrize("kind", ["nested", "left out", "left out, zeros", "closure"])
+@pytest.mark.parametrize("kind", ["nested", "left out", "left out, zeros", "raised", "closure"])
 def test_only_what_is_stepped_counts(kind):
     """Steps that are left out, in closures, or of a class that calls its base class's step."""
 
@@ -150,6 +150,13 @@ def test_only_what_is_stepped_counts(kind):
         if kind.startswith("left out"):
             one_step(effect, model, 100 * x[0])
             optimizer.zero_grad(set_to_none=kind == "left out")
+        if kind == "raised":
+            one_step(effect, model, 100 * x[0])
+            handle = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                optimizer.step()
+            handle.remove()
+            optimizer.zero_grad()
         if kind == "closure":
             optimizer.step(lambda: one_step(effect, model, x[1]))
         else:

@@ -82,25 +82,23 @@ def test_an_exception_inside_a_domain_drops_the_step(absent):
         fail()
     assert weight.grad is None
     enter(weight, optimizer, "c")
-    with refused(r"dropped .*zero_grad.* Missing are \['a', 'b'\]"):
+    with refused("dropped .*zero_grad"):
         optimizer.step()
     assert_steps(weight, optimizer)
 
 
-def test_what_is_left_of_micro_batches_is_no_step():
-    """Of any number of them none is missed."""
-    weight, optimizer = made(micro_batches=None)
+@pytest.mark.parametrize("micro_batches", [2, None])
+@pytest.mark.parametrize("ends", ["step", "combine"])
+def test_what_is_left_of_micro_batches_is_no_step(micro_batches, ends):
+    weight, optimizer = made(micro_batches=micro_batches, absent="keep")
     enter(weight, optimizer, "abc")
     with pytest.raises(ZeroDivisionError), optimizer.domain("a"):
         raise ZeroDivisionError
     enter(weight, optimizer, "abc")
     for _ in range(2):
-        with refused(r"dropped .*zero_grad"):
-            optimizer.step()
-    optimizer.zero_grad()
-    enter(weight, optimizer, "abc")
-    optimizer.step()
-    assert optimizer.num_steps == 1
+        with refused("dropped .*zero_grad"):
+            getattr(optimizer, ends)()
+    assert_steps(weight, optimizer)
 
 
 def test_an_error_in_combining_drops_the_step():

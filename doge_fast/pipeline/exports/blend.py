@@ -170,13 +170,18 @@ def listed_paths(split: Split, given: Paths, names: Collection[str]) -> dict[str
     owners: dict[str, str] = {}
     for name, paths in found.items():
         for path in paths:
-            owner = owners.setdefault(posixpath.normpath(path), name)
+            owner = owners.setdefault(_normal(path), name)
             # It would count for both.
             if owner != name:
                 raise ValueError(
                     f"A path belongs to one domain; {path} is given to {owner}, {name} ({split})."
                 )
     return found
+
+
+def _normal(path: str) -> str:
+    """One spelling of a path; of a remote one `//` is another."""
+    return path.rstrip("/") if REMOTE in path else posixpath.normpath(path)
 
 
 def _listed(name: str, given: Any) -> list[str]:
@@ -189,7 +194,7 @@ def _listed(name: str, given: Any) -> list[str]:
             raise ValueError(
                 f"A path must be of characters that are written; {name} has {path!a}. Rename it."
             )
-    if len(set(map(posixpath.normpath, paths))) < len(paths):
+    if len(set(map(_normal, paths))) < len(paths):
         raise ValueError(f"The paths of {name} name one twice: {', '.join(paths)}.")
     return list(paths)
 

@@ -183,8 +183,8 @@ def _factory(blend: Blend) -> str:
     found = [blend.one_path(name) if blend.paths_of(name) else name for name in shares]
     if twice := {name for name in found if found.count(name) > 1}:
         raise ValueError(
-            f"A data set belongs to one domain; {', '.join(twice)} stands for two. Give each "
-            "domain a path."
+            f"A data set belongs to one domain; {', '.join(sorted(twice))} stands for two. Give "
+            "each domain a path."
         )
     split = [name for name in found if "," in name]
     if split:
