@@ -155,6 +155,7 @@ def test_a_stacked_pass_leaves_no_gradient_and_refuses_that_of_the_whole_batch()
     assert all(param.grad is None for param in model.parameters())
     with pytest.raises(RuntimeError, match="dropped"):
         optimizer.step()
+    optimizer.zero_grad()
     run(is_outside=False)
     optimizer.step()
 
