@@ -88,7 +88,7 @@ def test_the_gpu_script_runs_with_few_packages(python, tmp_path):
     record = json.loads(path.read_text())
     sections = record["sections"]
     assert len(sections) == sum(map(len, PARTS.values()))
-    assert bars.is_correct(sections), done.stdout
+    assert bars.is_correct(sections), (done.stdout, sections["ranks"])
     (job,) = sections["job"]["rows"]
     assert re.search(r"needs more packages: ModuleNotFoundError: No module", job["skipped"])
     missing = {name: record["missing"].get(name) for name in expected(default_device())}
