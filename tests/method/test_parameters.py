@@ -88,7 +88,6 @@ def test_a_rate_is_a_number(lr):
     [
         (0.1, 0.2, True),
         (0.1, 0.1, False),
-        # One on a device would be waited for.
         (0.1, torch.tensor(0.2), True),
         (torch.tensor(0.1), 0.2, True),
         (torch.tensor(0.1), 0.1, False),
@@ -113,6 +112,17 @@ def test_a_rate_that_is_set_after_the_weights_moved_by_another_is_refused(
         warnings.simplefilter("ignore")
         optimizer.step()
     assert optimizer.last.lr == (lr if micro_batches else later)
+
+
+def test_what_a_scheduler_writes_into_a_rate_does_not_change_the_last_step():
+    weight, lr = param(2), torch.tensor(0.1)
+    optimizer = DoGEOptimizer(torch.optim.SGD([weight], lr=lr), domains=["a"], mu=1.0)
+    with optimizer.domain("a"):
+        weight.sum().backward()
+    lr.fill_(0.2)
+    assert optimizer.last.lr == torch.tensor(0.1)
+    with pytest.raises(RuntimeError, match=r"rate has changed from 0\.1 to 0\.2"):
+        optimizer.step()
 
 
 def test_a_selection_names_what_is_trained():

@@ -68,6 +68,21 @@ def test_both_take_the_same_steps(target, inner, options):
         assert (param - twin).abs().max() <= TOLERANCE * twin.abs().max()
 
 
+def test_a_step_under_autocast_is_the_same():
+    """Autocast is for the model: 16 bits would cost W its third digit."""
+    found = []
+    for is_on in (False, True):
+        model = model_with_a_spare_layer().float()
+        simple = SimpleDoGE(torch.optim.SGD(model.parameters(), lr=0.1), ["a", "b"], mu=0.1)
+        for scale, name in enumerate("ab", 1):
+            with simple.domain(name):
+                sum((scale * p).square().sum() for p in model.parameters()).backward()
+        with torch.autocast("cpu", enabled=is_on):
+            simple.step()
+        found.append([simple.alpha_K, *(p.detach() for p in model.parameters())])
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_overflow_is_skipped_as_by_the_fast_one(dtype):
     model, twin = nn.Linear(2, 1, dtype=dtype), nn.Linear(2, 1, dtype=dtype)
