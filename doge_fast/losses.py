@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from doge_fast.flat_buffer import on_device
 from doge_fast.stacked.layers.linear import autocast_dtype, multiply, without_autocast
 from doge_fast.stacked.layers.token_sums import exact, wide_dtype
-from doge_fast.stacked.stacked import StackedModel, pass_of, sizes_of
+from doge_fast.stacked.stacked import StackedModel, is_asked, pass_of, sizes_of
 
 IGNORED = -100
 
@@ -186,8 +186,9 @@ class _LinearLosses(torch.autograd.Function):
     def backward(ctx: Any, grad_D: Tensor) -> Any:
         counts_D, *tensors = ctx.saved_tensors
         head, weight = ctx.head, ctx.weight
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        if _are_kept(head, weight, ctx.rows):
+        needs_hidden, has_weight = ctx.needs_input_grad[:2]
+        needs_weight = has_weight and is_asked(ctx, 1)
+        if needs_weight == has_weight and _are_kept(head, weight, ctx.rows):
             grad_TH = ctx.grad_TH
             _multiply(grad_D, head, weight, grad_TH, ctx.rows)
             ctx.grad_TH = ctx.rows = None

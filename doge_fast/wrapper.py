@@ -142,15 +142,16 @@ def _checked(optimizer: object) -> Optimizer:
             f"{type(optimizer).__name__}.step() needs {' and '.join(needed)}, and DoGEOptimizer "
             "hands on a closure alone. Wrap a subclass whose step() takes no more than that."
         )
+    cause = None
     try:
         saved: Any = optimizer.state_dict()
-    except Exception:
-        saved = None
+    except Exception as error:
+        saved, cause = None, error
     if not isinstance(saved, dict) or not saved.keys() >= {"state", "param_groups"}:
         raise TypeError(
             f"{type(optimizer).__name__}.state_dict() lacks `state` or `param_groups`, so no "
             "checkpoint of it could be written. If it wraps another optimizer, wrap that one."
-        )
+        ) from cause
     return optimizer
 
 

@@ -111,7 +111,9 @@ class ColumnExchange(Exchange):
         gram_PP = gram(rows)
         shares_BP = on_device(self._shares_BP, gram_PP.device, torch.float64)
         gram_BB = self._ranks.sum(shares_BP @ gram_PP @ shares_BP.T)
-        # A product of three matrices need not be symmetric to the bit.
+        # A product of three matrices need not be symmetric to the bit, and where the pieces of a
+        # row cancel, its square may be negative.
+        gram_BB.diagonal().clamp_(min=0)
         return gram_BB.tril() + gram_BB.tril(-1).T
 
     def deliver(self, columns: Columns, coefficients_B: Tensor, state_S: Tensor) -> None:
@@ -165,6 +167,8 @@ def _buckets_of(
     """Buckets of about `BUCKET_COLUMNS` columns, each of one device and one pair of dtypes."""
     groups: dict[tuple[bool, torch.device, torch.dtype, torch.dtype], list[list[Block]]] = {}
     for block, dtype in zip(blocks, dtypes, strict=True):
+        if not block.num_columns:
+            continue
         is_apart = id(block.param) in apart
         kind = (is_apart, block.param.device, dtype, block.param.dtype)
         group = groups.setdefault(kind, [[]])

@@ -78,7 +78,7 @@ class StackedModel:
         """Whether any row was written since `recording` was entered."""
         self._rules = self._rules_of(model)
         self._forwards = {
-            module: self._forward_of(module, rule) for module, (_, rule) in self._rules.items()
+            module: self._forward_of(module, rule) for module, (rule, *_) in self._rules.items()
         }
 
     def covers(self, model: nn.Module, tracked: Collection[int]) -> bool:
@@ -146,6 +146,10 @@ class StackedModel:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return original(*args, **kwargs)
+            for x in args if isinstance(module, nn.Embedding) else ():
+                if isinstance(x, Tensor) and not x.is_floating_point():
+                    # Refuses what may be positions.
+                    self.examples.in_front(x, module)
             return outputs_by_slices(
                 *(module, original, args, kwargs),
                 segments=self.segments,
@@ -155,11 +159,15 @@ class StackedModel:
 
         return forward
 
-    def _rules_of(self, model: nn.Module) -> dict[nn.Module, tuple[Any, LayerRule | None]]:
-        """{module: (its forward or its class, its rule)} of modules with trained parameters."""
+    def _rules_of(self, model: nn.Module) -> dict[nn.Module, tuple[Any, ...]]:
+        """{module: (its rule, its forward or class, its parameters)} of those that are trained."""
         refuse_coupled_examples(model)
         return {
-            module: (module.__dict__.get("forward", type(module)), self._rule_of(module))
+            module: (
+                self._rule_of(module),
+                module.__dict__.get("forward", type(module)),
+                *map(id, module.parameters(recurse=False)),
+            )
             for module in self._owners(model)
         }
 
@@ -220,13 +228,15 @@ class _StackedLayer:
         output = _Layer.apply(self, x, self._token, *self._params)  # type: ignore[no-untyped-call]
         return output.to(given.dtype) if self.rule.keeps_dtype else output
 
-    def fill_rows(self, tensors: list[Tensor]) -> None:
-        """Write all rows of the module's parameters, in its backward."""
+    def fill_rows(self, tensors: list[Tensor], are_asked: list[bool]) -> None:
+        """Write the rows of the module's parameters that are asked for, in its backward."""
         stacked, runs = self._stacked, self._stacked.runs
+        pairs = zip(self._params, are_asked, strict=True)
+        asked = {id(param) for param, is_asked in pairs if is_asked and stacked.is_tracked(param)}
         gradients = [
             (param, gradient)
             for param, gradient in self.rule.gradients(self.module, *tensors)
-            if param is not None and stacked.is_tracked(param)
+            if id(param) in asked
         ]
         for run in runs:
             # One after another: a second gradient of a parameter may move its rows.
@@ -253,13 +263,22 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         layer, tensors = ctx.layer, [grad, *ctx.saved_tensors]
         if torch.compiler.is_compiling():
-            fill_rows_(tensors, ctx.token, layer.number)
+            fill_rows_(tensors, ctx.token, layer.number, [*ctx.needs_input_grad[3:]])
         else:
-            layer.fill_rows(tensors)
+            layer.fill_rows(tensors, [is_asked(ctx, 1 + i) for i in range(1, ctx.num_others)])
         grad_x = None
         if ctx.needs_input_grad[1]:
             grad_x = layer.rule.input_gradient(layer.module, *tensors)
         return None, grad_x, *[None] * ctx.num_others
+
+
+def is_asked(ctx: Any, index: int) -> bool:
+    """Whether the backward pass under way computes the gradient of a function's tensor `index`.
+
+    It does not for one that was frozen in the forward pass, nor in `autograd.grad(loss, x)`.
+    """
+    node = ctx.next_functions[index][0]
+    return node is not None and torch._C._will_engine_execute_node(node)
 
 
 _layers: WeakValueDictionary[int, _StackedLayer] = WeakValueDictionary()
@@ -271,16 +290,16 @@ _numbers = count()
 @torch.library.custom_op(
     "doge_fast::fill_rows_", mutates_args={"token"}, tags=[torch.Tag.cudagraph_unsafe]
 )
-def fill_rows_(tensors: list[Tensor], token: Tensor, number: int) -> None:
+def fill_rows_(tensors: list[Tensor], token: Tensor, number: int, are_asked: list[bool]) -> None:
     """Write rows of the flat buffer in the backward of a module.
 
     `tensors` are the gradient of the output, x, and what the module's rule saved; `number` is that
     of its `_StackedLayer`. `token` is declared as changed, so that a compiler keeps the call; it is
     not written.
     """
-    _layers[number].fill_rows(tensors)
+    _layers[number].fill_rows(tensors, are_asked)
 
 
 @fill_rows_.register_fake
-def _(tensors: list[Tensor], token: Tensor, number: int) -> None:
+def _(tensors: list[Tensor], token: Tensor, number: int, are_asked: list[bool]) -> None:
     return None

@@ -45,15 +45,18 @@ def opened(owner: object) -> Iterator[None]:
 
 
 @contextmanager
-def watching(groups: Sequence[dict[str, list[Tensor]]], model: nn.Module | None) -> Iterator[None]:
+def watching(
+    groups: Sequence[dict[str, list[Tensor]]], model: nn.Module | None, *, is_whole: bool
+) -> Iterator[None]:
     """Warn if parameters that no wrapped optimizer owns receive a gradient inside.
 
     The backward pass inside trains `model`; None: every module with a parameter of `groups`, the
-    wrapped optimizer's.
+    wrapped optimizer's. RuntimeError if the gradient is not `is_whole`, but of this rank's examples
+    alone: the ranks' parameters would differ.
     """
     unowned = _unowned(groups, model)
     yield
-    _warn_of(unowned)
+    _warn_of(unowned, is_whole)
 
 
 @outside_graphs
@@ -85,17 +88,21 @@ def _modules_with(owned: set[int]) -> Iterable[nn.Module]:
 
 
 @outside_graphs
-def _warn_of(unowned: dict[str, Tensor]) -> None:
+def _warn_of(unowned: dict[str, Tensor], is_whole: bool) -> None:
     names = [name for name, param in unowned.items() if param.grad is not None]
     if not names:
         return
-    warn(
+    seen = "the unweighted sum over domains" if is_whole else "the gradient of this rank alone"
+    said = (
         f"parameters that no wrapped optimizer owns received a gradient inside a domain: "
         f"{', '.join(names[:NUM_NAMED])} ({len(names)} in all). The optimizer that steps them sees "
-        "the unweighted sum over domains, and W does not see them. Wrap both, "
+        f"{seen}, and W does not see them. Wrap both, "
         "DoGEOptimizer([optimizer, other], domains=...); or freeze them, or run their backward "
         "pass outside the domain."
     )
+    if not is_whole:
+        raise RuntimeError(said)
+    warn(said)
 
 
 class OneStep:

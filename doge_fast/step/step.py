@@ -269,7 +269,9 @@ class Step:
             with self._dropped_on_failure(), self._failure_reaches_all_ranks(), without_reduction():
                 watching: AbstractContextManager[None] = nullcontext()
                 if not self._has_watched:
-                    watching = ownership.watching(self.parameters.groups, model)
+                    watching = ownership.watching(
+                        *(self.parameters.groups, model), is_whole=not self.exchange.has_own_rows
+                    )
                 with ownership.opened(self), watching:
                     yield opened
                     self._has_watched = True
@@ -282,7 +284,8 @@ class Step:
                         "no parameter of the optimizer received a gradient inside "
                         f"domain {' or '.join(map(repr, counts))}. Run forward and "
                         "loss.backward() inside it, in stacked() on the model that it was given. "
-                        "If the model's parameters were replaced, build the optimizer again."
+                        "If the model's parameters were replaced, build the optimizer again. "
+                        "Under fully_shard the last backward pass of each domain must reduce."
                     )
         finally:
             self._open = None

@@ -232,8 +232,8 @@ def test_gradients_of_the_head_are_those_of_any_function_of_the_losses(name, tie
     assert (products == 0) == is_early
 
 
-@pytest.mark.parametrize("how", ["checkpoint", "save_on_cpu"])
-def test_hooks_on_saved_tensors_change_no_row(how):
+@pytest.mark.parametrize("how", ["checkpoint", "save_on_cpu", "hidden states"])
+def test_hooks_and_other_gradients_change_no_row(how):
     model = Tiny().double()
     expected, _ = rows_of_passes(model, summed, is_fused=True)
     optimizer = optimizer_of(model, SIZES)
@@ -244,6 +244,10 @@ def test_hooks_on_saved_tensors_change_no_row(how):
     with optimizer.stacked(model, SIZES):
         if how == "checkpoint":
             losses_D = checkpoint(losses, model.hidden(IDS_BL), use_reentrant=False)
+        elif how == "hidden states":
+            hidden = model.hidden(IDS_BL)
+            losses_D = losses(hidden)
+            torch.autograd.grad(losses_D.sum(), hidden, retain_graph=True)
         else:
             with torch.autograd.graph.save_on_cpu():
                 losses_D = losses(model.hidden(IDS_BL))

@@ -367,10 +367,13 @@ PACKED = pack_padded_sequence(X_BLE, torch.tensor([2, 4, 1]), True, enforce_sort
         (lambda gain, x: (gain * x, gain.expand(2, 1, 3)), (X_BLE,), "2, 1, 3"),
         (lambda gain, x: gain * x.data, (PACKED,), "PackedSequence"),
         (lambda gain, x, past: gain * x, (X_BLE, DynamicCache()), "use_cache=False"),
+        (lambda gain, x, lengths: gain * x, (X_BLE, [4, 2, 1]), "a list of 3 values"),
+        # Not of tokens: two codes, which all examples share.
+        (lambda gain, x: (gain * x, gain.expand(2, 3)), (X_BLE,), "2, 3"),
         # Of the length, as many as there are examples.
         (lambda gain, x, mask: gain * (x + mask), (X_BLE[:, :3], torch.eye(3)), "may be a mask"),
     ],
-    ids=["object", "numbers", "structure", "state", "packed", "cache", "mask"],
+    ids=["object", "numbers", "structure", "state", "packed", "cache", "list", "codes", "mask"],
 )
 def test_what_belongs_to_one_domain_alone_is_not_given_to_all(returns, inputs, said):
     model = Own(returns)
@@ -504,6 +507,66 @@ def test_a_gradient_past_the_context_is_refused():
         loss.backward()
 
 
+Losses = Callable[[], Tensor]
+
+
+def read_features(model: nn.Module, loss_of: Losses) -> None:
+    features: list[Tensor] = []
+    hook = model.norm.register_forward_hook(lambda *call: features.append(call[2]))
+    loss = loss_of()
+    hook.remove()
+    torch.autograd.grad(loss, features, retain_graph=True)
+    loss.backward()
+
+
+def name_parameters(model: nn.Module, loss_of: Losses) -> None:
+    loss_of().backward(inputs=[*model.odd.parameters(), *model.norm.parameters()])
+
+
+def freeze_for_one_forward(model: nn.Module, loss_of: Losses) -> None:
+    parts = nn.ModuleList([model.odd, model.norm])
+    parts.requires_grad_(False)
+    frozen = loss_of()
+    parts.requires_grad_(True)
+    (frozen - 2 * loss_of()).backward()
+
+
+def set_data(model: nn.Module, loss_of: Losses) -> None:
+    """As convolutions with bounded weights do."""
+
+    def bound(module: nn.Module, _: Any) -> None:
+        module.weight.data = module.weight.data.clamp(max=0.1)
+
+    hook = model.odd.filter.register_forward_pre_hook(bound)
+    loss_of().backward()
+    hook.remove()
+    assert model.odd.filter.weight.max() == 0.1
+
+
+@pytest.mark.parametrize(
+    "backward", [read_features, name_parameters, freeze_for_one_forward, set_data]
+)
+def test_a_backward_pass_fills_what_it_was_asked_for(backward):
+    """By rules and by slices, as `domain()` does."""
+    ids_BL = ids_of()
+
+    def loss_of(model: nn.Module, ids_BL: Tensor, sizes: dict[str, int]) -> Tensor:
+        return losses_of(model(ids_BL), ids_BL, sizes).sum()
+
+    model = made("without rules")
+    optimizer = optimizer_of(model)
+    with optimizer.stacked(model, SIZES):
+        backward(model, partial(loss_of, model, ids_BL, SIZES))
+    rows = rows_of(optimizer, model)
+    model = made("without rules")
+    optimizer = optimizer_of(model)
+    for name, ids in zip(SIZES, ids_BL.split([*SIZES.values()]), strict=True):
+        if len(ids):
+            with optimizer.domain(name):
+                backward(model, partial(loss_of, model, ids, {name: len(ids)}))
+    assert_same(rows, rows_of(optimizer, model))
+
+
 def double_the_output(model: nn.Module) -> None:
     before = model.up.forward
     model.up.forward = lambda x: 2 * before(x)
@@ -518,7 +581,11 @@ def change_the_class(model: nn.Module) -> None:
     model.up.__class__ = Halved
 
 
-@pytest.mark.parametrize("change", [double_the_output, change_the_class])
+def take_the_bias(model: nn.Module) -> None:
+    model.up.bias = None
+
+
+@pytest.mark.parametrize("change", [double_the_output, change_the_class, take_the_bias])
 def test_a_module_that_changed_since_the_last_step_is_seen(change):
     model, ids_BL = made("untied"), ids_of()
     optimizer = optimizer_of(model)

@@ -6,10 +6,14 @@ every parameter, so autograd keeps the domains' gradients apart.
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from math import prod
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
@@ -48,10 +52,7 @@ def outputs_by_slices(
     size = segments[-1].last
     masks = {id(kwargs[name]) for name in _SQUARE_MASKS & kwargs.keys()}
     are_examples = [
-        isinstance(x, Tensor)
-        and x.dim() > 0
-        and len(x) == size
-        and not (id(x) in masks and list(x.shape) == [size, size])
+        _is_batch(x, size) and not (id(x) in masks and list(x.shape) == [size, size])
         for x in leaves
     ]
     others = (x for name, x in kwargs.items() if not name.endswith((*_SQUARE_MASKS, *_MASKS)))
@@ -61,6 +62,8 @@ def outputs_by_slices(
             f"stacked mode runs {type(module).__name__} once per domain and found no argument "
             f"whose first dimension is the {size} examples of the batch. {INSTEAD}"
         )
+    shapes = [x.shape[1:] for x, is_sliced in zip(leaves, are_examples, strict=True) if is_sliced]
+    num_tokens = {prod(shape[:dims]) for shape in shapes for dims in range(len(shape) + 1)}
     outputs = []
     for segment in segments:
         part = slice(segment.first, segment.last)
@@ -69,7 +72,12 @@ def outputs_by_slices(
         sliced_args, sliced_kwargs = pytree.tree_unflatten(sliced, spec)
         with _aliases(module, segment.row, tracked, receive):
             outputs.append(forward(*sliced_args, **sliced_kwargs))
-    return _concatenated(module, outputs, [segment.last - segment.first for segment in segments])
+    sizes = [segment.last - segment.first for segment in segments]
+    return _concatenated(module, outputs, sizes, num_tokens)
+
+
+def _is_batch(value: object, size: int) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and len(value) == size
 
 
 def _refuse(module: nn.Module, values: Sequence[Any], size: int) -> None:
@@ -77,8 +85,7 @@ def _refuse(module: nn.Module, values: Sequence[Any], size: int) -> None:
     tensors = [value for value in values if isinstance(value, Tensor)]
     # After the input, which may have as many features as examples.
     masks = [x for x in tensors[1:] if x.is_floating_point() or x.dtype == torch.bool]
-    indices = [x for x in tensors if x.dim() == 1 and not x.is_floating_point()]
-    is_square = any(list(x.shape[:2]) == [size, size] for x in tensors)
+    lists = (value for value in values if isinstance(value, list) and len(value) == size)
     if getattr(module, "batch_first", True) is False and tensors and tensors[0].dim() == 3:
         got = "batch_first=False: make it with batch_first=True"
     elif any(isinstance(value, PackedSequence) for value in values):
@@ -88,8 +95,8 @@ def _refuse(module: nn.Module, values: Sequence[Any], size: int) -> None:
             f"{[size, size]} for {size} examples, which may be a mask: name that attn_mask=, or "
             "give values of examples as [B, 1, features]"
         )
-    elif is_square and isinstance(module, nn.Embedding) and any(len(x) == size for x in indices):
-        got = f"indices of {size} examples or positions: give them as [B, 1] or [1, L]"
+    elif any(isinstance(x, int | float | Tensor) and not _is_batch(x, size) for x in chain(*lists)):
+        got = f"a list of {size} values, which may be those of the examples: give them as a tensor"
     elif any(type(value).__name__.endswith("Cache") for value in values):
         got = "a cache that domains would share: call the model with use_cache=False"
     else:
@@ -108,32 +115,47 @@ def _aliases(
     swapped = []
     for owner in module.modules():
         for name, param in owner._parameters.items():
-            if param is not None and id(param) in tracked:
+            if param is not None and param.requires_grad and id(param) in tracked:
                 swapped.append((owner, name, param))
                 # A parameter of two owners has two aliases: their gradients add up in its row.
-                owner._parameters[name] = _alias(param, row, receive)  # type: ignore[assignment]
+                # Hooks of the parameter itself would be called, with None.
+                leaf = param.detach().requires_grad_() if param._backward_hooks else param
+                alias = _Alias.apply(leaf, partial(receive, row, param))  # type: ignore[no-untyped-call]
+                for hook in (param._backward_hooks or {}).values():
+                    alias.register_hook(hook)
+                owner._parameters[name] = alias
     try:
         yield
     finally:
         for owner, name, param in swapped:
-            owner._parameters[name] = param
+            alias, owner._parameters[name] = owner._parameters[name], param
+            if alias.data_ptr() != param.data_ptr():
+                # The forward has set `self.weight.data`.
+                param.data = alias.detach()
 
 
-def _alias(param: Tensor, row: int, receive: Receive) -> Tensor:
-    alias = param.detach().requires_grad_()
+class _Alias(torch.autograd.Function):
+    """A parameter whose gradient goes to a row instead."""
 
-    def hand_over(leaf: Tensor) -> None:
-        grad, leaf.grad = leaf.grad, None
-        assert grad is not None
-        receive(row, param, grad)
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, receive: Callable[[Tensor], object]) -> Tensor:
+        ctx.receive = receive
+        return leaf.detach()
 
-    alias._backward_hooks = param._backward_hooks
-    alias.register_post_accumulate_grad_hook(hand_over)  # type: ignore[no-untyped-call]
-    return alias
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        ctx.receive(grad)
+        return None, None
 
 
-def _concatenated(module: nn.Module, outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """The domains' outputs as one: tensors concatenated, other values if all domains agree."""
+def _concatenated(
+    module: nn.Module, outputs: Sequence[Any], sizes: Sequence[int], num_tokens: Collection[int]
+) -> Any:
+    """The domains' outputs as one: tensors concatenated, other values if all domains agree.
+
+    `num_tokens` are the numbers of tokens that an example may have.
+    """
 
     def refuse(what: str) -> NoReturn:
         raise RuntimeError(
@@ -164,7 +186,7 @@ def _concatenated(module: nn.Module, outputs: Sequence[Any], sizes: Sequence[int
         lengths = [leaf.shape[dim] if leaf.dim() else 0 for leaf in leaves]
         per_example = lengths[0] // sizes[0]
         # Flattened tokens are [B * T, features]; more dimensions may be a state of every layer.
-        is_flat = per_example == 1 or (per_example > 1 and first.dim() < 3)
+        is_flat = per_example == 1 or (per_example in num_tokens and first.dim() < 3)
         if not is_flat or lengths != [per_example * size for size in sizes]:
             refuse(
                 f"output of shape {list(first.shape)}, whose first dimension is not the {sizes[0]} "

@@ -54,7 +54,7 @@ class Sum(NamedTuple):
             if adds or out.dtype != self.values.dtype:
                 put(out[domains], values_GTN.sum(1), adds)
             else:
-                torch.sum(values_GTN, 1, out=out[domains].flatten(1))
+                torch.sum(values_GTN, 1, out=out[domains].view(-1, num_columns))
 
 
 def sums_one_by_one(values: Tensor) -> bool:
