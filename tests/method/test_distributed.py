@@ -57,6 +57,27 @@ def test_what_an_optimizer_keeps_of_a_gradient_is_not_written_again(ranks):
     assert ranks.run(2, steps_that_changed_a_kept_gradient) == [[], []]
 
 
+def skipped_where_pieces_cancel() -> int:
+    """Of twenty steps in which the ranks' gradients of one domain add up to zero."""
+    torch.manual_seed(0)
+    rank, theta_N = dist.get_rank(), nn.Parameter(torch.zeros(9, dtype=torch.float64))
+    optimizer = DoGEOptimizer(torch.optim.SGD([theta_N], lr=0.1), domains=["a", "b"], mu=1.0)
+    for _ in range(20):
+        a_N, b_N = torch.randn(2, 9, dtype=torch.float64)
+        with optimizer.domain("a", count=(4, 6)[rank]):
+            ((1, -2 / 3)[rank] * a_N * theta_N).sum().backward()
+        with optimizer.domain("b"):
+            (b_N * theta_N).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return int(optimizer.num_skipped)
+
+
+def test_a_gradient_of_zero_is_no_reason_to_skip(ranks):
+    """The square of its norm, from the products of the pieces, may be -1e-17."""
+    assert ranks.run(2, skipped_where_pieces_cancel) == [0, 0]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_ranks_compare_every_bit_of_their_parameters_in_any_order(dtype):
     values = torch.randn(6, 5).to(dtype)
