@@ -11,9 +11,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from doge_fast.flat_buffer import on_device
+from doge_fast.stacked.layers.batch import ExampleAxis
+from doge_fast.stacked.layers.by_slices import is_asked
 from doge_fast.stacked.layers.linear import autocast_dtype, multiply, without_autocast
 from doge_fast.stacked.layers.token_sums import exact, wide_dtype
-from doge_fast.stacked.stacked import StackedModel, is_asked, pass_of, sizes_of
+from doge_fast.stacked.stacked import StackedModel, pass_of, sizes_of
 
 IGNORED = -100
 
@@ -127,7 +129,7 @@ def linear_domain_losses(
         weight_VH,
         rearrange(targets_BL, "b l -> (b l)"),
         _counts(targets_BL, sizes, num_targets),
-        _Head(spans, stacked, torch.is_grad_enabled()),
+        _Head(spans, stacked, torch.is_grad_enabled(), stacked.examples if stacked else None),
     )
     return losses_D
 
@@ -141,6 +143,8 @@ class _Head(NamedTuple):
     """The stacked pass that trains the weight; None: autograd gets its gradient."""
     is_trained: bool
     """Whether a backward pass may follow."""
+    examples: ExampleAxis | None
+    """Those of the stacked pass."""
 
 
 class _LinearLosses(torch.autograd.Function):
@@ -186,8 +190,10 @@ class _LinearLosses(torch.autograd.Function):
     def backward(ctx: Any, grad_D: Tensor) -> Any:
         counts_D, *tensors = ctx.saved_tensors
         head, weight = ctx.head, ctx.weight
+        if head.stacked is not None:
+            head.stacked.check_pass(head.examples)
         needs_hidden, has_weight = ctx.needs_input_grad[:2]
-        needs_weight = has_weight and is_asked(ctx, 1)
+        needs_weight = has_weight and (head.stacked is None or is_asked(ctx, 1))
         if needs_weight == has_weight and _are_kept(head, weight, ctx.rows):
             grad_TH = ctx.grad_TH
             _multiply(grad_D, head, weight, grad_TH, ctx.rows)

@@ -56,7 +56,7 @@ class SimpleDoGE:
         lr = float(optimizer.param_groups[0]["lr"])
         self.mu = 20 * lr * (sum(self.tau.values()) + 1) / 2 if mu is None else mu
         self.domain_max_grad_norm = domain_max_grad_norm
-        self.alpha_K = torch.ones(len(domains), dtype=torch.float64) / len(domains)
+        self.alpha_K = torch.ones(len(domains), dtype=torch.float64, device="cpu") / len(domains)
         self.alpha_mean_K = self.alpha_K
         self._num_steps = 0
         self._rows: dict[str, Tensor] = {}
@@ -108,7 +108,8 @@ class SimpleDoGE:
         pieces = torch.split(gradient_N, [param.numel() for param in params])
         for param, piece in zip(params, pieces, strict=True):
             if param in used:
-                param.grad = piece.view_as(param).to(param.dtype)
+                # In its memory format, as a fused optimizer takes it to be.
+                param.grad = torch.empty_like(param).copy_(piece.view_as(param))
         self.optimizer.step()
 
     @property

@@ -15,6 +15,7 @@ Modules that mix examples (batch statistics) are refused: no domain has a gradie
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate, count
 from typing import Any
 from weakref import WeakValueDictionary
@@ -22,6 +23,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.utils import parametrize
 
 from doge_fast.flat_buffer import FlatBuffer
 from doge_fast.stacked.layers.batch import (
@@ -32,7 +34,7 @@ from doge_fast.stacked.layers.batch import (
     refuse_coupled_examples,
     runs_of,
 )
-from doge_fast.stacked.layers.by_slices import outputs_by_slices
+from doge_fast.stacked.layers.by_slices import is_asked, outputs_by_slices
 from doge_fast.stacked.layers.registry import rule_of
 from doge_fast.stacked.layers.rule import LayerRule
 from doge_fast.weights.simplex import is_integer
@@ -99,7 +101,7 @@ class StackedModel:
             yield
         finally:
             _recording.remove(self)
-            self._segments, self._runs = [], []
+            self._segments, self._runs, self.examples = [], [], ExampleAxis(0)
             for module, original in before.items():
                 if original is None:
                     module.__dict__.pop("forward", None)
@@ -110,16 +112,21 @@ class StackedModel:
     def segments(self) -> list[Segment]:
         """The domains of the batch under way; RuntimeError if there is none."""
         if not self._segments:
-            raise RuntimeError(
-                "the backward pass of a stacked batch ran outside optimizer.stacked(...), where "
-                "its domains are not known. Call loss.backward() inside it."
-            )
+            self.check_pass(None)
         return self._segments
 
     @property
     def runs(self) -> list[DomainRun]:
         """The domains of `segments` in as few runs as possible; raises as `segments` does."""
         return self._runs if self.segments else []
+
+    def check_pass(self, examples: ExampleAxis | None) -> None:
+        """Raise RuntimeError if the pass under way is not that whose `examples` these are."""
+        if examples is not self.examples:
+            raise RuntimeError(
+                "the backward pass of a stacked batch ran outside its optimizer.stacked(...), "
+                "where its domains are not known. Call loss.backward() inside it."
+            )
 
     def is_tracked(self, param: Tensor) -> bool:
         """Whether `param` is trained, and has rows."""
@@ -134,7 +141,8 @@ class StackedModel:
         rows_GN, adds = self.buffer.slots(rows.start, len(rows), param, dtype)
         return rows_GN.view(-1, *param.shape), adds
 
-    def _receive(self, row: int, param: Tensor, grad: Tensor) -> None:
+    def _receive(self, examples: ExampleAxis, row: int, param: Tensor, grad: Tensor) -> None:
+        self.check_pass(examples)
         self.has_written = True
         self.buffer.receive(row, param, grad)
 
@@ -154,7 +162,7 @@ class StackedModel:
                 *(module, original, args, kwargs),
                 segments=self.segments,
                 tracked=self._tracked,
-                receive=self._receive,
+                receive=partial(self._receive, self.examples),
             )
 
         return forward
@@ -180,13 +188,22 @@ class StackedModel:
 
     def _owners(self, module: nn.Module) -> Iterator[nn.Module]:
         """Modules whose forward is replaced."""
-        if any(self.is_tracked(param) for param in module.parameters(recurse=False)):
+        if any(self.is_tracked(p) for own in _holders(module) for p in own.parameters(False)):
             yield module
             if self._rule_of(module) is None:
                 # Its children run inside it, domain by domain.
                 return
         for child in module.children():
             yield from self._owners(child)
+
+
+def _holders(module: nn.Module) -> list[nn.Module]:
+    """The module, and containers of its parameters, which have no forward of their own."""
+    containers = (nn.ParameterList, nn.ParameterDict)
+    lists = [each for each in module.children() if isinstance(each, containers)]
+    if parametrize.is_parametrized(module):
+        lists.extend(module.parametrizations.values())  # type: ignore[operator]
+    return [module, *lists]
 
 
 # The passes under way, the innermost last. Like autocast, a pass covers its context.
@@ -209,7 +226,7 @@ class _StackedLayer:
     def __init__(self, stacked: StackedModel, module: nn.Module, rule: LayerRule) -> None:
         self.module = module
         self.rule = rule
-        self._stacked = stacked
+        self.stacked = stacked
         self._original = module.forward
         # A compiled graph cannot hold an object; it holds this number.
         self.number = next(_numbers)
@@ -224,19 +241,19 @@ class _StackedLayer:
         if not (torch.is_grad_enabled() and is_own):
             return self._original(*args, **kwargs)
         given = only_input(self.module, args, kwargs)
-        x = self.rule.prepare(self.module, self._stacked.examples.in_front(given, self.module))
+        x = self.rule.prepare(self.module, self.stacked.examples.in_front(given, self.module))
         output = _Layer.apply(self, x, self._token, *self._params)  # type: ignore[no-untyped-call]
         return output.to(given.dtype) if self.rule.keeps_dtype else output
 
     def fill_rows(self, tensors: list[Tensor], are_asked: list[bool]) -> None:
         """Write the rows of the module's parameters that are asked for, in its backward."""
-        stacked, runs = self._stacked, self._stacked.runs
+        stacked, runs = self.stacked, self.stacked.runs
         pairs = zip(self._params, are_asked, strict=True)
         asked = {id(param) for param, is_asked in pairs if is_asked and stacked.is_tracked(param)}
         gradients = [
             (param, gradient)
             for param, gradient in self.rule.gradients(self.module, *tensors)
-            if id(param) in asked
+            if param is not None and id(param) in asked
         ]
         for run in runs:
             # One after another: a second gradient of a parameter may move its rows.
@@ -256,6 +273,8 @@ class _Layer(torch.autograd.Function):
         output, saved = layer.rule.forward(layer.module, x)
         ctx.save_for_backward(x, *saved)
         ctx.layer, ctx.token, ctx.num_others = layer, token, 1 + len(params)
+        if not torch.compiler.is_compiling():
+            ctx.examples = layer.stacked.examples
         return output
 
     @staticmethod
@@ -263,22 +282,15 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         layer, tensors = ctx.layer, [grad, *ctx.saved_tensors]
         if torch.compiler.is_compiling():
+            # All that is known there: what was trained in the forward pass.
             fill_rows_(tensors, ctx.token, layer.number, [*ctx.needs_input_grad[3:]])
         else:
+            layer.stacked.check_pass(ctx.examples)
             layer.fill_rows(tensors, [is_asked(ctx, 1 + i) for i in range(1, ctx.num_others)])
         grad_x = None
         if ctx.needs_input_grad[1]:
             grad_x = layer.rule.input_gradient(layer.module, *tensors)
         return None, grad_x, *[None] * ctx.num_others
-
-
-def is_asked(ctx: Any, index: int) -> bool:
-    """Whether the backward pass under way computes the gradient of a function's tensor `index`.
-
-    It does not for one that was frozen in the forward pass, nor in `autograd.grad(loss, x)`.
-    """
-    node = ctx.next_functions[index][0]
-    return node is not None and torch._C._will_engine_execute_node(node)
 
 
 _layers: WeakValueDictionary[int, _StackedLayer] = WeakValueDictionary()

@@ -81,7 +81,12 @@ def _modules_with(owned: set[int]) -> Iterable[nn.Module]:
     # The garbage collector knows all modules. A hook on every forward would find them too, but
     # compiled models would be compiled again.
     # Not isinstance, for which a lazy proxy would import its module.
-    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    # Without `_parameters` its __init__ has failed, and a traceback keeps it.
+    modules = [
+        each
+        for each in gc.get_objects()
+        if issubclass(type(each), nn.Module) and "_parameters" in vars(each)
+    ]
     return [
         module for module in modules if any(id(param) in owned for param in module.parameters())
     ]

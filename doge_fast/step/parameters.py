@@ -186,9 +186,10 @@ class TrackedParameters:
                 return f"the parameter {name}"
         return f"a parameter of shape {list(param.shape)}"
 
-    def look_up(self) -> list[Tensor]:
-        """The parameters that require a gradient now."""
-        return [p for group in self.groups for p in group["params"] if p.requires_grad]
+    def look_up(self, others: Collection[int] = ()) -> list[Tensor]:
+        """The parameters that require a gradient now, and those with the ids `others`."""
+        every = (param for group in self.groups for param in group["params"])
+        return [param for param in every if param.requires_grad or id(param) in others]
 
     def _by_name(self) -> dict[str, Tensor]:
         """{name: parameter} of the groups that hold names."""

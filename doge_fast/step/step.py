@@ -407,12 +407,14 @@ class Step:
         if self.state is StepState.COMBINED:
             raise RuntimeError("combine() has been called in this step; call step() next.")
         self.refuse_stray()
-        params = self.parameters.look_up()
+        # A loop may freeze a parameter for some of the domains.
+        params = self.parameters.look_up({id(b.param) for b in self.buffer.blocks if b.written})
         given = next((param for param in params if param.grad is not None), None)
         if self._received.counts and given is not None:
             raise RuntimeError(
-                f"{self.parameters.name_of(given)} has a p.grad from outside the domains. Run that "
-                "backward pass inside a domain, or step before. Unfreeze parameters between steps."
+                f"{self.parameters.name_of(given)} has a p.grad from outside the domains, or one "
+                "that was assigned. Run that backward pass inside a domain, or step before. "
+                "Unfreeze parameters between steps."
             )
         if self._received.is_dropped and (self.exchange.num_ranks > 1 or not self._is_complete):
             # Before the ranks agree. Of micro-batches nobody would miss those that were dropped.

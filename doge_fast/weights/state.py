@@ -253,7 +253,8 @@ class DomainWeights:
         latest = None if self.last is None else self.last.lr
         # While a rate warms up, the mean is far below the peak.
         usual = mean if latest is None or float(latest) < largest else largest
-        is_settled = steps >= _STEPS_OF_A_RATE
+        is_rising = latest is not None and float(latest) >= largest > 1.01 * mean
+        is_settled = steps >= _STEPS_OF_A_RATE and not is_rising
         if steps >= _STEPS_OF_A_STANDSTILL and largest == 0:
             return (
                 "the learning rate of the first parameter group, by which the domain weights move, "
@@ -351,7 +352,7 @@ class KeptVector:
 def _start(domains: Sequence[str], initial: Mapping[str, float] | None) -> Tensor:
     """[K] float64 on the simplex: the first weights."""
     if initial is None:
-        return simplex.uniform(len(domains))
+        return simplex.uniform(len(domains), device="cpu")
     if not isinstance(initial, Mapping) or set(initial) != set(domains):
         raise ValueError(
             f"initial must be a dict {{domain: weight}} of exactly {list(domains)}; "
@@ -365,5 +366,5 @@ def _start(domains: Sequence[str], initial: Mapping[str, float] | None) -> Tenso
             f"initial must be weights >= 0 that sum to 1 (within {_SUM_TOLERANCE:g}); got "
             f"{dict(initial)}. Divide each by the sum."
         )
-    alpha_K = torch.tensor(weights, dtype=torch.float64)
+    alpha_K = torch.tensor(weights, dtype=torch.float64, device="cpu")
     return alpha_K / alpha_K.sum()

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import weight_norm
 
 from doge_fast import DoGEOptimizer
 from doge_fast.stacked.layers import LayerRule, Outer, Sum
@@ -106,17 +107,29 @@ class Odd(nn.Module):
         return self.twin(torch.tanh(self.inner(filtered))) * self.scale * factor, factor
 
 
+class Listed(nn.Module):
+    """Whose only parameters are in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gains = nn.ParameterList([*torch.randn(2, 16)])
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        return x_BLD * self.gains[0] * self.gains[1]
+
+
 class Composite(Tiny):
     """Modules without a rule beside others."""
 
     def __init__(self) -> None:
         super().__init__(tied=True)
-        self.odd = Odd()
+        self.odd, self.listed = Odd(), Listed()
+        self.mixed = weight_norm(nn.Linear(16, 16, bias=False))
         self.second = nn.Embedding(VOCABULARY, 16, scale_grad_by_freq=True)
 
     def forward(self, ids_BL: Tensor) -> Tensor:
         x, _ = self.odd(self.words(ids_BL) + self.second(ids_BL), factor=0.5)
-        return self.head(self.norm(x))
+        return self.head(self.norm(self.mixed(self.listed(x))))
 
 
 class Root(Tiny):

@@ -147,6 +147,19 @@ def test_what_is_done_on_purpose_is_left_alone(change, is_stacked):
     step(both, optimizer, is_stacked=is_stacked)
 
 
+class HalfMade(nn.Linear):
+    def __init__(self) -> None:
+        """Without that of its base class."""
+
+
+def test_a_module_whose_init_has_failed_owns_nothing():
+    model, half_made = small_model(), HalfMade()
+    optimizer = wrapped(*model.parameters())
+    step(model, optimizer)
+    assert optimizer.num_steps == 1
+    assert isinstance(half_made, nn.Module)
+
+
 def test_a_parameter_of_a_group_is_owned_while_it_is_frozen():
     model = small_model()
     model[0].requires_grad_(False)

@@ -73,9 +73,9 @@ def test_steps_that_were_all_skipped_are_counted(tmp_path):
         (0.01, lambda inner: None, None, None),
         (torch.tensor(0.01), lambda inner: None, None, None),
         (0.01, lambda inner: LambdaLR(inner, lambda step: min(1, step / 30)), None, None),
-        # Warming up still: 1.5 % of its height, and half as much in the mean.
-        (0.01, lambda inner: LambdaLR(inner, lambda step: step / 10_000), None, None),
-        (torch.tensor(0.01), lambda inner: LambdaLR(inner, lambda step: step / 10_000), None, None),
+        # Warming up still: 0.4 % of its height, and half as much in the mean.
+        (0.01, lambda inner: LambdaLR(inner, lambda step: step / 40_000), None, None),
+        (torch.tensor(0.01), lambda inner: LambdaLR(inner, lambda step: step / 40_000), None, None),
     ],
 )
 def test_a_default_mu_of_another_rate_is_told(lr, schedule, mu, word):

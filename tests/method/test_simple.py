@@ -101,6 +101,36 @@ def test_an_overflow_is_skipped_as_by_the_fast_one(dtype):
     assert readable.weights == pytest.approx(fast.weights)
 
 
+def freeze(model: nn.Module, name: str) -> None:
+    """A domain that trains a part of the model."""
+    model[0].requires_grad_(name == "a")
+
+
+@pytest.mark.parametrize("prepare", [freeze, lambda *_: None])
+def test_frozen_parts_and_other_strides_are_as_in_the_fast_one(prepare):
+    """A fused optimizer takes the gradient to lie in memory as the parameter does."""
+    found = []
+    for kind in (SimpleDoGE, DoGEOptimizer):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Conv2d(4, 2, 2)).double()
+        model.to(memory_format=torch.channels_last)
+        inner = torch.optim.AdamW(model.parameters(), lr=0.02, fused=True)
+        # New tensors of others are elsewhere by default.
+        with torch.device("meta"):
+            optimizer = kind(inner, domains=["a", "b"], mu=0.1)
+        for _ in range(3):
+            for name in "ab":
+                prepare(model, name)
+                with optimizer.domain(name):
+                    model(torch.rand(4, 3, 5, 5, dtype=torch.float64)).square().mean().backward()
+            optimizer.step()
+            inner.zero_grad()
+        with torch.device("meta"):
+            weights = list(optimizer.weights.values())
+        found.append([*model.parameters(), torch.tensor(weights)])
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
 def test_misuse_is_refused():
     model = nn.Linear(2, 1)
     readable = SimpleDoGE(torch.optim.SGD(model.parameters(), lr=0.1), ["a", "b"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.utils import prune
+from torch.nn.utils import parametrize, prune
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
@@ -497,14 +497,27 @@ def test_sizes_are_checked():
         pass
 
 
-def test_a_gradient_past_the_context_is_refused():
-    model, ids_BL = Tiny(), ids_of()
+@pytest.mark.parametrize("kind", ["untied", "without rules"])
+def test_a_gradient_past_the_context_is_refused(kind):
+    model, ids_BL = made(kind), ids_of()
     optimizer = optimizer_of(model)
     with optimizer.stacked(model, SIZES):
         losses_of(model(ids_BL), ids_BL, SIZES).sum().backward()
-        loss = losses_of(model(ids_BL), ids_BL, SIZES).sum()
+        late, later, last = (losses_of(model(ids_BL), ids_BL, SIZES).sum() for _ in range(3))
     with pytest.raises(RuntimeError, match="outside"):
-        loss.backward()
+        late.backward()
+    optimizer.zero_grad()
+    # Nor in another pass.
+    with pytest.raises(RuntimeError, match="outside"), optimizer.domain("a"):
+        later.backward()
+    with pytest.raises(RuntimeError, match="outside"), optimizer.stacked(model, EQUAL):
+        last.backward()
+
+
+def test_weights_that_are_kept_for_the_whole_batch_are_refused():
+    model, ids_BL = made("without rules"), ids_of()
+    with pytest.raises(RuntimeError, match="cached"), parametrize.cached():
+        run(optimizer_of(model), model, ids_BL)
 
 
 Losses = Callable[[], Tensor]
@@ -516,6 +529,8 @@ def read_features(model: nn.Module, loss_of: Losses) -> None:
     loss = loss_of()
     hook.remove()
     torch.autograd.grad(loss, features, retain_graph=True)
+    every = [param for param in model.parameters() if param.requires_grad]
+    torch.autograd.grad(loss, every, retain_graph=True, allow_unused=True)
     loss.backward()
 
 

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
@@ -88,6 +89,8 @@ def _refuse(module: nn.Module, values: Sequence[Any], size: int) -> None:
     lists = (value for value in values if isinstance(value, list) and len(value) == size)
     if getattr(module, "batch_first", True) is False and tensors and tensors[0].dim() == 3:
         got = "batch_first=False: make it with batch_first=True"
+    elif parametrize._cache_enabled:
+        got = "parametrize.cached() around it, which would give all domains the first one's values"
     elif any(isinstance(value, PackedSequence) for value in values):
         got = "a PackedSequence"
     elif any(list(x.shape) == [size, size] for x in masks):
@@ -116,7 +119,6 @@ def _aliases(
     for owner in module.modules():
         for name, param in owner._parameters.items():
             if param is not None and param.requires_grad and id(param) in tracked:
-                swapped.append((owner, name, param))
                 # A parameter of two owners has two aliases: their gradients add up in its row.
                 # Hooks of the parameter itself would be called, with None.
                 leaf = param.detach().requires_grad_() if param._backward_hooks else param
@@ -124,14 +126,28 @@ def _aliases(
                 for hook in (param._backward_hooks or {}).values():
                     alias.register_hook(hook)
                 owner._parameters[name] = alias
+                swapped.append((owner, name, param, alias))
     try:
         yield
     finally:
-        for owner, name, param in swapped:
-            alias, owner._parameters[name] = owner._parameters[name], param
+        for owner, name, param, alias in swapped:
+            owner._parameters[name] = param
             if alias.data_ptr() != param.data_ptr():
                 # The forward has set `self.weight.data`.
                 param.data = alias.detach()
+
+
+def is_asked(ctx: Any, index: int) -> bool:
+    """Whether the backward pass under way adds to the gradient of a function's tensor `index`.
+
+    It does not if that was frozen in the forward pass, nor in `autograd.grad(loss, x)`.
+    """
+    node = ctx.next_functions[index][0]
+    try:
+        return node is not None and bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        # autograd.grad(loss, parameters) returns the gradient instead.
+        return False
 
 
 class _Alias(torch.autograd.Function):
@@ -145,7 +161,8 @@ class _Alias(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
-        ctx.receive(grad)
+        if is_asked(ctx, 0):
+            ctx.receive(grad)
         return None, None
 
 
