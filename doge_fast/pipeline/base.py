@@ -6,6 +6,7 @@ run, a file, or a baseline, and are written beside the model before the first st
 
 import logging
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -48,16 +49,14 @@ def train_base(config: BaseConfig) -> Run:
     """
     existing = stage.existing_run(config)
     if existing.is_complete:
+        if os.path.exists(config.weights):
+            names = [*records.weights_by_name(records.read_weights(config.out))]
+            _check_weights(config, *_used(config, _given_phases(config, names)))
         return Run(config.out)
     trainer = prepare(config, existing)
     mean, changes = _used(config, trainer.phases)
     if (config.out / records.WEIGHTS).exists():
-        kept = records.read_weights(config.out)
-        if (records.weights_by_name(kept), kept.get("stages", [])) != (mean, changes):
-            raise ValueError(
-                f"{config.out} began with other weights than {config.weights} has now; its "
-                f"{records.WEIGHTS} holds them. Restore them, or start anew in another directory."
-            )
+        _check_weights(config, mean, changes)
     with stage.directory(trainer, existing) as checkpoint:
         from_first(
             lambda: stage.write_weights(
@@ -72,6 +71,16 @@ def train_base(config: BaseConfig) -> Run:
         trainer.go_on(checkpoint)
         from_first(lambda: stage.leave_model(trainer))
     return Run(config.out)
+
+
+def _check_weights(config: BaseConfig, mean: dict[str, float], changes: list[Json]) -> None:
+    """Raise ValueError where the run has used other weights than are asked for."""
+    kept = records.read_weights(config.out)
+    if (records.weights_by_name(kept), kept.get("stages", [])) != (mean, changes):
+        raise ValueError(
+            f"{config.out} began with other weights than {config.weights} has now; its "
+            f"{records.WEIGHTS} holds them. Restore them, or start anew in another directory."
+        )
 
 
 def prepare(config: BaseConfig, existing: ExistingRun) -> MixtureTrainer:

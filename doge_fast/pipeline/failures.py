@@ -214,6 +214,16 @@ def one_line(error: BaseException) -> str:
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1]).rstrip(".")
 
 
+late: list[BaseException] = []
+"""A signal that came after the last step of a run, which was completed."""
+
+
+def raise_late() -> None:
+    """Between two runs: end as the signal that came late asked for."""
+    if late:
+        raise late.pop()
+
+
 def raise_terminated(number: int, frame: object) -> None:
     """A handler of `ENDING_SIGNALS`: what is under way is left in order, as at Ctrl-C."""
     raise Terminated(number)

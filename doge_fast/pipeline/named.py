@@ -5,6 +5,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Collection, Iterable, Sequence
+from decimal import Decimal
 from typing import Any
 
 # Control characters, line ends, what turns the direction of writing, halves of characters:
@@ -16,7 +17,7 @@ _INVISIBLE = re.compile(
 _BLANK = re.compile(
     "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\ufe00-\ufe0f\U000e0100-\U000e01ef]"
 )
-_FACTORS = {"%": 1e-2, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+_EXPONENTS = {"%": -2, "k": 3, "m": 6, "b": 9, "g": 9, "t": 12}
 _BREAKS = {"\n", "\t"}
 
 
@@ -93,8 +94,12 @@ def numbers(words: Sequence[str], what: str) -> dict[str, float]:
 
 def float_of(text: str) -> float:
     """The number that people write so, "10k", "1.5B" and "30%" too; ValueError for other text."""
-    factor = _FACTORS.get(text[-1:].lower())
-    return float(text) if factor is None else float(text[:-1]) * factor
+    exponent = _EXPONENTS.get(text[-1:].lower())
+    if exponent is None:
+        return float(text)
+    float(text[:-1])  # Raises for what is no number.
+    # 16.1 * 1e3 would be 16100.000000000002.
+    return float(Decimal(text[:-1]).scaleb(exponent))
 
 
 def number_as(kind: type, text: str) -> Any:

@@ -220,6 +220,13 @@ class _Search:
         training.device_of(base.training.device)
         check_model(base.model, block_size=base.corpus.block_size)
         records.check_experiment(search.out, search.experiment([], None))
+        for inverse in search.begun:
+            kept = records.weights_by_name(records.read_weights(search._mixture(inverse)))
+            if kept != sharpened(weights, inverse):
+                raise ValueError(
+                    f"{search.out} has measured along other weights than {config.proxy} has now: "
+                    "that was trained again. Name another --out."
+                )
         return search
 
     @property
@@ -349,11 +356,22 @@ class _Search:
         told = proxy.training
         steps = config.steps or max(told.steps, _LEAST_STEPS)
         names = tuple(self.alpha)
+        warmup = told.warmup_steps
+        if warmup is not None and warmup >= steps:
+            # Of a longer proxy.
+            warmup = steps // 10
         return BaseConfig(
             out=self.out / records.RUNS / f"base-{inverse:g}-seed{seed}",
             corpus=replace(proxy.corpus, domains=names),
             model=proxy.model if config.model is None else ModelConfig(model=config.model),
-            training=replace(told, steps=steps, seed=seed, device=config.device, eval_every=None),
+            training=replace(
+                told,
+                steps=steps,
+                warmup_steps=warmup,
+                seed=seed,
+                device=config.device,
+                eval_every=None,
+            ),
             weights=str(self._mixture(inverse)),
             targets=tuple(name for name in self.aim if name not in names),
             batch_size=proxy.sequences_per_domain * len(names),
@@ -431,7 +449,7 @@ class _Search:
             title="Direction learned, distance measured",
             question=f"Base models at alpha^(1/T), alpha the weights of {config.proxy}.",
             settings=records.ExperimentSettings(
-                config.seeds, config.eval_blocks, str(config.proxy)
+                config.seeds, config.eval_blocks, str(config.proxy.resolve())
             ),
             data=self.proxy.corpus.data,
             runs=tuple(job.name for each in self.begun for job in self.jobs_at(each).values()),

@@ -299,6 +299,7 @@ class StopOnSignal(TrainerCallback):
         if ranks.number() > 1:
             # Of the host alone, so that no step waits for the device.
             self._group = dist.new_group(backend="gloo")
+        failures.late.clear()
         before = {each: signal.signal(each, self._receive) for each in (*ending, signal.SIGINT)}
         try:
             yield
@@ -318,6 +319,7 @@ class StopOnSignal(TrainerCallback):
             # It came too late to stop anything: the run is closed in a moment.
             name = signal.Signals(self._signal).name
             _log.warning("%s has come after the last step; the run is completed.", name)
+            failures.late.append(self._ending())
 
     def _ending(self, told: str = "") -> BaseException:
         # Another rank may have received it.

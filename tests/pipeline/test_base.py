@@ -89,6 +89,11 @@ def test_a_killed_run_goes_on_with_no_other_weights(base, monkeypatch, tmp_path)
     assert {file: file.read_bytes() for file in left} == left
     source.write_bytes(began_with)
     train_base(cut)
+    # A complete one is not what is asked for either; but weights that are gone can say nothing.
+    write_weights(source, dict(zip(NAMES, (0.7, 0.1, 0.1, 0.1), strict=True)))
+    with pytest.raises(ValueError, match="began with other weights"):
+        train_base(cut)
+    source.unlink()
     # The head, which is the embedding, is not called missing.
     assert not [text for text in warned if "missing keys" in text]
 
@@ -170,6 +175,11 @@ def test_a_signal_leaves_a_checkpoint_and_loses_nothing(
         ):
             train_base(config)
         assert signal.getsignal(signal.SIGINT) is handlers[signal.SIGINT]
+        # In the last step it ends no run, but what would begin the next one.
+        with interrupted_at(monkeypatch, "training_step", 8, lambda: signal.raise_signal(number)):
+            late = train_base(replace(config, out=config.out.with_name("late")))
+        assert type(failures.late.pop()) is kind
+        assert_same_run(late.path, trained_base)
     finally:
         for each, handler in handlers.items():
             signal.signal(each, handler)

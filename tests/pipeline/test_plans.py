@@ -93,6 +93,15 @@ def test_runs_made_one_by_one_make_the_experiment(experiment):
     assert {file: file.stat().st_mtime_ns for file in models} == models
 
 
+def test_a_path_that_has_the_name_of_a_run_is_not_of_the_plan(experiment):
+    config = experiment("proxy_vs_base")
+    first = planned(config).jobs[0].name
+    elsewhere = replace(config.corpus, tokenizer=f"before/runs/{first}/model")
+    plan = planned(replace(config, corpus=elsewhere))
+    assert plan.needed_by(plan.jobs[0]) == []
+    assert [job.name for job in plan.waves()[0]] == [job.name for job in planned(config).waves()[0]]
+
+
 def test_a_run_that_fails_is_named_and_the_others_are_made(experiment, monkeypatch):
     config = experiment("proxy_vs_base")
     train = Job.train

@@ -271,6 +271,38 @@ def test_base_models_that_differ_in_more_are_refused_by_name(tmp_path):
         page_of(*apart)
 
 
+def test_two_runs_of_one_arm_and_seed_are_refused(tmp_path):
+    """One of them would stand for both."""
+    write_base(tmp_path / "uniform")
+    write_base(tmp_path / "again", change=-0.1)
+    with pytest.raises(ValueError, match="again and uniform are of one arm and have one seed"):
+        page_of(tmp_path)
+    write_base(tmp_path / "again", change=-0.1, seed=1)
+    proxies = [write_proxy(tmp_path / "copies" / name) for name in ("one", "two")]
+    with pytest.raises(ValueError, match="one and two"):
+        page_of(*proxies)
+
+
+def test_base_models_are_joined_by_the_weights_that_they_used(tmp_path):
+    """Not by a name alone: a file is written anew, and another project has a `proxy` too."""
+    proxy = write_proxy(tmp_path / "b" / "proxy")
+    other = write_proxy(tmp_path / "a" / "proxy", logits=(-1.0, 0.5, 0.2, 0.1, 0.3, 0.4, 0.5))
+    write_base(tmp_path / "learned", weights=str(proxy))
+    write_base(tmp_path / "of-another", weights=str(other), change=-0.1)
+    for seed in range(2):
+        mine = tmp_path / "mine.json"
+        entries = by_name(DOMAINS, np.roll([0.4, *[0.1] * 6], seed))
+        records.write_json(mine, entries)
+        run = write_base(tmp_path / f"mine-seed{seed}", weights=str(mine), seed=seed)
+        record = records.read_weights(run)
+        told = [{"name": name, "weight": weight} for name, weight in entries.items()]
+        records.write_weights(run, {"method": record["method"], "domains": told})
+    page = page_of(proxy, *tmp_path.glob("learned"), *tmp_path.glob("*-*"))
+    heads = re.findall(r'<th scope="col">(.*?)<', page.source)
+    assert {"learned weights", "weights of mine-seed0", "weights of mine-seed1"} <= set(heads)
+    assert any(str(other) in head for head in heads)
+
+
 @pytest.mark.parametrize(
     ("weights", "label"),
     [
@@ -302,6 +334,17 @@ def test_what_is_missing_is_told(tmp_path):
     # Its weights are not there to be exported.
     assert "doge-fast export" not in text
     assert "different numbers of held-out blocks" in text
+    # Of one that was measured during its training alone, and of one on a part of the domains.
+    line = {"step": STEPS, "kind": "eval", "loss": UNIFORM_LOSS}
+    records.append_metrics(tmp_path / "learned", line)
+    text = words_of(*(tmp_path / name for name in ("natural", "learned")))
+    assert "different numbers of held-out blocks" in text
+    evaluation = records.read_json(tmp_path / "natural" / records.EVALUATION)
+    for key in ("blocks", "loss", "perplexity"):
+        evaluation[key] = {"tests": evaluation[key]["tests"]}
+    records.write_json(tmp_path / "natural" / records.EVALUATION, evaluation)
+    text = words_of(*(tmp_path / name for name in ("natural", "uniform")))
+    assert "not measured on docstrings, headers, licences, metadata, reference and stdlib" in text
     out = write_experiment(tmp_path / "e", (-0.02, -0.03))
     record = records.read_json(out / records.EXPERIMENT)
     records.write_json(out / records.EXPERIMENT, record | {"runs": [*record["runs"], "doge-seed2"]})
@@ -311,7 +354,7 @@ def test_what_is_missing_is_told(tmp_path):
 def test_several_proxies_are_told_apart(tmp_path):
     rest = without("reference", "tests")
     write_proxy(tmp_path / "both", domains=rest, target=("reference=0.7", "tests=0.3"))
-    write_proxy(tmp_path / "mix", target=("mix",), score="published")
+    write_proxy(tmp_path / "mix", target=("mix=1",), score="published")
     page = page_of(tmp_path)
     assert "both, for reference (0.7) and tests (0.3)" in page.text
     assert "mix, for a held-out mixture of all domains" in page.text
@@ -320,6 +363,9 @@ def test_several_proxies_are_told_apart(tmp_path):
     assert table["reference"][1] == "target"
     assert table["uniform would be"] == ["0.143", "0.200"]
     assert page.text.count("doge-fast export /") == 2
+    # Seven rows and the mixture; five rows and two targets.
+    tokens = [cell.split("k")[0] for cell in cells(page.source, "Cost")["tokens"]]
+    assert tokens == ["819\N{NO-BREAK SPACE}", "717\N{NO-BREAK SPACE}"]
 
 
 def test_cost_counts_the_gram_matrix_and_the_reference(tmp_path):

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from doge_fast import cli
-from doge_fast.pipeline import records
+from doge_fast.pipeline import failures, records
 from doge_fast.pipeline.config import DemoConfig, ProxyConfig, TemperatureConfig
 from doge_fast.pipeline.demo import MOST_RUNS, demo
+from doge_fast.pipeline.experiments import jobs
 from doge_fast.pipeline.experiments.jobs import Job
 from doge_fast.pipeline.health import Diverged
 from doge_fast.pipeline.proxy import learn_weights
@@ -212,6 +213,32 @@ def test_a_search_may_go_on_with_more_runs_and_another_budget(learned, monkeypat
     assert kept.items() <= found.items()
     with pytest.raises(ValueError, match="steps"):
         temperature(asked(learned, steps=5))
+    # What was measured is of the direction that the proxy had.
+    write_weights(learned / "weights.json", dict(zip(NAMES, (0.1, 0.2, 0.3, 0.4), strict=True)))
+    with pytest.raises(ValueError, match="trained again"):
+        temperature(asked(learned, most_runs=4, budget_tokens=1e4))
+
+
+def test_between_two_models_a_search_ends_as_a_late_signal_asked(learned, monkeypatch):
+    evaluate_run = jobs.evaluate
+
+    def signalled(config: Any) -> Any:
+        # As one that comes with the last step of a training.
+        failures.late.append(KeyboardInterrupt())
+        return evaluate_run(config)
+
+    monkeypatch.setattr(jobs, "evaluate", signalled)
+    with pytest.raises(KeyboardInterrupt):
+        temperature(asked(learned))
+    assert len(list(learned.parent.glob("proxy-temperature/runs/*/model"))) == 1
+
+
+def test_a_search_shorter_than_the_proxys_warm_up_has_its_own(settings, tmp_path):
+    told = settings | {"training": replace(settings["training"], steps=8, warmup_steps=6)}
+    proxy = learn_weights(ProxyConfig(out=tmp_path / "p", mu=1e-3, **told)).path
+    (base, *_) = (temperature(asked(proxy)).path / "runs").iterdir()
+    config = json.loads((base / "config.json").read_text())["config"]
+    assert config["training"]["warmup_steps"] == 0
 
 
 def test_it_refuses_what_leaves_nothing_to_measure(learned):

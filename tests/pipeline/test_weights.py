@@ -1,6 +1,7 @@
 """Weights as a product: what each verb says is what the numbers are, and nothing is lost."""
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from doge_fast import cli
-from doge_fast.pipeline import records
+from doge_fast.pipeline import named, records
 from doge_fast.pipeline.run import Run
 from doge_fast.pipeline.weights import bounds, summary
 from tests.pipeline.written_runs import write_proxy
@@ -201,6 +202,19 @@ def test_weights_are_a_file_a_run_a_plain_object_or_typed(tmp_path, capsys):
     assert tables == ["0.5000"] * 6
     text = said(capsys, "diff", plain, typed)
     assert "Total variation 0.0000" in text
+    # Where commas divide, names may have spaces and numbers; and there may be many.
+    spaced = said(capsys, "show", "part 1 code=0.5,50% web=0.5")
+    assert re.search(r"part 1 code +0\.5000", spaced)
+    assert re.search(r"50% web +0\.5000", spaced)
+    long = ",".join(f"a-domain-with-a-long-name-{number}=0.05" for number in range(20))
+    assert cli.main(["weights", "show", long]) == 0
+    assert cli.main(["weights", "show", "runs/seed=1"]) == 2
+    assert "runs/seed=1 does not exist" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("text", "number"), [("16.1k", 16100), ("1.001M", 1001000), ("7%", 0.07)])
+def test_numbers_with_a_factor_are_exact(text, number):
+    assert named.number_as(type(number), text) == number
 
 
 def test_diff_names_what_came_and_went(tmp_path, capsys):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from doge_fast.pipeline import named, records, stage
+from doge_fast.pipeline import failures, named, records, stage
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import (
     BaseConfig,
@@ -58,6 +58,7 @@ class Job:
         """Train and measure, where that is still to do."""
         for do in self._left():
             do()
+            failures.raise_late()
 
     def train(self) -> None:
         """Begin it or go on with it."""

@@ -53,8 +53,12 @@ class Plan:
         config = job.config
         read: list[Any] = [config.model.model, config.corpus.tokenizer]
         read += [getattr(config, each, None) for each in ("weights", "reference", "selection")]
-        parts = {part for path in read if path is not None for part in Path(path).parts}
-        return [each.name for each in self.jobs if each.name in parts]
+        paths = [Path(path) for path in read if path is not None]
+        return [
+            each.name
+            for each in self.jobs
+            if any(each.config.out in (path, *path.parents) for path in paths)
+        ]
 
     def waves(self) -> list[list[Job]]:
         """The runs in groups: those of one can be made side by side once the earlier ones are."""

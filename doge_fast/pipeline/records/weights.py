@@ -30,8 +30,8 @@ _WAY_TO_WEIGHTS = (
     ' A file needs {"schema_version": 1, "domains": [{"name": "web", "weight": 1.0}]} or '
     '{"web": 1.0} at least.'
 )
-# Typed weights: a comma, or a semicolon or space after a number and before another name.
-_BETWEEN = re.compile(r",|(?<=[\d%.])\s*;\s*|(?<=[\d%.])\s+(?=[^\s=,;][^=,;]*=)")
+# Typed weights without a comma: a semicolon or space after a number and before another name.
+_BETWEEN = re.compile(r"(?<=[\d%.])\s*;\s*|(?<=[\d%.])\s+(?=[^\s=;][^=;]*=)")
 _CORRECT = "Correct it, or leave the field out."
 # What a run directory keeps of its run.
 _OWN = (CONFIG, METRICS, WEIGHTS, EVALUATION, FEWSHOT)
@@ -53,8 +53,8 @@ def check_out(out: Path, read: Iterable[Path]) -> None:
 
     `read` are files, and run directories whose weights.json is read.
     """
-    sources = {(path / WEIGHTS if path.is_dir() else path).resolve() for path in read}
-    is_source = out.resolve() in sources
+    sources = {os.path.realpath(path / WEIGHTS if os.path.isdir(path) else path) for path in read}
+    is_source = os.path.realpath(out) in sources
     is_record = out.name in _OWN and (out.parent / CONFIG).exists()
     if is_source or is_record:
         raise ValueError(
@@ -81,10 +81,11 @@ def read_weights(source: str | Path, *, domains: Sequence[str] | None = None) ->
             do not sum to 1 (within 1e-5); another known field is not what it should be; the
             domains are not `domains`.
     """
-    path = Path(source)
-    file = str(path / WEIGHTS if path.is_dir() else path)
+    file = os.path.join(source, WEIGHTS) if os.path.isdir(source) else str(source)
     if is_typed(source):
-        words = [word for word in _BETWEEN.split(str(source)) if word.strip()]
+        text = str(source)
+        parts = text.split(",") if "," in text else _BETWEEN.split(text)
+        words = [word for word in parts if word.strip()]
         try:
             record = _of_numbers(named.numbers(words, "weights"), file)
             _check_weights(record, file)
@@ -124,7 +125,9 @@ def read_weights(source: str | Path, *, domains: Sequence[str] | None = None) ->
 
 def is_typed(source: str | Path) -> bool:
     """Whether it is NAME=NUMBER,... rather than where weights are kept."""
-    return "=" in str(source) and not Path(source).exists()
+    first, equals, _ = str(source).partition("=")
+    is_path = os.sep in first and "," not in str(source)
+    return bool(equals) and not is_path and not os.path.exists(source)
 
 
 def _of_numbers(weights: Mapping[str, Any], where: str) -> Json:

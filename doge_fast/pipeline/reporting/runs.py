@@ -12,6 +12,7 @@ import numpy as np
 from doge_fast.pipeline import records
 from doge_fast.pipeline.config import ModelConfig, TrainingConfig
 from doge_fast.pipeline.config.ranges import Count
+from doge_fast.pipeline.config.stages import target_of
 from doge_fast.pipeline.failures import FileFailure
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.wording import listed
@@ -74,6 +75,11 @@ class RecordedRun:
         return tuple(self.record.corpus.targets)
 
     @property
+    def target_names(self) -> set[str]:
+        """What its weights were learned for, `universal` and `mix` too."""
+        return {target_of(item)[0] for item in self.asked.target}
+
+    @property
     def train(self) -> list[records.MetricsLine]:
         """What was logged of training steps."""
         return [line for line in self.lines if line.kind == "train"]
@@ -109,10 +115,22 @@ class RecordedRun:
         seconds = [line.seconds for line in self.train if line.seconds is not None]
         return float(np.median(seconds)) if seconds else math.nan
 
+    @property
+    def blocks(self) -> dict[str, int]:
+        """{domain: held-out blocks} that `losses` are of; empty where it was not measured."""
+        if self.evaluation is not None:
+            return self.evaluation.blocks
+        most, corpus = self.asked.training.eval_blocks, self.record.corpus
+        sizes = {**corpus.domains, **corpus.targets}
+        return {name: min(most, sizes[name].validation_blocks) for name in self.losses() or {}}
+
     def settings(self) -> str:
         """Everything that two runs of one arm share, as a key."""
         config = self.record.config | self.record.resolved
         free = {key: value for key, value in config.items() if key not in _FREE}
+        if free.get("selection"):
+            # Of each seed, in a run of its own.
+            free["selection"] = Path(free["selection"]).name
         if self.weights is not None and (reference := self.weights.get("reference")):
             # Each seed may have a reference of its own, if all were trained alike.
             keys = ("model", "parameters", "steps", "tokens")

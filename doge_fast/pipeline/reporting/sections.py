@@ -15,6 +15,7 @@ from statistics import fmean
 import numpy as np
 
 from doge_fast.pipeline import baselines, records
+from doge_fast.pipeline.config import MIX
 from doge_fast.pipeline.reporting import figures
 from doge_fast.pipeline.reporting.figures import Drawing
 from doge_fast.pipeline.reporting.runs import RecordedRun
@@ -285,7 +286,7 @@ def _perplexities(study: Study, group: records.PerplexityGroup | records.Targets
     if totals and others:
         below = (_number_below(domains, label, baseline) for label in arms)
         totals.append((f"lower than {baseline}", *below))
-    seeds = {label: len(lines[0].losses[label]) for label in arms}
+    seeds = {label: max(len(line.losses[label]) for line in lines) for label in arms}
     is_several = max(seeds.values()) > 1
     doubt = ERRORS if is_several else ONE_SEED
     note = f"Held-out text{about}. {MARKS} The average is the exponential of the mean loss.{doubt}"
@@ -371,7 +372,7 @@ def _cost_of(runs: Sequence[RecordedRun]) -> tuple[float, float, float]:
     for run in runs:
         size, seen, steps = run.record.parameters, run.tokens, run.asked.training.steps
         if run.record.stage == "proxy":
-            rows = len(run.domains) + len(run.targets) + ("mix" in run.asked.target)
+            rows = len(run.domains) + len(run.targets) + (MIX in run.target_names)
             seen = seen * rows // len(run.domains)
             flops += rows * (rows + 1) * size * steps
         if run.record.stage == "doremi":
@@ -479,6 +480,16 @@ def _warnings(study: Study) -> Iterator[str]:
     if study.plan is None:
         if unknown := [run.name for run in bases if run.losses() is None]:
             yield f"{listed(unknown)}: not measured, so left out; doge-fast evaluate measures it."
-        blocks = [run.evaluation.blocks for run in bases if run.evaluation is not None]
-        if any(each != blocks[0] for each in blocks):
-            yield "Base models were measured on different numbers of held-out blocks."
+        blocks = [run.blocks for run in bases if run.blocks]
+        lacking = {name for each in blocks for other in blocks for name in each.keys() - other}
+        common = [{name: each[name] for name in each.keys() - lacking} for each in blocks]
+        if lacking:
+            yield (
+                f"Some base model was not measured on {listed(sorted(lacking))}, which the tables "
+                "and the average leave out. doge-fast evaluate measures all domains."
+            )
+        if any(each != common[0] for each in common):
+            yield (
+                "Base models were measured on different numbers of held-out blocks, so their "
+                "losses are not of the same text. doge-fast evaluate measures them alike."
+            )

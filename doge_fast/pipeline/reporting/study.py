@@ -138,7 +138,7 @@ class Proxy:
             )
             return
         asked, number = self.runs[0].asked, len(self.domains)
-        is_universal = self.is_doremi or set(asked.target) <= {UNIVERSAL, MIX}
+        is_universal = self.is_doremi or self.runs[0].target_names <= {UNIVERSAL, MIX}
         slower, faster, other = "larger mu", "smaller mu", " or --target mix"
         if self.is_doremi:
             slower, faster, other = "smaller step_size", "larger step_size", ""
@@ -310,6 +310,8 @@ def _proxies_of(alike: Iterable[list[RecordedRun]]) -> tuple[Proxy, ...]:
     """Runs that learned weights, the seeds of each together."""
     groups = [group for group in alike if group[0].record.stage in LEARNING]
     # What is asked of all domains comes before what is asked of one, the baseline after both.
+    for group in groups:
+        _refuse_one_seed(group)
     groups.sort(key=lambda group: (group[0].record.stage == "doremi", bool(group[0].targets)))
     labels = [group[0].stem for group in groups]
     return tuple(
@@ -349,15 +351,33 @@ def _with_reference(run: RecordedRun) -> tuple[str, ...]:
 def _arms(bases: Sequence[RecordedRun], proxies: Sequence[Proxy]) -> Iterator[records.ArmRecord]:
     """Base models by their weights: baselines, what was learned, weights of other files."""
     about = _BASELINES | {proxy.label: proxy.arm.about for proxy in proxies}
-    by_source: dict[str, list[RecordedRun]] = {label: [] for label in about}
+    # By the source and, of a file, which may have changed, by what it held.
+    by_source: dict[tuple[str, str], list[RecordedRun]] = {(label, ""): [] for label in about}
     for run in bases:
-        by_source.setdefault(_source(run, proxies), []).append(run)
-    for source, runs in by_source.items():
+        source = _source(run, proxies)
+        held = "" if source in about or run.weights is None else str(run.weights["domains"])
+        by_source.setdefault((source, held), []).append(run)
+    sources = [source for source, _ in by_source]
+    for (source, _), runs in by_source.items():
         if runs:
+            _refuse_one_seed(runs)
             # A text of many domains is no label.
-            label = f"weights of {runs[0].name}" if records.is_typed(source) else source
+            is_label = sources.count(source) == 1 and not records.is_typed(source)
+            label = source if is_label else f"weights of {runs[0].name}"
             names = tuple(run.name for run in runs)
             yield records.ArmRecord(label, about.get(label, _GIVEN), names, label == "uniform")
+
+
+def _refuse_one_seed(runs: Sequence[RecordedRun]) -> None:
+    """Refuse two runs that differ in nothing, or in a proxy of their own."""
+    by_seed: dict[int, RecordedRun] = {}
+    for run in runs:
+        other = by_seed.setdefault(run.asked.training.seed, run)
+        if other is not run:
+            raise ValueError(
+                f"{other.name} and {run.name} are of one arm and have one seed, "
+                f"{run.asked.training.seed}. Name one of them, or train one with another --seed."
+            )
 
 
 def _comparable(alike: Collection[list[RecordedRun]]) -> list[RecordedRun]:
@@ -380,11 +400,21 @@ def _source(run: RecordedRun, proxies: Sequence[Proxy]) -> str:
     """Label of what a base run took its weights from: a word, a proxy run, or a file's path."""
     weights = Path(run.asked.weights)
     folder = (weights.parent if weights.name == records.WEIGHTS else weights).resolve()
-    # Where runs have been moved, the one of that name.
+    # Where runs have been moved, the one of that name, if these are its weights.
     for proxy in proxies:
-        if any(each.path == folder or each.name == folder.name for each in proxy.runs):
-            return proxy.label
+        for each in proxy.runs:
+            is_named = each.path == folder or each.name == folder.name
+            if is_named and _weights_agree(run, each):
+                return proxy.label
     return run.asked.weights
+
+
+def _weights_agree(base: RecordedRun, proxy: RecordedRun) -> bool:
+    """Whether a base model was trained at a proxy's weights, as far as both are known."""
+    if base.weights is None or proxy.weights is None or base.weights.get("stages"):
+        return True
+    own, learned = (records.weights_by_name(each.weights or {}) for each in (base, proxy))
+    return own == learned
 
 
 def remarks_on(run: Path) -> list[str]:
