@@ -11,7 +11,6 @@ backward pass outside any domain leaves a gradient that the next `domain()` or `
 A data-parallel rank learns what the others have entered when the step is combined.
 """
 
-import enum
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -54,15 +53,6 @@ DROPPED = (
     "an exception inside a domain dropped this step's gradients. Call optimizer.zero_grad() and "
     "run the domains of this step again."
 )
-
-
-class StepState(enum.Enum):
-    """States of a step, in order."""
-
-    EMPTY = enum.auto()
-    OPEN = enum.auto()
-    COLLECTED = enum.auto()
-    COMBINED = enum.auto()
 
 
 @dataclass
@@ -139,7 +129,8 @@ class Step:
         self._stacked_model: StackedModel | None = None
         # Only the first domain is watched.
         self._has_watched = False
-        self.state = StepState.EMPTY
+        # Whether the weighted gradient is in `p.grad`. Until a domain is left the step is empty.
+        self._is_combined = False
         self._open: OpenDomain | None = None
         self._received = Received()
         self._has_entered = False
@@ -198,7 +189,7 @@ class Step:
     def _entering(self) -> AbstractContextManager[None]:
         # Inside an open domain, `_opened` reports the failure. Between combine() and step() the
         # other ranks have no step to drop: they would drop their next one.
-        is_due = self.state is StepState.COMBINED and any(
+        is_due = self._is_combined and any(
             param.grad is not None for param in self.parameters.params
         )
         is_silent = self._open is not None or is_due
@@ -222,7 +213,7 @@ class Step:
         self.refuse_inside_a_domain(f"domain({names[0]!r})")
         ownership.refuse_second(self)
         self.refuse_stray()
-        if self.state in (StepState.EMPTY, StepState.COMBINED):
+        if self._is_combined or not self._received.times:
             self._begin()
         for name in names:
             _refuse_division(name, self.micro_batches)
@@ -247,7 +238,7 @@ class Step:
         if self._may_be_loaded:
             self._may_be_loaded = False
             checkpoint.warn_of_loading_in_place(self._inner)
-        if self.state is StepState.COMBINED:
+        if self._is_combined:
             # p.grad was cleared without a step, as a scaler does on overflow. The draw of domains
             # stays: the loop has read `domains_of_step`.
             self.clear()
@@ -264,7 +255,6 @@ class Step:
         self, counts: Mapping[str, float], row: int | None, model: nn.Module | None = None
     ) -> Iterator[OpenDomain]:
         opened = self._open = OpenDomain(counts, row)
-        self.state = StepState.OPEN
         try:
             with self._dropped_on_failure(), self._failure_reaches_all_ranks(), without_reduction():
                 watching: AbstractContextManager[None] = nullcontext()
@@ -292,7 +282,6 @@ class Step:
         for name, count in counts.items():
             self._received.times[name] += 1
             self._received.counts[name] += count
-        self.state = StepState.COLLECTED
         if self._is_complete:
             with self._dropped_on_failure():
                 self._combine(None)
@@ -349,7 +338,7 @@ class Step:
     def combine(self, grad_scale: float | Tensor | None) -> None:
         """As `DoGEOptimizer.combine`; does nothing if the last domain has combined."""
         self.refuse_inside_a_domain("combine() and step()")
-        if self.state is not StepState.COMBINED or not self._is_complete:
+        if not self._is_combined or not self._is_complete:
             self._combine(grad_scale)
         elif grad_scale is not None:
             raise RuntimeError(
@@ -397,14 +386,14 @@ class Step:
             self.exchange.deliver(columns, last.coefficients, self._weights.state_S)
 
         self._weights.last = last
-        self.state = StepState.COMBINED
+        self._is_combined = True
         self._one_step.begin()
         # The user may have loaded a state_dict of ours into the wrapped optimizer.
         checkpoint.mark(self.parameters.groups)
 
     def _params_to_combine(self) -> list[Tensor]:
         """The parameters to combine; refuses a step that may not be combined."""
-        if self.state is StepState.COMBINED:
+        if self._is_combined:
             raise RuntimeError("combine() has been called in this step; call step() next.")
         self.refuse_stray()
         # A loop may freeze a parameter for some of the domains.
@@ -458,13 +447,13 @@ class Step:
         self.refuse_inside_a_domain("combine() and step()")
         with self._failure_reaches_all_ranks():
             self.refuse_stray()
-            if self.state is StepState.COMBINED:
+            if self._is_combined:
                 return False
             # A rate on a device counts as not zero: reading it would wait for the device.
             has_rate = any(on_host(group.get("lr", 1)) != 0 for group in self.parameters.groups)
             if has_rate:
                 self._may_be_loaded = False
-            if has_rate and (self.state is StepState.COLLECTED or self._received.is_dropped):
+            if has_rate and (self._received.times or self._received.is_dropped):
                 return False
             given = [param for param in self.parameters.look_up() if param.grad is not None]
             if not given and not self._has_entered:
@@ -475,7 +464,7 @@ class Step:
 
     def finish(self, loss: Any) -> None:
         """Combine unless that is done; step the wrapped optimizer unless the step is skipped."""
-        if self.state is not StepState.COMBINED:
+        if not self._is_combined:
             self._refuse_partial()
             self.combine(None)
         last = self._weights.last
@@ -498,7 +487,7 @@ class Step:
         """Start an empty step."""
         self.buffer.clear()
         self.parameters.forget()
-        self.state = StepState.EMPTY
+        self._is_combined = False
         self._received = Received()
 
     def begin_loaded(self) -> None:
