@@ -6,6 +6,7 @@ The rows drawn by earlier batches are counted by arithmetic; no data is replayed
 from bisect import bisect_right, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -21,15 +22,6 @@ class Phase:
 
     first_step: int
     weights: Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class Totals:
-    """Sums over all batches before `step`."""
-
-    step: int
-    drawn_K: Ints
-    """Rows drawn."""
 
 
 class MixtureCounts:
@@ -51,7 +43,7 @@ class MixtureCounts:
             a number is out of range.
     """
 
-    # Totals are kept at multiples of this.
+    # Sums are kept at multiples of this.
     STEPS_A_SUM = 1024
 
     def __init__(
@@ -61,15 +53,20 @@ class MixtureCounts:
             raise ValueError(f"A batch needs batch_size >= 1; got {batch_size}.")
         self.batch_size = batch_size
         self.names = tuple(names)
-        self._start = Totals(0, np.zeros(len(self.names), dtype=np.int64))
+        self._start = 0, np.zeros(len(self.names), dtype=np.int64)
         first_steps = [phase.first_step for phase in phases]
         weights_QK = [self.ordered(phase.weights, phase.first_step) for phase in phases]
-        self.restart(seed, first_steps, weights_QK, self._start)
+        self.restart(seed, first_steps, weights_QK, *self._start)
 
     def restart(
-        self, seed: int, first_steps: Sequence[int], weights_QK: Sequence[Floats], totals: Totals
+        self,
+        seed: int,
+        first_steps: Sequence[int],
+        weights_QK: Sequence[Floats],
+        step: int,
+        drawn_K: Ints,
     ) -> None:
-        """Replace seed and phases, and go on from `totals` without counting earlier batches.
+        """Replace seed and phases, and go on from the rows drawn before `step` without counting.
 
         Raises:
             ValueError: weights are not on the simplex or phases are not in order; nothing is
@@ -83,9 +80,9 @@ class MixtureCounts:
         self.weights_QK = [on_simplex(weights_K) for weights_K in weights_QK]
         self.first_steps = list(first_steps)
         self.seed = seed
-        # Ascending by step. Totals at another step are counted from the nearest one before it.
-        self._totals = [self._start, totals] if totals.step else [self._start]
-        # Those asked for last: a loader asks for one step after another.
+        # (step, rows drawn before it), ascending. Others are counted from the nearest one before.
+        self._sums = [self._start, (step, drawn_K)] if step else [self._start]
+        # That asked for last: a loader asks for one step after another.
         self._latest = self._start
 
     def ordered(self, weights: Mapping[str, float], first_step: int) -> Floats:
@@ -108,8 +105,8 @@ class MixtureCounts:
         else:
             self.first_steps.insert(index, first_step)
             self.weights_QK.insert(index, weights_K)
-        self._totals = [totals for totals in self._totals if totals.step <= first_step]
-        if self._latest.step > first_step:
+        self._sums = [(step, drawn_K) for step, drawn_K in self._sums if step <= first_step]
+        if self._latest[0] > first_step:
             self._latest = self._start
 
     def weights(self, steps_T: Ints) -> Floats:
@@ -136,26 +133,20 @@ class MixtureCounts:
         return np.diff(reached_TK, axis=1, prepend=0).astype(np.int64)
 
     def drawn(self, step: int) -> Ints:
-        """[K] rows of each domain in all batches before this one."""
-        return self.totals(step).drawn_K
-
-    def totals(self, step: int) -> Totals:
-        """The totals of all batches before `step`; ValueError if it is negative."""
+        """[K] rows of each domain in all batches before this one; ValueError if it is negative."""
         if step < 0:
             raise ValueError(f"A batch needs step >= 0; got {step}.")
-        index = bisect_right(self._totals, step, key=lambda totals: totals.step)
-        totals = self._totals[index - 1]
-        if totals.step < self._latest.step <= step:
-            totals = self._latest
-        while totals.step < step:
-            boundary = (totals.step // self.STEPS_A_SUM + 1) * self.STEPS_A_SUM
+        found = self._sums[bisect_right(self._sums, step, key=itemgetter(0)) - 1]
+        first, drawn_K = self._latest if found[0] < self._latest[0] <= step else found
+        while first < step:
+            boundary = (first // self.STEPS_A_SUM + 1) * self.STEPS_A_SUM
             end = min(step, boundary)
-            counts_TK = self.counts(np.arange(totals.step, end))
-            totals = Totals(end, totals.drawn_K + counts_TK.sum(axis=0))
+            drawn_K = drawn_K + self.counts(np.arange(first, end)).sum(axis=0)
+            first = end
             if end == boundary:
-                insort(self._totals, totals, key=lambda totals: totals.step)
-        self._latest = totals
-        return totals
+                insort(self._sums, (end, drawn_K), key=itemgetter(0))
+        self._latest = step, drawn_K
+        return drawn_K
 
 
 def on_simplex(weights_K: npt.ArrayLike) -> Floats:

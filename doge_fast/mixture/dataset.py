@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from doge_fast.mixture.counts import MixtureCounts, Phase, Totals
+from doge_fast.mixture.counts import MixtureCounts, Phase
 from doge_fast.mixture.permutation import shuffled
 from doge_fast.mixture.samplers import Draw, MixtureBatches, Progress, batch_draws
 from doge_fast.weights.simplex import is_integer
@@ -284,7 +284,6 @@ class DomainMixture(Dataset[Any]):
                 )
             step = self.step
         step = int(step)
-        totals = self._counts.totals(step)
         return {
             "version": STATE_VERSION,
             "domains": list(self.names),
@@ -293,7 +292,7 @@ class DomainMixture(Dataset[Any]):
             "batch_size": self.batch_size,
             "step": step,
             "history": [[first_step, [*weights.values()]] for first_step, weights in self.history],
-            "drawn": totals.drawn_K.tolist(),
+            "drawn": self._counts.drawn(step).tolist(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -345,6 +344,5 @@ class DomainMixture(Dataset[Any]):
         weights_QK = [np.array(weights, dtype=np.float64) for _, weights in state["history"]]
         if any(weights_K.shape != (num_domains,) for weights_K in weights_QK):
             raise ValueError(f"its history must hold {num_domains} weights for each change")
-        totals = Totals(step, drawn_K)
-        self._counts.restart(seed, first_steps, weights_QK, totals)
+        self._counts.restart(seed, first_steps, weights_QK, step, drawn_K)
         return step

@@ -65,8 +65,7 @@ KINDS = ["constant", "ramp", "noise", "wild", "domains that come and go", "in st
 def test_what_was_drawn_stays_close_to_the_weights(kind, num_domains, batch_size):
     weights_TK = moving(kind, 6000, num_domains)
     counts = counts_at(weights_TK, batch_size)
-    kept = [counts.totals(step) for step in range(0, 6001, 40)]
-    drawn = np.diff([totals.drawn_K for totals in kept], axis=0)
+    drawn = np.diff([counts.drawn(step) for step in range(0, 6001, 40)], axis=0)
     asked = (batch_size * weights_TK).reshape(-1, 40, num_domains).sum(axis=1)
     assert (drawn.sum(axis=1) == 40 * batch_size).all()
     # Roundings that move with the weights add up as independent ones do.
