@@ -55,21 +55,6 @@ def gain(gram_RR: Tensor, tau_R: Tensor, num_domains: int) -> Tensor:
     return (gram_RR @ tau_R)[:num_domains]
 
 
-def difficulty(gram_RR: Tensor, tau_R: Tensor, num_domains: int) -> Tensor:
-    """tau_j ||g_j||^2, the second term of eq. (ge-decompose), [K]."""
-    return (tau_R * gram_RR.diagonal())[:num_domains]
-
-
-def influence(gram_RR: Tensor, tau_R: Tensor, num_domains: int) -> Tensor:
-    """W_j less the difficulty: the first term of eq. (ge-decompose), [K]."""
-    return gain(gram_RR, tau_R, num_domains) - difficulty(gram_RR, tau_R, num_domains)
-
-
-def scaled_by_mean_norm(gain_K: Tensor, norms_K: Tensor) -> Tensor:
-    """W over the mean norm of the training rows: the published code's scale (not the paper's)."""
-    return gain_K / (norms_K.mean() + 1e-6)
-
-
 def mirror_step(alpha_K: Tensor, gain_K: Tensor, lr: float, mu: float) -> Tensor:
     """alpha'_j = alpha_j exp(lr W_j / mu) / sum_i alpha_i exp(lr W_i / mu), eq. (update_dw)."""
     alpha_hat_K = alpha_K * torch.exp(lr * (gain_K - gain_K.max()) / mu)
@@ -106,7 +91,8 @@ def step(
         lr: eta, this step's learning rate.
         mu: > 0, Bregman coefficient.
         selected_N: [N] bool; columns that enter W. None: all. Norms always see all columns.
-        scale_by_mean_norm: the published code's scale; `bounds` clip its score.
+        scale_by_mean_norm: W over the mean norm of the training rows, the published code's scale
+            and not the paper's; `bounds` clip its score.
         bounds: as above.
         domain_max_grad_norm: norm to which each row is clipped first.
         smoothing: mixture with uniform.
@@ -127,7 +113,7 @@ def step(
     if scale_by_mean_norm:
         present_K = present_R[:num_domains]
         norms_K = columns_RN[:num_domains][present_K].square().sum(1).sqrt()
-        gain_K = scaled_by_mean_norm(gain_K, norms_K)
+        gain_K = gain_K / (norms_K.mean() + 1e-6)
     if bounds is not None:
         gain_K = gain_K.clamp(*bounds)
     if last_gain_K is not None:

@@ -111,6 +111,8 @@ def test_the_step_is_the_reference(shape, rule, implementation, device):
     torch.testing.assert_close(
         step.influence + step.difficulty, (step.gram @ problem.tau_R)[: shape[0]], **TOLERANCE
     )
+    own_K = (problem.tau_R * step.gram.diagonal())[: shape[0]]
+    torch.testing.assert_close(step.difficulty, own_K, **TOLERANCE)
     assert_simplex(step.alpha)
     # What fused optimizers take.
     assert (step.skipped.dtype, step.found_inf.dtype) == (torch.bool, torch.float32)
