@@ -59,8 +59,7 @@ class ColumnExchange(Exchange):
     has_own_rows = True
 
     def __init__(self, communicator: Communicator) -> None:
-        self._ranks = communicator
-        self.num_ranks = communicator.num_ranks
+        super().__init__(communicator)
         # [n, columns of a shard] of each bucket: memory of the sums, which p.grad views.
         self._sums: list[Tensor] = []
         # Pieces of this step: the number on each rank, the share of each in its row, and the rows
@@ -132,10 +131,6 @@ class ColumnExchange(Exchange):
             parts = torch.split(whole_nC.view(-1)[: sum(sizes)], sizes)
             for block, values_N in zip(blocks, parts, strict=True):
                 block.give(block.combined_as(values_N))
-
-    def fail(self) -> str:
-        """As `Exchange.fail`."""
-        return self._ranks.fail()
 
     def release(self) -> None:
         """Free the memory of the sums."""

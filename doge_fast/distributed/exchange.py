@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from doge_fast.distributed.process_group import Agreement, Report
+from doge_fast.distributed.process_group import Agreement, Communicator, Report
 from doge_fast.flat_buffer import Block, weighted_gradients
 from doge_fast.kernels import gram
 
@@ -33,11 +33,15 @@ class Exchange:
     A step calls `agree`, `complete`, `gram` and `deliver`, in this order; or `fail`.
     """
 
-    num_ranks = 1
     has_shards = False
     """Whether parameters and gradients are DTensors."""
     has_own_rows = False
     """Whether a rank has rows only for the domains that it entered, in order of entry."""
+    num_ranks = 1
+
+    def __init__(self, communicator: Communicator | None = None) -> None:
+        if communicator is not None:
+            self._ranks, self.num_ranks = communicator, communicator.num_ranks
 
     def agree(self, rows: Sequence[str], report: Report) -> Agreement:
         """Gather what all ranks have received; `rows` are the names of the rows of this step.
@@ -76,7 +80,7 @@ class Exchange:
 
         Returns a sentence that names the ranks that did not answer; empty if all did.
         """
-        return ""
+        return self._ranks.fail() if self.num_ranks > 1 else ""
 
     def release(self) -> None:
         """Free the memory kept from step to step."""

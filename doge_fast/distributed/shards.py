@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from doge_fast.distributed.exchange import Columns, Exchange
-from doge_fast.distributed.process_group import Agreement, Communicator, Report, refuse_difference
+from doge_fast.distributed.process_group import Agreement, Report, refuse_difference
 from doge_fast.flat_buffer import Block
 
 
@@ -18,10 +18,6 @@ class ShardExchange(Exchange):
     """Ranks of a sharded model: all run the same domains, each with its share of their examples."""
 
     has_shards = True
-
-    def __init__(self, communicator: Communicator) -> None:
-        self._ranks = communicator
-        self.num_ranks = communicator.num_ranks
 
     def agree(self, rows: Sequence[str], report: Report) -> Agreement:
         """As `Exchange.agree`; also refuse ranks that differ in domains, order or counts."""
@@ -48,10 +44,6 @@ class ShardExchange(Exchange):
         """The weighted sums of this rank's shards."""
         self._ranks.broadcast(state_S)
         super().deliver(columns, coefficients_B, state_S)
-
-    def fail(self) -> str:
-        """As `Exchange.fail`."""
-        return self._ranks.fail()
 
 
 def _is_first_copy(param: Any) -> bool:

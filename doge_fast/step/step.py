@@ -492,7 +492,7 @@ class Step:
 
     def begin_loaded(self) -> None:
         """Start an empty step after `load_state_dict`."""
-        self._may_be_loaded = False
+        self._may_be_loaded = self._has_agreed = False
         self.clear()
 
     def release(self) -> None:

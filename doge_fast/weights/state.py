@@ -102,8 +102,6 @@ class DomainWeights:
         self.state_S: Tensor = new_state(self._start_K.to(device))
         """[3 K + 2], not a copy: the exchange overwrites it by rank 0's."""
         self._tau_R = torch.tensor(objective.tau, dtype=torch.float64, device=device)
-        # Whether the state is a checkpoint's: loaded, and not moved since.
-        self._are_loaded = False
         self._slot_R = KeptVector(len(objective.rows), torch.int32)
         self._settings_F = KeptVector(len(StepSettings._fields), torch.float64)
 
@@ -135,19 +133,16 @@ class DomainWeights:
         """{name for messages: value that must be the same on all ranks}.
 
         `with_values` reads the weights too, and waits for the device: needed until rank 0 has
-        broadcast them once.
+        broadcast them, at first and after they were loaded.
         """
         return {
             "the domains or the target": [self.objective.domains, self.objective.target],
             "the settings of DoGEOptimizer": repr(self.rule),
-            "the domain weights": (
-                self.state_S.tolist() if with_values or self._are_loaded else None
-            ),
+            "the domain weights": self.state_S.tolist() if with_values else None,
         }
 
     def load(self, parts: Mapping[str, Tensor]) -> None:
         """Restore what `state` returned."""
-        self._are_loaded = True
         # The rates of the steps before the checkpoint are not known.
         self._rates = torch.tensor([math.inf, math.inf, 1], dtype=torch.float64, device="cpu")
         for name, view in state_views(self.state_S)._asdict().items():
@@ -177,7 +172,6 @@ class DomainWeights:
         self._note_rate(lr)
         # The model may have moved to another device since they were made.
         self.state_S, self._tau_R = self.state_S.to(device), self._tau_R.to(device)
-        self._are_loaded = False
         slots = {name: slot for slot, name in enumerate(rows_B) if name in present}
         slot_R = [slots.get(name, -1) for name in self.objective.rows]
         settings = StepSettings(

@@ -149,16 +149,8 @@ def test_the_record_has_the_mean_and_the_last_weights():
 def test_ranks_compare_weights_where_they_may_differ_alone():
     """Reading them waits for the device."""
     weights = weights_of()
-
-    def compared(*, with_values: bool = False) -> object:
-        return weights.settings(with_values=with_values)["the domain weights"]
-
-    assert compared() is None
-    assert compared(with_values=True) == weights.state_S.tolist()
-    weights.load(weights.state())
-    assert compared() == weights.state_S.tolist()
-    move(weights, rows(2) @ rows(2).T)
-    assert compared() is None
+    for is_read, values in ((False, None), (True, weights.state_S.tolist())):
+        assert weights.settings(with_values=is_read)["the domain weights"] == values
 
 
 def learned(alpha: list[float], **arguments: Any) -> DomainWeights:
