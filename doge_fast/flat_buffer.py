@@ -5,9 +5,8 @@ as the parameter, padded with zeros to a multiple of 64 elements. A block is all
 first gradient of its parameter appears. Beside its block a parameter has the combined gradient that
 becomes `p.grad`. Its memory is kept from step to step: fresh pages cost more than the arithmetic.
 
-On a CPU gradients arrive one parameter at a time, during the backward pass. They wait until they
-fill `PENDING_BYTES` and are then written in one call: few calls, and no second copy of the whole
-gradient. On a GPU the gradients of all parameters arrive together, when a domain is left.
+Gradients that arrive one at a time, as on a CPU (`step.parameters`), wait until they fill
+`PENDING_BYTES`: few calls, and no second copy of the whole gradient.
 """
 
 import threading
@@ -63,7 +62,20 @@ class Block:
         self.num_watched = 0
 
     def _allocate(self, num_rows: int, dtype: torch.dtype) -> None:
-        self.rows_BN = _new_rows(self.param, num_rows, dtype)
+        stride = -(-self.num_columns // ALIGNMENT) * ALIGNMENT
+        if stride * dtype.itemsize % PAGE_BYTES == 0:
+            stride += ALIGNMENT
+        try:
+            memory = torch.empty(num_rows, stride, dtype=dtype, device=self.param.device)
+        except RuntimeError as error:
+            error.add_note(
+                f"doge_fast was about to store the gradients of {num_rows} domains. Less memory is "
+                "needed with buffer_dtype=torch.bfloat16, domains_per_step, smaller micro-batches, "
+                "domain() for stacked(), or more ranks (docs/how-to/memory.md)."
+            )
+            raise
+        memory[:, self.num_columns :] = 0
+        self.rows_BN = memory[:, : self.num_columns]
         # In the shape of the gradients, so that none is reshaped when it comes.
         self.rows = self.rows_BN.view(num_rows, *local_of(self.param).shape).unbind(0)
 
@@ -134,24 +146,6 @@ def on_device(
         # Pinned, or the copy would make the host wait for the device.
         values = values.pin_memory()
     return values.to(device, non_blocking=True)
-
-
-def _new_rows(param: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
-    num_columns = local_of(param).numel()
-    stride = -(-num_columns // ALIGNMENT) * ALIGNMENT
-    if stride * dtype.itemsize % PAGE_BYTES == 0:
-        stride += ALIGNMENT
-    try:
-        memory = torch.empty(num_rows, stride, dtype=dtype, device=param.device)
-    except RuntimeError as error:
-        error.add_note(
-            f"doge_fast was about to store the gradients of {num_rows} domains. Less memory is "
-            "needed with buffer_dtype=torch.bfloat16, domains_per_step, smaller micro-batches, "
-            "domain() for stacked(), or more ranks (docs/how-to/memory.md)."
-        )
-        raise
-    memory[:, num_columns:] = 0
-    return memory[:, :num_columns]
 
 
 class FlatBuffer:

@@ -80,7 +80,14 @@ class TrackedParameters:
         """Notes that a gradient is in `p.grad`."""
         # {id of a parameter: its gradient when autograd had finished it, and the version then}
         self._finished: dict[int, tuple[Tensor, int]] = {}
-        self._watch = _watcher(self._noted, self._finished)
+        self._watch: Receive = torch.compiler.disable(weakly(self._finish))  # type: ignore[no-untyped-call]
+
+    def _finish(self, param: Tensor) -> None:
+        """Note the gradient and its version as well."""
+        grad = param.grad
+        if type(grad) is Tensor:
+            self._finished[id(param)] = grad, grad._version
+        self._noted.append(param)
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -231,20 +238,6 @@ class TrackedParameters:
                 "domain gradients must be real; the wrapped optimizer has complex parameters. "
                 "Train them with an optimizer of their own."
             )
-
-
-def _watcher(noted: deque[Tensor], finished: dict[int, tuple[Tensor, int]]) -> Receive:
-    """A hook that notes the gradient and its version as well."""
-
-    # It refers to the two containers, not to their owner, which it would keep alive.
-    def hook(param: Tensor) -> None:
-        grad = param.grad
-        if type(grad) is Tensor:
-            finished[id(param)] = grad, grad._version
-        noted.append(param)
-
-    watching: Receive = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
-    return watching
 
 
 def _is_foreign(grad: Tensor, finished: tuple[Tensor, int] | None) -> bool:
