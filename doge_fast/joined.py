@@ -32,8 +32,16 @@ class JoinedOptimizer(Optimizer):
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = tuple(optimizers)
-        _check_disjoint(self.optimizers)
+        owners: dict[int, Optimizer] = {}
         for optimizer in self.optimizers:
+            for param in _params_of(optimizer):
+                owner = owners.setdefault(id(param), optimizer)
+                if owner is not optimizer:
+                    raise ValueError(
+                        f"a parameter of shape {list(param.shape)} is in {type(owner).__name__} "
+                        f"and in {type(optimizer).__name__}, which would both step it. Give it to "
+                        "one."
+                    )
             if further := set(optimizer.state_dict()) - {"state", "param_groups"}:
                 raise ValueError(
                     f"{type(optimizer).__name__} keeps {sorted(further)} in its state_dict, which "
@@ -237,18 +245,6 @@ def refuse_other_optimizers(groups: Sequence[dict[str, Any]], optimizer: Optimiz
 
 def _in_words(groups: Sequence[tuple[str | None, int]]) -> str:
     return ", ".join(f"{name or 'one optimizer'} ({size} parameters)" for name, size in groups)
-
-
-def _check_disjoint(optimizers: Sequence[Optimizer]) -> None:
-    owners: dict[int, Optimizer] = {}
-    for optimizer in optimizers:
-        for param in _params_of(optimizer):
-            owner = owners.setdefault(id(param), optimizer)
-            if owner is not optimizer:
-                raise ValueError(
-                    f"a parameter of shape {list(param.shape)} is in {type(owner).__name__} and in "
-                    f"{type(optimizer).__name__}, which would both step it. Give it to one."
-                )
 
 
 def _params_of(optimizer: Optimizer) -> Iterator[Tensor]:

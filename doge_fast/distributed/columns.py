@@ -76,8 +76,13 @@ class ColumnExchange(Exchange):
         settings = {**report.settings, "the values of the parameters": values}
         counts_nB, agreement = self._ranks.agree(rows, report._replace(settings=settings))
         self._dtypes = [dtype for dtype in agreement.dtypes if dtype is not None]
-        self._pieces_n = (counts_nB > 0).sum(1).tolist()
-        self._shares_BP = _shares_of(counts_nB)
+        has_piece_nB = counts_nB > 0
+        self._pieces_n = has_piece_nB.sum(1).tolist()
+        # Pieces are sorted by rank, then by row.
+        rows_P = has_piece_nB.nonzero()[:, 1]
+        self._shares_BP = counts_nB.new_zeros(len(rows), len(rows_P))
+        shares_P = (counts_nB / counts_nB.sum(0))[has_piece_nB]
+        self._shares_BP[rows_P, torch.arange(len(rows_P))] = shares_P
         place = {name: row for row, name in enumerate(dict.fromkeys(report.order))}
         self._rows_here = [place[name] for name in rows if report.counts.get(name, 0.0) > 0]
         return agreement
@@ -117,7 +122,14 @@ class ColumnExchange(Exchange):
 
     def deliver(self, columns: Columns, coefficients_B: Tensor, state_S: Tensor) -> None:
         """An all-gather of the shards' weighted sums."""
-        self._fit(columns)
+        # Memory for the sums, unless shapes, dtypes and devices are those of the step before.
+        likes = [blocks[0].param for blocks in columns.blocks]
+        shapes = [(self.num_ranks, rows_PC.shape[1]) for rows_PC in columns.rows]
+        kinds = [(p.dtype, p.device, shape) for p, shape in zip(likes, shapes, strict=True)]
+        if kinds != [(each.dtype, each.device, each.shape) for each in self._sums]:
+            self._sums = [
+                torch.empty(shape, dtype=dtype, device=device) for dtype, device, shape in kinds
+            ]
         # A rank writes its shard at its place in the memory of all shards.
         mine = [whole_nC[self._ranks.rank] for whole_nC in self._sums]
         shares_BP = on_device(self._shares_BP, coefficients_B.device, torch.float64)
@@ -135,25 +147,6 @@ class ColumnExchange(Exchange):
     def release(self) -> None:
         """Free the memory of the sums."""
         self._sums = []
-
-    def _fit(self, columns: Columns) -> None:
-        """Allocate memory for the sums, if shapes, dtypes or devices have changed."""
-        likes = [blocks[0].param for blocks in columns.blocks]
-        shapes = [(self.num_ranks, rows_PC.shape[1]) for rows_PC in columns.rows]
-        kinds = [(p.dtype, p.device, shape) for p, shape in zip(likes, shapes, strict=True)]
-        if kinds != [(each.dtype, each.device, each.shape) for each in self._sums]:
-            self._sums = [
-                torch.empty(shape, dtype=dtype, device=device) for dtype, device, shape in kinds
-            ]
-
-
-def _shares_of(counts_nB: Tensor) -> Tensor:
-    """[B, P]: the share of each piece in its row; pieces are sorted by rank, then by row."""
-    has_piece_nB = counts_nB > 0
-    rows_P = has_piece_nB.nonzero()[:, 1]
-    shares_BP = counts_nB.new_zeros(counts_nB.shape[1], len(rows_P))
-    shares_BP[rows_P, torch.arange(len(rows_P))] = (counts_nB / counts_nB.sum(0))[has_piece_nB]
-    return shares_BP
 
 
 def _buckets_of(

@@ -31,7 +31,13 @@ class ShardExchange(Exchange):
         """This rank's shards."""
         # Rows that this rank adds to the Gram matrix: those of a replicated parameter are added by
         # one rank only.
-        self._counted = {id(block.rows_BN) for block in blocks if _is_first_copy(block.param)}
+        self._counted: set[int] = set()
+        for block in blocks:
+            param: Any = block.param
+            places = zip(param.placements, param.device_mesh.get_coordinate(), strict=True)
+            # Whether this rank is the first of those that hold the same part.
+            if not any(placement.is_replicate() and place for placement, place in places):
+                self._counted.add(id(block.rows_BN))
         return super().complete(blocks, apart)
 
     def gram(self, rows: Sequence[Tensor]) -> Tensor:
@@ -44,15 +50,6 @@ class ShardExchange(Exchange):
         """The weighted sums of this rank's shards."""
         self._ranks.broadcast(state_S)
         super().deliver(columns, coefficients_B, state_S)
-
-
-def _is_first_copy(param: Any) -> bool:
-    """Whether this rank is the first of the ranks that hold the same part of a DTensor."""
-    coordinates = param.device_mesh.get_coordinate()
-    return not any(
-        placement.is_replicate() and place
-        for placement, place in zip(param.placements, coordinates, strict=True)
-    )
 
 
 def ranks_of_mesh(params: Sequence[Any]) -> list[int]:
