@@ -121,16 +121,12 @@ def cycles_to_hide(call: Call, device: torch.device | str) -> int:
         call()
         host_ms = max(host_ms, (time.perf_counter() - start) * 1e3)
     synchronize(device)
-    return math.ceil(HOST_MARGIN * host_ms * _cycles_per_ms(device))
-
-
-def _cycles_per_ms(device: torch.device | str) -> float:
-    # Measured: clocks rise with work, and the driver's figure is not the current one.
+    # The clock is measured: it rises with work, and the driver's figure is not the current one.
     sleeps_ms = [
         _between_events(lambda: torch.cuda._sleep(COUNTED_CYCLES), device)  # type: ignore[no-untyped-call]
         for _ in range(HOST_SAMPLES)
     ]
-    return COUNTED_CYCLES / min(sleeps_ms)
+    return math.ceil(HOST_MARGIN * host_ms * COUNTED_CYCLES / min(sleeps_ms))
 
 
 def _between_events(call: Call, device: torch.device | str, sleep_cycles: int = 0) -> float:

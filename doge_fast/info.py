@@ -34,10 +34,14 @@ def info() -> dict[str, Any]:
     """
     devices = [torch.device("cpu")]
     devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    try:
+        cache = str(cache_dir())
+    except BuildError as error:
+        cache = str(error)
     return {
         "versions": versions(),
         "devices": [_of_device(device) for device in devices],
-        "cache": _cache(),
+        "cache": cache,
         "environment": {
             name: value
             for name, value in os.environ.items()
@@ -113,13 +117,6 @@ def _choice(operator: str, device: torch.device) -> dict[str, str | None]:
     if forced != AUTO:
         reason = f"forced by DOGE_FAST_BACKEND={forced}"
     return {"implementation": name, "reason": reason}
-
-
-def _cache() -> str:
-    try:
-        return str(cache_dir())
-    except BuildError as error:
-        return str(error)
 
 
 def _version(name: str) -> str:

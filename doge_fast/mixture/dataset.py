@@ -4,7 +4,7 @@ Batch t is a pure function of the seed, t, and the weights set for steps up to t
 not depend on the number of workers and ranks, and a stopped run resumes bitwise.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -126,30 +126,23 @@ class DomainMixture(Dataset[Any]):
         for place, (domain, _) in enumerate(draws):
             places.setdefault(domain, []).append(place)
         for domain, its_places in places.items():
-            rows = self._rows_of(domain, [draws[place][1] for place in its_places])
-            for place, row in zip(its_places, rows, strict=True):
-                batch[place] = self._labelled(row, domain)
+            name, rows, key = self.names[domain], self._domains[domain], self._domain_key
+            positions = np.array([draws[place][1] for place in its_places])
+            # The name of the pipeline's stream: one seed gives both the same order.
+            numbers = shuffled(self.seed, ("train", name), positions, self.sizes[name]).tolist()
+            if hasattr(rows, "__getitems__"):
+                # One call for all rows.
+                taken = rows.__getitems__(numbers)
+            else:
+                taken = [rows[number] for number in numbers]
+            for place, row in zip(its_places, taken, strict=True):
+                if key is not None and not isinstance(row, Mapping):
+                    raise ValueError(
+                        f"domain_key={key!r} needs rows that are dicts; {name} has rows of type "
+                        f"{type(row).__name__}."
+                    )
+                batch[place] = row if key is None else {**row, key: domain}
         return batch
-
-    def _rows_of(self, domain: int, positions: Sequence[int]) -> Iterator[Any]:
-        name, rows = self.names[domain], self._domains[domain]
-        # The name of the pipeline's stream: one seed gives both the same order.
-        stream = ("train", name)
-        numbers = shuffled(self.seed, stream, np.asarray(positions), self.sizes[name]).tolist()
-        if hasattr(rows, "__getitems__"):
-            # One call for all rows.
-            return iter(rows.__getitems__(numbers))
-        return (rows[number] for number in numbers)
-
-    def _labelled(self, row: Any, domain: int) -> Any:
-        if self._domain_key is None:
-            return row
-        if not isinstance(row, Mapping):
-            raise ValueError(
-                f"domain_key={self._domain_key!r} needs rows that are dicts; "
-                f"{self.names[domain]} has rows of type {type(row).__name__}."
-            )
-        return {**row, self._domain_key: domain}
 
     # Weights.
 
