@@ -10,7 +10,6 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -162,7 +161,7 @@ class JoinedOptimizer(Optimizer):
         for name in ("train", "eval"):
             methods = [getattr(each, name, None) for each in self.optimizers]
             if found := [method for method in methods if callable(method)]:
-                setattr(self, name, partial(_call_each, found))
+                setattr(self, name, lambda found=found: [method() for method in found])
 
     def __repr__(self) -> str:
         """The joined optimizers."""
@@ -249,8 +248,3 @@ def _in_words(groups: Sequence[tuple[str | None, int]]) -> str:
 
 def _params_of(optimizer: Optimizer) -> Iterator[Tensor]:
     return (param for group in optimizer.param_groups for param in group["params"])
-
-
-def _call_each(methods: Sequence[Callable[[], Any]]) -> None:
-    for method in methods:
-        method()

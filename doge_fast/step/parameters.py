@@ -142,7 +142,16 @@ class TrackedParameters:
                     handle = param.register_post_accumulate_grad_hook(wanted[id(param)])  # type: ignore[no-untyped-call]
                     self._hooks[id(param)] = (param, handle)
             self._hooked = wanted
-            self._select_again()
+            if self.selected_ids is not None:
+                by_name = self._by_name()
+                found = (by_name.get(x) if isinstance(x, str) else x for x in self._selection)
+                self.selected_ids = set(map(id, found)) & set(map(id, self.params))
+                if self.params and not self.selected_ids:
+                    raise RuntimeError(
+                        "the optimizer trains none of the parameters of the selection any more: "
+                        "they were frozen, or replaced by others. Build the wrapped optimizer from "
+                        "model.named_parameters(), so that the selection is found by name."
+                    )
         return self.params
 
     @property
@@ -205,19 +214,6 @@ class TrackedParameters:
             for group in self.groups
             for name, param in zip(group.get("param_names", ()), group["params"], strict=False)
         }
-
-    def _select_again(self) -> None:
-        if self.selected_ids is None:
-            return
-        by_name = self._by_name()
-        found = (by_name.get(each) if isinstance(each, str) else each for each in self._selection)
-        self.selected_ids = set(map(id, found)) & set(map(id, self.params))
-        if self.params and not self.selected_ids:
-            raise RuntimeError(
-                "the optimizer trains none of the parameters of the selection any more: they were "
-                "frozen, or replaced by others. Build the wrapped optimizer from "
-                "model.named_parameters(), so that the selection is found by name."
-            )
 
     def _check(self) -> None:
         lr = self.groups[0].get("lr")

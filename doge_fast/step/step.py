@@ -207,7 +207,7 @@ class Step:
         if unknown := [name for name in names if name not in self.subset.slots]:
             raise ValueError(
                 f"domain {unknown[0]!r} is none of this step's, {list(self.subset.rows)}, of "
-                f"{list(self.subset.all_rows)}. Name it in domains= or target=; with "
+                f"{list(self._weights.objective.rows)}. Name it in domains= or target=; with "
                 "domains_per_step run those in optimizer.domains_of_step."
             )
         self.refuse_inside_a_domain(f"domain({names[0]!r})")
@@ -265,7 +265,13 @@ class Step:
                 with ownership.opened(self), watching:
                     yield opened
                     self._has_watched = True
-                self._refuse_reduced()
+                if self.exchange.num_ranks > 1 and self.parameters.has_foreign:
+                    # A wrapper has reduced gradients and put them back after our hooks ran.
+                    raise RuntimeError(
+                        "something has set p.grad inside a domain, as torch's replicate() does, or "
+                        "DistributedDataParallel after a forward pass before it. Run forward and "
+                        "backward inside the domain, in DistributedDataParallel or no wrapper."
+                    )
                 if self.parameters.has_noted:
                     self._collect(opened)
                 self.buffer.flush()
@@ -422,7 +428,13 @@ class Step:
         )
         agreement = self.exchange.agree(self.subset.rows, report)
         self._has_agreed = True
-        self._refuse_missing(agreement.seen)
+        missing = [name for name in self.subset.rows if name not in agreement.seen]
+        if missing and (self._absent == "error" or not agreement.seen):
+            raise RuntimeError(
+                f"step() needs a gradient from every domain; missing {missing} of "
+                f"{list(self.subset.rows)}. Run backward for them inside optimizer.domain(name), "
+                "or pass absent='keep' to allow a step without some domains."
+            )
         return agreement
 
     def _settings(self, params: Sequence[Tensor], scale: float | Tensor) -> dict[str, object]:
@@ -465,7 +477,15 @@ class Step:
     def finish(self, loss: Any) -> None:
         """Combine unless that is done; step the wrapped optimizer unless the step is skipped."""
         if not self._is_combined:
-            self._refuse_partial()
+            most = self.micro_batches or 1
+            partial = [name for name, times in self._received.times.items() if times < most]
+            with self._failure_reaches_all_ranks():
+                if partial and self._absent == "error":
+                    raise RuntimeError(
+                        f"step() needs every domain micro_batches={most} times; {partial} were "
+                        "entered less often. To end a step early call combine(), or pass "
+                        "micro_batches=None."
+                    )
             self.combine(None)
         last = self._weights.last
         assert last is not None
@@ -569,39 +589,11 @@ class Step:
         if any(param.grad is not None for param in self.parameters.params):
             raise RuntimeError(
                 "a backward pass ran outside any domain, so its gradient belongs to none of "
-                f"{list(self.subset.all_rows)}. Call optimizer.zero_grad() and run it inside "
-                "optimizer.domain(name), or call optimizer.release() to train without domains."
+                f"{list(self._weights.objective.rows)}. Call optimizer.zero_grad() and run it "
+                "inside optimizer.domain(name), or call optimizer.release() to train without "
+                "domains."
             )
         self.parameters.forget()
-
-    def _refuse_reduced(self) -> None:
-        """Refuse gradients that a wrapper has reduced and put back after our hooks ran."""
-        if self.exchange.num_ranks > 1 and self.parameters.has_foreign:
-            raise RuntimeError(
-                "something has set p.grad inside a domain, as torch's replicate() does, or "
-                "DistributedDataParallel after a forward pass before the domain. Run forward and "
-                "backward inside the domain, in DistributedDataParallel or no wrapper."
-            )
-
-    def _refuse_partial(self) -> None:
-        """Refuse to end a step in which some domain was entered less often than agreed."""
-        most = self.micro_batches or 1
-        partial = [name for name, times in self._received.times.items() if times < most]
-        with self._failure_reaches_all_ranks():
-            if partial and self._absent == "error":
-                raise RuntimeError(
-                    f"step() needs every domain micro_batches={most} times; {partial} were entered "
-                    "less often. To end a step early call combine(), or pass micro_batches=None."
-                )
-
-    def _refuse_missing(self, seen: Collection[str]) -> None:
-        missing = [name for name in self.subset.rows if name not in seen]
-        if missing and (self._absent == "error" or not seen):
-            raise RuntimeError(
-                f"step() needs a gradient from every domain; missing {missing} of "
-                f"{list(self.subset.rows)}. Run backward for them inside optimizer.domain(name), "
-                "or pass absent='keep' to allow a step without some domains."
-            )
 
 
 def _gram_matrices(

@@ -31,8 +31,6 @@ class Subset:
         if not is_integer(seed) or seed < 0:
             raise ValueError(f"seed must be an integer, at least 0; got {seed!r}.")
         self._objective = objective
-        self.all_rows = objective.rows
-        """Names of the rows of all steps."""
         names = objective.domains
         # With one domain alone its effect on the others cannot be measured.
         least = min(2, len(names)) if any(objective.tau[: len(names)]) else 1

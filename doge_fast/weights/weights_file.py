@@ -13,9 +13,6 @@ from doge_fast import atomic_file
 
 SCHEMA_VERSION = 1
 
-LAST_WITH_REMOVED = "before-the-card"
-"""The git tag of the last commit with methods that were removed since."""
-
 
 def write(path: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
     """Write a record {"method", "domains": [{"name", "weight", ...}], ...} of domain weights."""
@@ -68,5 +65,5 @@ def refusal_of_removed(what: str) -> str:
     """The message that refuses a file of a removed method; `what` is its place and its name."""
     return (
         f"{what} belongs to a method that was removed. Learn new weights, or read it with the "
-        f"commit that is tagged {LAST_WITH_REMOVED!r}."
+        "commit that is tagged 'before-the-card'."
     )
