@@ -304,8 +304,9 @@ class DoGEOptimizer(OptimizerWrapper):
 
         Args:
             model: holds the parameters. The first dimension of its modules' inputs is the batch, or
-                tokens, one example after another; time first, [T * B, H], is not noticed. Give an
-                input that all examples share (positions, a bias) a first dimension of 1.
+                tokens, one example after another; another order, as time first, is not noticed.
+                Give an input that all examples share (positions, a bias) a first dimension of 1;
+                the output of a module with a rule has B there.
             sizes: number of examples of each domain, in the order of this rank's batch. They are
                 also the counts of `domain`. A domain of size 0 is absent.
 
