@@ -61,13 +61,16 @@ def skipped_where_pieces_cancel() -> int:
     """Of twenty steps in which the ranks' gradients of one domain add up to zero."""
     torch.manual_seed(0)
     rank, theta_N = dist.get_rank(), nn.Parameter(torch.zeros(9, dtype=torch.float64))
-    optimizer = DoGEOptimizer(torch.optim.SGD([theta_N], lr=0.1), domains=["a", "b"], mu=1.0)
+    # Of another dtype, so in a message of its own, which is empty.
+    empty = nn.Parameter(torch.zeros(0))
+    inner = torch.optim.SGD([theta_N, empty], lr=0.1)
+    optimizer = DoGEOptimizer(inner, domains=["a", "b"], mu=1.0)
     for _ in range(20):
         a_N, b_N = torch.randn(2, 9, dtype=torch.float64)
         with optimizer.domain("a", count=(4, 6)[rank]):
             ((1, -2 / 3)[rank] * a_N * theta_N).sum().backward()
         with optimizer.domain("b"):
-            (b_N * theta_N).sum().backward()
+            ((b_N * theta_N).sum() + empty.sum()).backward()
         optimizer.step()
         optimizer.zero_grad()
     return int(optimizer.num_skipped)
