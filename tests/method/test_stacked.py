@@ -335,15 +335,16 @@ def test_what_cannot_be_sliced_or_joined_is_refused(sizes):
 
 
 class Own(nn.Module):
-    """Without a rule: its outputs are what `returns` makes of its input."""
+    """Without a rule: its outputs are what `returns` makes of its input, or a network inside it."""
 
-    def __init__(self, returns: Callable[..., Any]) -> None:
+    def __init__(self, returns: Callable[..., Any] | None) -> None:
         super().__init__()
         self.gain = nn.Parameter(torch.ones(3))
+        self.network = nn.GRU(3, 3, batch_first=True)
         self.returns = returns
 
     def forward(self, *inputs: Any) -> Any:
-        return self.returns(self.gain, *inputs)
+        return self.network(*inputs) if self.returns is None else self.returns(self.gain, *inputs)
 
 
 @dataclass
@@ -370,10 +371,11 @@ PACKED = pack_padded_sequence(X_BLE, torch.tensor([2, 4, 1]), True, enforce_sort
         (lambda gain, x, lengths: gain * x, (X_BLE, [4, 2, 1]), "a list of 3 values"),
         # Not of tokens: two codes, which all examples share.
         (lambda gain, x: (gain * x, gain.expand(2, 3)), (X_BLE,), "2, 3"),
+        (None, (X_BLE,), "state of each layer"),
         # Of the length, as many as there are examples.
         (lambda gain, x, mask: gain * (x + mask), (X_BLE[:, :3], torch.eye(3)), "may be a mask"),
     ],
-    ids=["object", "numbers", "structure", "state", "packed", "cache", "list", "codes", "mask"],
+    ids="object numbers structure state packed cache list codes network mask".split(),
 )
 def test_what_belongs_to_one_domain_alone_is_not_given_to_all(returns, inputs, said):
     model = Own(returns)
@@ -395,26 +397,6 @@ def test_what_all_domains_have_in_common_is_joined():
         assert torch.equal(flat, X_BLE.flatten(0, 1))
         assert rest == [None, 2, "tanh"]
         whole.sum().backward()
-
-
-class Recorded(nn.Module):
-    """Gives the last state of a recurrent network inside it, [layers, B, features]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Parameter(torch.zeros(1, 1, 3))
-        self.gru = nn.GRU(3, 3, batch_first=True)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.gru(x, self.first.expand(-1, len(x), -1).contiguous())
-
-
-def test_a_state_of_one_layer_is_no_output_by_examples():
-    model = Recorded()
-    optimizer = optimizer_of(model)
-    sizes = dict.fromkeys("abc", 1)
-    with pytest.raises(RuntimeError, match="state of each layer"), optimizer.stacked(model, sizes):
-        model(X_BLE)
 
 
 class Masked(nn.Module):
