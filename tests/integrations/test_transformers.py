@@ -592,59 +592,42 @@ def test_a_stream_is_grouped_as_it_comes(tmp_path, kind):
     assert trainer.doge.num_steps == 2
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=EXHAUSTIVE)])
-def test_a_stream_that_shuffles_does_it_anew_in_every_pass(tmp_path, workers):
-    seen: list[list[Any]] = []
+def seen_of(tmp_path: Path, stream: Any, **changes: Any) -> list[tuple[int, list[Any]]]:
+    """The step of each micro-batch, and the first domain's examples in it."""
+    seen: list[tuple[int, list[Any]]] = []
 
     class Seeing(DoGETrainer):
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-            seen.append(inputs["ab"]["input_ids"].tolist())
+            seen.append((self.state.global_step, inputs["ab"]["input_ids"].tolist()))
             return super().training_step(model, inputs, num_items_in_batch)
 
-    dataset = mixed({name: 6 for name in DOMAINS})
-    trainer_for(
-        tmp_path,
-        dataset.to_iterable_dataset().shuffle(seed=3),
-        kind=Seeing,
-        per_device_train_batch_size=2,
-        dataloader_num_workers=workers,
-    ).train()
-    passes = [[row for batch in seen[i : i + 3] for row in batch] for i in (0, 3)]
+    trainer_for(tmp_path, stream, kind=Seeing, per_device_train_batch_size=2, **changes).train()
+    return seen
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=EXHAUSTIVE)])
+def test_a_stream_that_shuffles_does_it_anew_in_every_pass(tmp_path, workers):
+    stream = mixed({name: 6 for name in DOMAINS}).to_iterable_dataset().shuffle(seed=3)
+    seen = seen_of(tmp_path, stream, dataloader_num_workers=workers)
+    passes = [[row for _, batch in seen[i : i + 3] for row in batch] for i in (0, 3)]
     assert passes[0] != passes[1]
     assert sorted(passes[0]) == sorted(passes[1])
 
 
 def test_steps_of_a_stream_are_whole(tmp_path):
     """What is left at the end of a pass is no part of another step."""
-    steps: list[int] = []
-
-    class Seeing(DoGETrainer):
-        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-            steps.append(self.state.global_step)
-            return super().training_step(model, inputs, num_items_in_batch)
-
-    trainer_for(
-        tmp_path,
-        mixed({name: 6 for name in DOMAINS}).to_iterable_dataset(),
-        kind=Seeing,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        max_steps=3,
-    ).train()
-    assert steps == [0, 0, 1, 1, 2, 2]
-
-
-def test_numbers_name_domains_in_a_stream_too():
-    stream: Any = [{"domain": number, "text": str(number)} for number in (0, 1, 1, 0)]
-    found = list(DomainStream(stream, "domain", ["0", "1"], batch_size=1, collate=list))
-    assert [batch["1"][0]["text"] for batch in found] == ["1", "1"]
+    stream = mixed({name: 6 for name in DOMAINS}).to_iterable_dataset()
+    seen = seen_of(tmp_path, stream, gradient_accumulation_steps=2, max_steps=3)
+    assert [step for step, _ in seen] == [0, 0, 1, 1, 2, 2]
 
 
 def test_a_stream_skips_a_surplus_and_names_the_domains_it_lacks(monkeypatch):
-    def grouped(names: list[str]) -> list[Any]:
+    def grouped(names: list[Any], rows: tuple[str, str] = ("a", "b")) -> list[Any]:
         stream: Any = [{"domain": name, "number": i} for i, name in enumerate(names)]
-        return list(DomainStream(stream, "domain", ["a", "b"], batch_size=1, collate=list))
+        return list(DomainStream(stream, "domain", rows, batch_size=1, collate=list))
 
+    # Numbers name domains too.
+    assert [batch["1"][0]["number"] for batch in grouped([0, 1, 1, 0], ("0", "1"))] == [1, 2]
     monkeypatch.setattr(domain_data, "WAITING_STEPS", 2)
     batches = grouped(["a", "a", "a", "a", "b", "b", "b", "a", "b"])
     assert [[batch[name][0]["number"] for name in ("a", "b")] for batch in batches] == [
