@@ -165,7 +165,10 @@ def test_half_precision_parameters(dtype):
 
 
 class KeepsGradient(torch.optim.Optimizer):
-    """Moves by the gradient and its change, and keeps no copy of it, as MARS does."""
+    """Moves by the gradient and its change, and keeps no copy of it, as MARS does.
+
+    Beside it the state has a kind of tensor without memory of its own.
+    """
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -176,26 +179,7 @@ class KeepsGradient(torch.optim.Optimizer):
             grad = param.grad.data
             last = self.state[param].get("last_grad", torch.zeros_like(param))
             param.sub_(0.1 * grad + 0.05 * (grad - last))
-            self.state[param]["last_grad"] = grad
-
-
-class HasNoMemory(KeepsGradient):
-    """Its state is of kinds of tensors without memory of their own."""
-
-    def step(self, closure: Any = None) -> None:
-        super().step()
-        for state in self.state.values():
-            state["sparse"] = torch.eye(2).to_sparse()
-
-
-def test_state_may_be_of_any_kind_of_tensor():
-    model = tied_transformer()
-    inner = HasNoMemory(model.parameters())
-    optimizer = DoGEOptimizer(inner, domains=["a"], domain_max_grad_norm=None, mu=1.0)
-    with optimizer.domain("a"):
-        model(domain_tokens(0, 0)).backward()
-    optimizer.step()
-    assert all("sparse" in state for state in inner.state.values())
+            self.state[param] |= {"last_grad": grad, "sparse": torch.eye(2).to_sparse()}
 
 
 def test_an_optimizer_may_keep_the_gradient_that_it_was_given():

@@ -3,7 +3,6 @@
 Tolerance: that of test_optimizer_twins, 1e-12 relative to the largest element.
 """
 
-import inspect
 from typing import Any
 
 import pytest
@@ -142,11 +141,3 @@ def test_misuse_is_refused():
             raise AssertionError("entered")
     with pytest.raises(RuntimeError, match="'b'"):
         readable.step()
-
-
-def test_its_defaults_are_those_of_the_fast_one():
-    of_fast = inspect.signature(DoGEOptimizer.__init__).parameters
-    for name, parameter in inspect.signature(SimpleDoGE.__init__).parameters.items():
-        # "universal" has a name there.
-        if name != "target" and parameter.default is not inspect.Parameter.empty:
-            assert parameter.default == of_fast[name].default
