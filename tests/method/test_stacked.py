@@ -375,7 +375,18 @@ PACKED = pack_padded_sequence(X_BLE, torch.tensor([2, 4, 1]), True, enforce_sort
         # Of the length, as many as there are examples.
         (lambda gain, x, mask: gain * (x + mask), (X_BLE[:, :3], torch.eye(3)), "may be a mask"),
     ],
-    ids="object numbers structure state packed cache list codes network mask".split(),
+    ids=[
+        "object",
+        "numbers",
+        "structure",
+        "state",
+        "packed",
+        "cache",
+        "list",
+        "codes",
+        "network",
+        "mask",
+    ],
 )
 def test_what_belongs_to_one_domain_alone_is_not_given_to_all(returns, inputs, said):
     model = Own(returns)
