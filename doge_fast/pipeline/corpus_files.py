@@ -216,6 +216,7 @@ def _without(name: str, suffixes: Iterable[str]) -> str:
 def _words(name: str) -> list[str]:
     """In small letters, without numbers, the "of" between them and the hash of the Hub after it."""
     plain = re.sub(r"\d+[-_ ]of[-_ ]\d+(-[0-9a-f]{8,})?", " ", stem_of(name).lower())
+    plain = re.sub("(held|hold)[-_. ]out", r"\1out", plain)
     return [word for word in re.split(r"[-._ \d]+", plain) if word]
 
 

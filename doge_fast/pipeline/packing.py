@@ -157,7 +157,7 @@ def _pack_part(
             _fill(own, placed, tokenizer)
     for (name, split), writer in writers.items():
         writer.close()
-        is_needed = split != "train" or part.validation or config.validation_fraction < _ALL
+        is_needed = split != "train" or config.validation_fraction < _ALL
         # Else it cannot be trained on or measured.
         if is_needed and writer.tokens < writer.block_size:
             is_named = writer.documents or config.domain_column is None

@@ -44,7 +44,7 @@ PHASES = ("forward", "backward", "accumulate", "gram", "reweight", "weighted_sum
 WARM_UP = 2
 # Those of the family that are made for CPUs.
 SMALL_VOCABULARY, PAPER_VOCABULARY = 4096, 50_304
-SMALL = ("tiny", "mini", "small")
+SMALL = ("micro", "tiny", "mini", "small")
 
 
 class Traffic(NamedTuple):

@@ -128,6 +128,8 @@ def test_other_text_is_measured_whole_or_by_its_validation_split(run, other, tmp
     # Nothing is held out of it, so one document is enough.
     for file in (other / "poetry.jsonl", other / "numbers.jsonl"):
         file.write_text(file.read_text().splitlines(keepends=True)[0] * 2)
+    # And what is not measured may be shorter than a block.
+    (other / "novels" / "train.jsonl").write_text('{"text": "a"}\n')
     again = evaluate(replace(ask, out=tmp_path / "short.json"))
     assert again["loss"]["novels"] == result["loss"]["novels"]
     assert 0 < again["blocks"]["poetry"] < result["blocks"]["poetry"]

@@ -62,7 +62,7 @@ def test_other_precisions_and_models(tmp_path):
 
 
 def test_small_models_have_the_vocabulary_of_the_small_tokenizers():
-    small, given = (profile(replace(QUICK, model="tiny", vocab_size=n)) for n in (None, 4096))
+    small, given = (profile(replace(QUICK, model="micro", vocab_size=n)) for n in (None, 4096))
     assert small.num_parameters == given.num_parameters
 
 

@@ -180,6 +180,8 @@ def test_a_small_text_file_has_documents_to_hold_out(tmp_path, load, num_paragra
         # As the Hub names them.
         ("validation-00000-of-00001-913ba403f8a7a3ae.parquet", "validation"),
         ("web-heldout.jsonl", "validation"),
+        ("held-out.jsonl", "validation"),
+        ("web_hold_out_2.jsonl", "validation"),
         ("evaluation-of-bridges.jsonl", None),
         ("en_test_12.jsonl.gz", "test"),
         ("trains.txt", None),
