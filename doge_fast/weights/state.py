@@ -97,8 +97,9 @@ class DomainWeights:
         self._warned: set[str] = set()
         self.assumed_lr: float | None = None
         """The largest learning rate that the default mu was computed from; None: mu was given."""
-        # Of all learning rates: the largest, the sum, the number; on the device of the last one.
-        self._rates = torch.zeros(3, dtype=torch.float64, device="cpu")
+        # The largest learning rate so far, the sum and the number of all: of numbers, of tensors.
+        self._rates = (0.0, 0.0, 0)
+        self._rates_there: Tensor | None = None
         self.state_S: Tensor = new_state(self._start_K.to(device))
         """[3 K + 2], not a copy: the exchange overwrites it by rank 0's."""
         self._tau_R = torch.tensor(objective.tau, dtype=torch.float64, device=device)
@@ -144,7 +145,7 @@ class DomainWeights:
     def load(self, parts: Mapping[str, Tensor]) -> None:
         """Restore what `state` returned."""
         # The rates of the steps before the checkpoint are not known.
-        self._rates = torch.tensor([math.inf, math.inf, 1], dtype=torch.float64, device="cpu")
+        self._rates = (math.inf, math.inf, 1)
         for name, view in state_views(self.state_S)._asdict().items():
             view.copy_(parts[name].view_as(view))
 
@@ -197,14 +198,17 @@ class DomainWeights:
     def _note_rate(self, lr: float | Tensor) -> None:
         """Keep the largest learning rate and the mean; of tensors without waiting for them."""
         if not isinstance(lr, Tensor):
-            lr = torch.tensor(lr, dtype=torch.float64, device="cpu")
+            largest, total, count = self._rates
+            self._rates = (max(largest, lr), total + lr, count + 1)
+            return
         lr = lr.detach().double().view(())
-        self._rates = self._rates.to(lr.device, non_blocking=True)
+        if self._rates_there is None or self._rates_there.device != lr.device:
+            self._rates_there = lr.new_zeros(3)
         # In its place, for a step that is captured in a CUDA graph.
-        largest, total, count = self._rates
-        torch.maximum(largest, lr, out=largest)
-        total.add_(lr)
-        count.add_(1)
+        largest_there, total_there, count_there = self._rates_there
+        torch.maximum(largest_there, lr, out=largest_there)
+        total_there.add_(lr)
+        count_there.add_(1)
 
     def warn_of_failure(self) -> None:
         """Warn, once each, of weights that mean nothing. Waits for the device."""
@@ -233,7 +237,11 @@ class DomainWeights:
 
     def _other_rate(self, state: WeightsState) -> str | None:
         steps, assumed = int(state.num_steps), self.assumed_lr
-        largest, total, count = self._rates.tolist()
+        largest, total, count = self._rates
+        if self._rates_there is not None:
+            largest_there, total_there, count_there = self._rates_there.tolist()
+            largest = max(largest, largest_there)
+            total, count = total + total_there, count + count_there
         # The mean over the rates that the host has seen; a CUDA graph's replays are not among them.
         mean = total / max(count, 1)
         latest = None if self.last is None else self.last.lr
