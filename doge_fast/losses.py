@@ -12,10 +12,9 @@ from torch.nn import functional as F
 
 from doge_fast.flat_buffer import on_device
 from doge_fast.stacked.layers.batch import ExampleAxis
-from doge_fast.stacked.layers.by_slices import is_asked
 from doge_fast.stacked.layers.linear import autocast_dtype, multiply, without_autocast
 from doge_fast.stacked.layers.token_sums import exact, wide_dtype
-from doge_fast.stacked.stacked import StackedModel, pass_of, sizes_of
+from doge_fast.stacked.stacked import StackedModel, is_asked, pass_of, sizes_of
 
 IGNORED = -100
 

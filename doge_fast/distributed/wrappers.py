@@ -74,5 +74,3 @@ def without_reduction() -> Iterator[None]:
         handle.remove()
         for module, was_on in before.items():
             module.require_backward_grad_sync |= was_on
-            # The next forward pass outside a domain broadcasts buffers, such as running statistics.
-            module.require_forward_param_sync = True

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from doge_fast.flat_buffer import on_device
@@ -39,12 +40,15 @@ def shifts_labels(model: Any) -> bool:
 
 
 def has_own_forward(model: Any) -> bool:
-    """Whether the class of the model was given another forward, whose loss may be another.
+    """Whether the model or its class was given another forward, whose loss may be another.
 
-    That of an adapter (peft) calls the model's.
+    That of an adapter (peft) calls the model's, but with further tokens where it learns a prompt.
     """
-    package = type(model).forward.__module__.partition(".")[0]
-    return package not in ("transformers", "peft")
+    # accelerate puts another one in its place under autocast.
+    forward = getattr(model, "_original_forward", model.forward)
+    package = str(getattr(forward, "__module__", "")).partition(".")[0]
+    adapter = getattr(model, "active_peft_config", None)
+    return package not in ("transformers", "peft") or getattr(adapter, "is_prompt_learning", False)
 
 
 def num_targets(
@@ -117,9 +121,19 @@ def stacked_losses(
     most = MOST_LOGITS_BYTES.get(labels.device.type, MOST_LOGITS_BYTES_ELSEWHERE)
     has_many_logits = 4 * labels.numel() * unwrapped.config.vocab_size > most
     head = unwrapped.get_output_embeddings()
-    is_plain = unwrapped.config.model_type in PLAIN_HEADS and head.bias is None
-    if has_many_logits and is_plain:
+    if has_many_logits and _is_plain(unwrapped, head):
         hidden = unwrapped.base_model(**inputs, use_cache=False).last_hidden_state
         return linear_domain_losses(hidden, head.weight, labels, sizes, num_targets=num_targets)
     logits = model(**inputs, use_cache=False).logits
     return domain_losses(logits, labels, sizes, num_targets=num_targets)
+
+
+def _is_plain(model: Any, head: Any) -> bool:
+    """Whether the logits are the head's weight times the last hidden states, and nothing else."""
+    hooks = (each for module in (model, head) for each in _hooks_of(module))
+    is_known = isinstance(model, PreTrainedModel) and model.config.model_type in PLAIN_HEADS
+    return is_known and type(head) is nn.Linear and head.bias is None and not any(hooks)
+
+
+def _hooks_of(module: nn.Module) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
+    return module._forward_hooks, module._forward_pre_hooks

@@ -9,12 +9,15 @@ not clipped again. Ranks sum only the numbers of targets in a step, and the loss
 
 import math
 import os
+import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from inspect import signature
 from itertools import islice
 from typing import Any, Literal, cast, get_args
 
+import numpy as np
 import torch
 from accelerate.data_loader import prepare_data_loader
 from accelerate.utils.memory import clear_device_cache
@@ -200,11 +203,13 @@ class DoGETrainer(_StepByDomain):
         self._doge: DoGEOptimizer | None = None
         self._is_new_step = True
         self.domain_losses: dict[str, Tensor] = {}
+        # {domain: micro-batches of the step that have it}
+        self._times: Counter[str] = Counter()
         # Whether compute_loss() divides by the number of targets; None: not measured yet.
         self._divides_by_targets: bool | None = None
         super().__init__(*args, **kwargs)
-        # Trainer does not recognise GPT-2, and its evaluation losses would be too small.
-        self._loss_shifts_labels = self.shifts_labels()
+        # Trainer does not recognise GPT-2, whose evaluation losses would be too small.
+        self._loss_shifts_labels = self._loss_shifts_labels or self.shifts_labels()
         self.check_host()
 
     def _check_ready(self, optimizer: DoGEOptimizer) -> None:
@@ -408,12 +413,13 @@ class DoGETrainer(_StepByDomain):
             # Trainer would add them to the next step, each with a divisor of its own.
             return [], None
         self.shares = domain_data.shares(parts)
+        self._times = Counter(name for part in parts for name, size in part.sizes.items() if size)
         if self.is_fsdp_enabled:
             # FSDP2 averages over ranks, but the parts of a loss must be summed.
             self.shares = dict.fromkeys(self.shares, 1 / self.args.world_size)
         if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
             return parts, None
-        rows, is_shifted = self.rows, self.shifts_labels()
+        rows, is_shifted = self.rows, self._loss_shifts_labels
         counts_R = causal_lm.num_targets(parts, rows, device, is_shifted=is_shifted)
         # A domain whose tokens are all masked has loss zero, not 0/0.
         summed_R = cast(Tensor, self.accelerator.reduce(counts_R))
@@ -468,7 +474,9 @@ class DoGETrainer(_StepByDomain):
                 parts = torch.stack([loss.double() for loss in self.domain_losses.values()])
                 summed = cast(Tensor, self.accelerator.reduce(parts))
                 self.domain_losses = dict(zip(self.domain_losses, summed.unbind(), strict=True))
-        trained = [name for name in self.doge.domains if part.sizes.get(name)] or list(part.sizes)
+        # Of the step: a micro-batch need not have all of them.
+        seen = self._times or part.sizes
+        trained = [name for name in self.doge.domains if seen.get(name)] or list(part.sizes)
         mine = torch.stack([losses[name] for name in trained if name in losses] or [nothing])
         # Trainer logs the mean over the ranks.
         return cast(Tensor, mine.sum() * (self.args.world_size / len(trained)))
@@ -508,7 +516,8 @@ class DoGETrainer(_StepByDomain):
 
     def _steps_of_mean(self, part: RankBatch, name: str) -> float:
         """The divisor of a mean over this rank's examples, without numbers of targets."""
-        return self.current_gradient_accumulation_steps * part.sizes[name] / part.counts[name]
+        times = self._times.get(name, self.current_gradient_accumulation_steps)
+        return times * part.sizes[name] / part.counts[name]
 
     def _backward(
         self, model: nn.Module, name: str, part: RankBatch, batch: Batch, num_targets: Tensor | None
@@ -601,17 +610,30 @@ class DoGETrainer(_StepByDomain):
         # On ranks without FSDP2 another one may have no example now: no communication here.
         probed = model if self.is_fsdp_enabled else self.accelerator.unwrap_model(model)
         devices = [self.args.device] if self.args.device.type == "cuda" else []
-        for factor in (1, 2):
+        buffers = [(buffer, buffer.clone()) for buffer in probed.buffers()]
+        for factor in (1, 1, 2):
+            drawn = random.getstate(), np.random.get_state()
             with (
                 torch.no_grad(),
                 torch.random.fork_rng(devices),
                 self.compute_loss_context_manager(),
             ):
                 loss = self.compute_loss(probed, dict(batch), num_items_in_batch=factor * num_items)
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+            random.setstate(drawn[0])
+            np.random.set_state(drawn[1])
             losses.append(float(cast(Tensor, loss)))
-        if not losses[0] or not all(map(math.isfinite, losses)):
+        first, again, other = losses
+        if not first or not all(map(math.isfinite, losses)):
             return None
-        return not math.isclose(*losses, rel_tol=1e-3)
+        if not math.isclose(first, again, rel_tol=1e-3):
+            raise RuntimeError(
+                "compute_loss gives one batch two losses, so it cannot be measured whether it "
+                "divides by num_items_in_batch. Set loss_is_scaled_for_ga of the trainer: True if "
+                "it does."
+            )
+        return not math.isclose(first, other, rel_tol=1e-3)
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         if self.doge.rule.max_grad_norm is None:

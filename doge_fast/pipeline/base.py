@@ -49,7 +49,9 @@ def train_base(config: BaseConfig) -> Run:
     """
     existing = stage.existing_run(config)
     if existing.is_complete:
-        if os.path.exists(config.weights):
+        file = Path(config.weights)
+        file = file / records.WEIGHTS if file.is_dir() else file
+        if config.weights not in BASELINES and config.stages == 1 and os.path.isfile(file):
             names = [*records.weights_by_name(records.read_weights(config.out))]
             _check_weights(config, *_used(config, _given_phases(config, names)))
         return Run(config.out)

@@ -97,9 +97,9 @@ def float_of(text: str) -> float:
     exponent = _EXPONENTS.get(text[-1:].lower())
     if exponent is None:
         return float(text)
-    float(text[:-1])  # Raises for what is no number.
+    value = float(text[:-1]) * 10.0**exponent
     # 16.1 * 1e3 would be 16100.000000000002.
-    return float(Decimal(text[:-1]).scaleb(exponent))
+    return float(Decimal(text[:-1]).scaleb(exponent)) if math.isfinite(value) else value
 
 
 def number_as(kind: type, text: str) -> Any:

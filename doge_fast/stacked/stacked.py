@@ -34,7 +34,7 @@ from doge_fast.stacked.layers.batch import (
     refuse_coupled_examples,
     runs_of,
 )
-from doge_fast.stacked.layers.by_slices import is_asked, outputs_by_slices
+from doge_fast.stacked.layers.by_slices import outputs_by_slices
 from doge_fast.stacked.layers.registry import rule_of
 from doge_fast.stacked.layers.rule import LayerRule
 from doge_fast.weights.simplex import is_integer
@@ -174,7 +174,7 @@ class StackedModel:
             module: (
                 self._rule_of(module),
                 module.__dict__.get("forward", type(module)),
-                *map(id, module.parameters(recurse=False)),
+                *map(id, module._parameters.values()),
             )
             for module in self._owners(model)
         }
@@ -188,7 +188,9 @@ class StackedModel:
 
     def _owners(self, module: nn.Module) -> Iterator[nn.Module]:
         """Modules whose forward is replaced."""
-        if any(self.is_tracked(p) for own in _holders(module) for p in own.parameters(False)):
+        if any(
+            id(p) in self._tracked for own in _holders(module) for p in own._parameters.values()
+        ):
             yield module
             if self._rule_of(module) is None:
                 # Its children run inside it, domain by domain.
@@ -200,7 +202,7 @@ class StackedModel:
 def _holders(module: nn.Module) -> list[nn.Module]:
     """The module, and containers of its parameters, which have no forward of their own."""
     containers = (nn.ParameterList, nn.ParameterDict)
-    lists = [each for each in module.children() if isinstance(each, containers)]
+    lists = [each for each in module._modules.values() if isinstance(each, containers)]
     if parametrize.is_parametrized(module):
         lists.extend(module.parametrizations.values())  # type: ignore[operator]
     return [module, *lists]
@@ -291,6 +293,19 @@ class _Layer(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_x = layer.rule.input_gradient(layer.module, *tensors)
         return None, grad_x, *[None] * ctx.num_others
+
+
+def is_asked(ctx: Any, index: int) -> bool:
+    """Whether the backward pass under way adds to the gradient of a function's tensor `index`.
+
+    It does not if that was frozen in the forward pass, nor in `autograd.grad(loss, x)`.
+    """
+    node = ctx.next_functions[index][0]
+    try:
+        return node is not None and bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        # autograd.grad(loss, parameters) returns the gradient instead.
+        return False
 
 
 _layers: WeakValueDictionary[int, _StackedLayer] = WeakValueDictionary()

@@ -51,8 +51,7 @@ def watching(
     """Warn if parameters that no wrapped optimizer owns receive a gradient inside.
 
     The backward pass inside trains `model`; None: every module with a parameter of `groups`, the
-    wrapped optimizer's. RuntimeError if the gradient is not `is_whole`, but of this rank's examples
-    alone: the ranks' parameters would differ.
+    wrapped optimizer's. A gradient that is not `is_whole` is of this rank's examples alone.
     """
     unowned = _unowned(groups, model)
     yield
@@ -98,16 +97,13 @@ def _warn_of(unowned: dict[str, Tensor], is_whole: bool) -> None:
     if not names:
         return
     seen = "the unweighted sum over domains" if is_whole else "the gradient of this rank alone"
-    said = (
+    warn(
         f"parameters that no wrapped optimizer owns received a gradient inside a domain: "
         f"{', '.join(names[:NUM_NAMED])} ({len(names)} in all). The optimizer that steps them sees "
         f"{seen}, and W does not see them. Wrap both, "
         "DoGEOptimizer([optimizer, other], domains=...); or freeze them, or run their backward "
         "pass outside the domain."
     )
-    if not is_whole:
-        raise RuntimeError(said)
-    warn(said)
 
 
 class OneStep:

@@ -7,16 +7,25 @@ from collections.abc import Iterator
 from inspect import signature
 from itertools import count
 from pathlib import Path
+from types import MethodType
 from typing import Any
 from unittest import mock
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, IterableDataset
-from transformers import GPT2LMHeadModel, Trainer, TrainingArguments, get_scheduler
+from transformers import (
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+    get_scheduler,
+)
 
 from doge_fast.integrations import causal_lm, domain_data
 from doge_fast.integrations import transformers as host
@@ -48,18 +57,29 @@ class Batches(IterableDataset[Any]):
     """Batch t is a function of t, cut into `micro` micro-batches.
 
     With `is_masked` some of the first row's tokens are no targets, more in the first micro-batch.
+    With `is_apart` each domain is a micro-batch.
     """
 
     def __init__(
-        self, names: list[str] = DOMAINS, start: int = 0, micro: int = 1, *, is_masked: bool = False
+        self,
+        names: list[str] = DOMAINS,
+        start: int = 0,
+        micro: int = 1,
+        *,
+        is_masked: bool = False,
+        is_apart: bool = False,
     ) -> None:
         self.names, self.start, self.micro, self.is_masked = names, start, micro, is_masked
+        self.is_apart = is_apart
 
     def __iter__(self) -> Iterator[Any]:
         for step in count(self.start):
             batch = batch_of(step, self.names)
             if self.is_masked:
                 batch[self.names[0]]["labels"][:3, 2:] = -100
+            if self.is_apart:
+                yield from ({name: domain} for name, domain in batch.items())
+                continue
             for part in range(self.micro):
                 yield {
                     name: {key: rows.chunk(self.micro)[part] for key, rows in domain.items()}
@@ -217,6 +237,11 @@ def test_many_logits_come_one_domain_at_a_time(tmp_path, monkeypatch, bf16):
     trainer = trainer_for(tmp_path / "b", mode="stacked", bf16=bf16)
     trainer.train()
     assert fused.call_count == 6
+    # What a hook changes of the logits must not be lost.
+    hook = trainer.model.lm_head.register_forward_hook(lambda *_: None)
+    trainer.training_step(trainer.model, batch_of(0, DOMAINS))
+    assert fused.call_count == 6
+    hook.remove()
     rtol = 1e-2 if bf16 else 1e-5
     torch.testing.assert_close(trainer.doge.alpha, naive.doge.alpha, rtol=rtol, atol=0)
     monkeypatch.setattr(trainer.model.config, "model_type", "gemma2")
@@ -269,6 +294,12 @@ class OwnForward(GPT2LMHeadModel):
         return super().forward(*args, **kwargs)
 
 
+def with_another_forward() -> GPT2LMHeadModel:
+    model = tiny_gpt2()
+    model.forward = MethodType(lambda self, **inputs: type(self).forward(self, **inputs), model)
+    return model
+
+
 @pytest.mark.parametrize(
     ("change", "changes", "message"),
     [
@@ -277,8 +308,9 @@ class OwnForward(GPT2LMHeadModel):
         (without_labels, {}, "some domain lacks them"),
         (dict, {"kind": OwnLoss}, "the model's own loss, and another is set"),
         (dict, {"model_init": lambda: OwnForward(tiny_gpt2().config)}, "OwnForward"),
+        (dict, {"model_init": with_another_forward}, "takes the forward of transformers"),
     ],
-    ids=["lengths", "images", "labels", "loss", "forward"],
+    ids=["lengths", "images", "labels", "loss", "forward", "forward of one model"],
 )
 def test_what_cannot_be_stacked_is_refused_or_runs_in_turn(change, changes, message, tmp_path):
     inputs = change(batch_of(0, DOMAINS))
@@ -310,22 +342,62 @@ def test_a_loss_of_which_a_part_is_divided_gets_the_number_of_targets(tmp_path):
     assert trainer.doge.num_steps
 
 
+@pytest.mark.parametrize("generator", [np.random, np.random.default_rng(0)], ids=["numpy's", "own"])
+def test_a_loss_that_draws_is_measured_without_a_trace(tmp_path, generator):
+    class Drawing(IgnoringTargets):
+        def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+            model.calls.add_(1)
+            return super().compute_loss(model, *args, **kwargs) * (1 + generator.random())
+
+    found = []
+    for is_measured in (True, False):
+        np.random.seed(0)
+        batches = Batches(micro=2)
+        trainer = trainer_for(tmp_path, batches, kind=Drawing, gradient_accumulation_steps=2)
+        trainer.model.register_buffer("calls", torch.zeros(()))
+        if not is_measured:
+            trainer.loss_is_scaled_for_ga = False
+        elif generator is not np.random:
+            # Nobody can take back what it has drawn.
+            with pytest.raises(RuntimeError, match="loss_is_scaled_for_ga"):
+                trainer.train()
+            return
+        trainer.train()
+        found.append([trainer.doge.alpha, trainer.model.calls])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_labels_of_a_loss_of_ones_own_are_counted_as_trainer_does(tmp_path):
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=40, num_hidden_layers=1, **shape))
+    model.loss_function = lambda logits, labels, **_: F.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    )
+    trainer = trainer_for(tmp_path, model_init=lambda: model)
+    trainer.create_optimizer()
+    _, counts = trainer.get_batch_samples(iter(Batches()), 1, torch.device("cpu"))
+    assert counts["ab"] == 4 * (LENGTH - 1)
+
+
 # Means over micro-batches are that of the whole where all have as many targets.
+@pytest.mark.parametrize("is_apart", [False, True])
 @pytest.mark.parametrize(("kind", "is_masked"), [(DoGETrainer, True), (IgnoringTargets, False)])
-def test_micro_batches_change_nothing_but_rounding(tmp_path, kind, is_masked):
+def test_micro_batches_change_nothing_but_rounding(tmp_path, kind, is_masked, is_apart):
     """A domain's loss is its mean over the tokens of the whole step, however they are cut."""
     whole, parts = (
         trainer_for(
             tmp_path,
-            Batches(micro=micro, is_masked=is_masked),
+            Batches(micro=micro, is_masked=is_masked, is_apart=is_apart and micro > 1),
             kind=kind,
-            gradient_accumulation_steps=micro,
+            gradient_accumulation_steps=len(DOMAINS) if is_apart and micro > 1 else micro,
             **EVERY_STEP_LOGGED,
         )
         for micro in (1, 2)
     )
     whole.train()
     parts.train()
+    logged = [each.state.log_history[0]["loss"] for each in (whole, parts)]
+    assert logged[0] == pytest.approx(logged[1], abs=2e-4)
     torch.testing.assert_close(parts.doge.alpha, whole.doge.alpha, rtol=1e-5, atol=0)
     for name in DOMAINS:
         torch.testing.assert_close(parts.domain_losses[name], whole.domain_losses[name])

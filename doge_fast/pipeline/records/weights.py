@@ -84,7 +84,7 @@ def read_weights(source: str | Path, *, domains: Sequence[str] | None = None) ->
     file = os.path.join(source, WEIGHTS) if os.path.isdir(source) else str(source)
     if is_typed(source):
         text = str(source)
-        parts = text.split(",") if "," in text else _BETWEEN.split(text)
+        parts = re.split("[,;]", text) if "," in text else _BETWEEN.split(text)
         words = [word for word in parts if word.strip()]
         try:
             record = _of_numbers(named.numbers(words, "weights"), file)
@@ -125,8 +125,9 @@ def read_weights(source: str | Path, *, domains: Sequence[str] | None = None) ->
 
 def is_typed(source: str | Path) -> bool:
     """Whether it is NAME=NUMBER,... rather than where weights are kept."""
-    first, equals, _ = str(source).partition("=")
-    is_path = os.sep in first and "," not in str(source)
+    text = str(source)
+    first, equals, _ = text.partition("=")
+    is_path = os.sep in first and "," not in text and not _BETWEEN.search(text)
     return bool(equals) and not is_path and not os.path.exists(source)
 
 

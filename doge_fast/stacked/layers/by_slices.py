@@ -6,14 +6,12 @@ every parameter, so autograd keeps the domains' gradients apart.
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain
 from math import prod
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
@@ -86,7 +84,8 @@ def _refuse(module: nn.Module, values: Sequence[Any], size: int) -> None:
     tensors = [value for value in values if isinstance(value, Tensor)]
     # After the input, which may have as many features as examples.
     masks = [x for x in tensors[1:] if x.is_floating_point() or x.dtype == torch.bool]
-    lists = (value for value in values if isinstance(value, list) and len(value) == size)
+    is_own = not type(module).__module__.startswith("torch.nn")
+    lists = (x for x in values if isinstance(x, list) and len(x) == size and is_own)
     if getattr(module, "batch_first", True) is False and tensors and tensors[0].dim() == 3:
         got = "batch_first=False: make it with batch_first=True"
     elif parametrize._cache_enabled:
@@ -120,12 +119,8 @@ def _aliases(
         for name, param in owner._parameters.items():
             if param is not None and param.requires_grad and id(param) in tracked:
                 # A parameter of two owners has two aliases: their gradients add up in its row.
-                # Hooks of the parameter itself would be called, with None.
-                leaf = param.detach().requires_grad_() if param._backward_hooks else param
-                alias = _Alias.apply(leaf, partial(receive, row, param))  # type: ignore[no-untyped-call]
-                for hook in (param._backward_hooks or {}).values():
-                    alias.register_hook(hook)
-                owner._parameters[name] = alias
+                alias = _alias(param, row, receive)
+                owner._parameters[name] = alias  # type: ignore[assignment]
                 swapped.append((owner, name, param, alias))
     try:
         yield
@@ -137,33 +132,18 @@ def _aliases(
                 param.data = alias.detach()
 
 
-def is_asked(ctx: Any, index: int) -> bool:
-    """Whether the backward pass under way adds to the gradient of a function's tensor `index`.
+def _alias(param: Tensor, row: int, receive: Receive) -> Tensor:
+    # A leaf, whose casts autocast keeps; backward(inputs=parameters) does not reach it.
+    alias = param.detach().requires_grad_()
 
-    It does not if that was frozen in the forward pass, nor in `autograd.grad(loss, x)`.
-    """
-    node = ctx.next_functions[index][0]
-    try:
-        return node is not None and bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:
-        # autograd.grad(loss, parameters) returns the gradient instead.
-        return False
+    def hand_over(leaf: Tensor) -> None:
+        grad, leaf.grad = leaf.grad, None
+        assert grad is not None
+        receive(row, param, grad)
 
-
-class _Alias(torch.autograd.Function):
-    """A parameter whose gradient goes to a row instead."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor, receive: Callable[[Tensor], object]) -> Tensor:
-        ctx.receive = receive
-        return leaf.detach()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
-        if is_asked(ctx, 0):
-            ctx.receive(grad)
-        return None, None
+    alias._backward_hooks = param._backward_hooks
+    alias.register_post_accumulate_grad_hook(hand_over)  # type: ignore[no-untyped-call]
+    return alias
 
 
 def _concatenated(
@@ -203,8 +183,14 @@ def _concatenated(
         lengths = [leaf.shape[dim] if leaf.dim() else 0 for leaf in leaves]
         per_example = lengths[0] // sizes[0]
         # Flattened tokens are [B * T, features]; more dimensions may be a state of every layer.
-        is_flat = per_example == 1 or (per_example in num_tokens and first.dim() < 3)
-        if not is_flat or lengths != [per_example * size for size in sizes]:
+        is_flat = per_example == 1 or (per_example > 1 and first.dim() < 3)
+        # Such as a table of codes; of the usual numbers of tokens it is not asked.
+        is_shared = per_example not in num_tokens and torch.equal(first, leaves[-1])
+        if (
+            not is_flat
+            or (is_shared and len(leaves) > 1)
+            or lengths != [per_example * size for size in sizes]
+        ):
             refuse(
                 f"output of shape {list(first.shape)}, whose first dimension is not the {sizes[0]} "
                 "examples of the domain"
