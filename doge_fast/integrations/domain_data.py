@@ -121,13 +121,18 @@ def split_by_domain(dataset: Any, column: str, rows: Sequence[str]) -> dict[str,
 def _domains_of(dataset: Any, column: str) -> Iterator[str]:
     """The domain of every example."""
     if not hasattr(dataset, "select_columns"):
-        yield from (str(dataset[index][column]) for index in range(len(dataset)))
+        yield from (str(_plain(dataset[index][column])) for index in range(len(dataset)))
         return
     # Without the other columns, whose tokens may be large.
     narrow = dataset.select_columns([column]).with_format(None)
     to_text = getattr(dataset.features[column], "int2str", str)
     for first in range(0, len(narrow), ROWS_AT_ONCE):
         yield from map(to_text, narrow[first : first + ROWS_AT_ONCE][column])
+
+
+def _plain(value: Any) -> Any:
+    """A number that a format of datasets has made an array or tensor of."""
+    return value.item() if hasattr(value, "item") else value
 
 
 class DomainStream(IterableDataset[dict[str, Batch]]):
@@ -170,7 +175,7 @@ class DomainStream(IterableDataset[dict[str, Batch]]):
         name_of = getattr(label, "int2str", None)
         for example in self.stream:
             if name_of is not None:
-                example = {**example, self.column: name_of(example[self.column])}
+                example = {**example, self.column: name_of(_plain(example[self.column]))}
             if not _names_a_domain(example, self.column):
                 yield example
                 num_batches += 1
@@ -189,7 +194,7 @@ class DomainStream(IterableDataset[dict[str, Batch]]):
             self._refuse(waiting, num_waited)
 
     def _put(self, example: Mapping[str, Any], waiting: dict[str, deque[Any]]) -> None:
-        name = str(example[self.column])
+        name = str(_plain(example[self.column]))
         if name not in waiting:
             raise ValueError(
                 f"an example's {self.column!r} must be one of {list(self.rows)}; got {name!r}. "

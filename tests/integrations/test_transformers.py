@@ -637,17 +637,19 @@ def test_the_column_may_have_another_name_and_a_target(tmp_path):
         trainer_for(tmp_path, dataset, domain_column="source", target="dutch").train()
 
 
-@pytest.mark.parametrize("kind", ["mixed", "labelled", "interleaved"])
+@pytest.mark.parametrize("kind", ["mixed", "labelled", "tensors", "interleaved"])
 def test_a_stream_is_grouped_as_it_comes(tmp_path, kind):
     dataset = mixed(COUNTS)
     apart = by_domain(dataset)
     streams = {name: rows.to_iterable_dataset() for name, rows in apart.items()}
     with pytest.raises(ValueError, match="interleave_datasets"):
         trainer_for(tmp_path, streams).train()
-    if kind == "labelled":
+    if kind in ("labelled", "tensors"):
         # The names in another order than those of the trainer.
         dataset = dataset.cast_column("domain", datasets.ClassLabel(names=DOMAINS[::-1]))
     stream = dataset.to_iterable_dataset()
+    if kind == "tensors":
+        stream = stream.with_format("torch")
     if kind == "interleaved":
         stream = datasets.interleave_datasets(
             [*streams.values()], stopping_strategy="all_exhausted"
