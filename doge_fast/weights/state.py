@@ -247,8 +247,8 @@ class DomainWeights:
         latest = None if self.last is None else self.last.lr
         # While a rate warms up, the mean is far below the peak.
         usual = mean if latest is None or float(latest) < largest else largest
-        # Of a linear warm-up the mean is a half of the latest.
-        is_rising = latest is not None and float(latest) >= largest and mean < 0.6 * largest
+        # Of a linear warm-up the mean is a half of the latest, of a square root's two thirds.
+        is_rising = latest is not None and float(latest) >= largest and mean < 0.75 * largest
         is_settled = steps >= _STEPS_OF_A_RATE and not is_rising
         if steps >= _STEPS_OF_A_STANDSTILL and largest == 0:
             return (

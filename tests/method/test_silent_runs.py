@@ -76,6 +76,9 @@ def test_steps_that_were_all_skipped_are_counted(tmp_path):
         # Warming up still: 0.4 % of its height, and half as much in the mean.
         (0.01, lambda inner: LambdaLR(inner, lambda step: step / 40_000), None, None),
         (torch.tensor(0.01), lambda inner: LambdaLR(inner, lambda step: step / 40_000), None, None),
+        (0.01, lambda inner: LambdaLR(inner, lambda step: (step / 4e6) ** 0.5), None, None),
+        # Long at a height that is far below.
+        (1.0, lambda inner: LambdaLR(inner, lambda step: min(step, 30) / 1e5), None, "hardly move"),
     ],
 )
 def test_a_default_mu_of_another_rate_is_told(lr, schedule, mu, word):

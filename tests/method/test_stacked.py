@@ -372,6 +372,8 @@ PACKED = pack_padded_sequence(X_BLE, torch.tensor([2, 4, 1]), True, enforce_sort
         # Not of tokens: two codes, which all examples share. Other numbers may be patches.
         (lambda gain, x: (gain * x, gain.expand(2, 3)), (X_BLE,), "2, 3"),
         (None, (X_BLE,), "state of each layer"),
+        # Of the whole domain: loads of five experts.
+        (lambda gain, x: (gain * x, x.sum() * torch.ones(5)), (X_BLE,), r"shape \[5\]"),
         # Of the length, as many as there are examples.
         (lambda gain, x, mask: gain * (x + mask), (X_BLE[:, :3], torch.eye(3)), "may be a mask"),
     ],
@@ -385,6 +387,7 @@ PACKED = pack_padded_sequence(X_BLE, torch.tensor([2, 4, 1]), True, enforce_sort
         "list",
         "codes",
         "network",
+        "loads",
         "mask",
     ],
 )

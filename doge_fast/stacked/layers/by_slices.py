@@ -146,6 +146,12 @@ def _alias(param: Tensor, row: int, receive: Receive) -> Tensor:
     return alias
 
 
+def _is_own(output: Tensor, module: nn.Module) -> bool:
+    """Whether an output is a parameter or a view of one, such as a table of codes."""
+    place = output.untyped_storage().data_ptr()
+    return any(param.untyped_storage().data_ptr() == place for param in module.parameters())
+
+
 def _concatenated(
     module: nn.Module, outputs: Sequence[Any], sizes: Sequence[int], num_tokens: Collection[int]
 ) -> Any:
@@ -183,13 +189,13 @@ def _concatenated(
         lengths = [leaf.shape[dim] if leaf.dim() else 0 for leaf in leaves]
         per_example = lengths[0] // sizes[0]
         # Flattened tokens are [B * T, features]; more dimensions may be a state of every layer.
-        is_flat = per_example == 1 or (per_example > 1 and first.dim() < 3)
-        # Such as a table of codes; of the usual numbers of tokens it is not asked.
-        is_shared = per_example not in num_tokens and torch.equal(first, leaves[-1])
+        # A vector of another length may be of the domain as a whole, as loads of experts are.
+        is_known = first.dim() == 2 or bool({per_example, per_example + 1} & set(num_tokens))
+        is_flat = per_example == 1 or (per_example > 1 and first.dim() < 3 and is_known)
         if (
             not is_flat
-            or (is_shared and len(leaves) > 1)
             or lengths != [per_example * size for size in sizes]
+            or _is_own(first, module)
         ):
             refuse(
                 f"output of shape {list(first.shape)}, whose first dimension is not the {sizes[0]} "
