@@ -130,10 +130,6 @@ def stacked_losses(
 
 def _is_plain(model: Any, head: Any) -> bool:
     """Whether the logits are the head's weight times the last hidden states, and nothing else."""
-    hooks = (each for module in (model, head) for each in _hooks_of(module))
     is_known = isinstance(model, PreTrainedModel) and model.config.model_type in PLAIN_HEADS
-    return is_known and type(head) is nn.Linear and head.bias is None and not any(hooks)
-
-
-def _hooks_of(module: nn.Module) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
-    return module._forward_hooks, module._forward_pre_hooks
+    has_hooks = any(each._forward_hooks or each._forward_pre_hooks for each in (model, head))
+    return is_known and type(head) is nn.Linear and head.bias is None and not has_hooks

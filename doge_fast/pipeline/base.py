@@ -49,9 +49,8 @@ def train_base(config: BaseConfig) -> Run:
     """
     existing = stage.existing_run(config)
     if existing.is_complete:
-        file = Path(config.weights)
-        file = file / records.WEIGHTS if os.path.isdir(file) else file
-        if config.weights not in BASELINES and config.stages == 1 and os.path.isfile(file):
+        is_there = os.path.isfile(records.weights_path(config.weights))
+        if config.weights not in BASELINES and config.stages == 1 and is_there:
             names = [*records.weights_by_name(records.read_weights(config.out))]
             _check_weights(config, *_used(config, _given_phases(config, names)))
         return Run(config.out)

@@ -402,7 +402,7 @@ class Step:
         if self._is_combined:
             raise RuntimeError("combine() has been called in this step; call step() next.")
         self.refuse_stray()
-        # A loop may freeze a parameter for some of the domains.
+        # One that was frozen after its gradient came has its rows all the same.
         params = self.parameters.look_up({id(b.param) for b in self.buffer.blocks if b.written})
         given = next((param for param in params if param.grad is not None), None)
         if self._received.counts and given is not None:

@@ -397,7 +397,8 @@ def test_micro_batches_change_nothing_but_rounding(tmp_path, kind, is_masked, is
     whole.train()
     parts.train()
     logged = [each.state.log_history[0]["loss"] for each in (whole, parts)]
-    assert logged[0] == pytest.approx(logged[1], abs=2e-4)
+    # Trainer rounds both to four digits.
+    assert logged[0] == pytest.approx(logged[1], abs=1.01e-4)
     torch.testing.assert_close(parts.doge.alpha, whole.doge.alpha, rtol=1e-5, atol=0)
     for name in DOMAINS:
         torch.testing.assert_close(parts.domain_losses[name], whole.domain_losses[name])

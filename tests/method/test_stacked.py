@@ -413,6 +413,16 @@ def test_what_all_domains_have_in_common_is_joined():
         whole.sum().backward()
 
 
+def test_a_parameter_that_every_example_gets_is_an_output_of_examples():
+    """As the token before an image's patches, which is expanded and no copy."""
+    model = Own(lambda gain, x: gain.expand(len(x), 1, 3))
+    optimizer = optimizer_of(model, "ab")
+    with optimizer.stacked(model, {"a": 2, "b": 1}):
+        (model(X_BLE) * X_BLE[:, :1]).sum().backward()
+    expected = torch.stack([X_BLE[:2, 0].sum(0), X_BLE[2, 0]])
+    torch.testing.assert_close(rows_of(optimizer, model)["gain"], expected)
+
+
 class Masked(nn.Module):
     """A layer of torch's, with the masks that are asked for by their names."""
 

@@ -37,13 +37,18 @@ _CORRECT = "Correct it, or leave the field out."
 _OWN = (CONFIG, METRICS, WEIGHTS, EVALUATION, FEWSHOT)
 
 
+def weights_path(source: str | Path) -> Path:
+    """weights.json of a run directory, or the file itself; typed weights may be too long a name."""
+    return Path(source, WEIGHTS) if os.path.isdir(source) else Path(source)
+
+
 def write_weights(path: Path, weights: Mapping[str, Any]) -> None:
     """Write {"method", "domains": [{"name", "weight", ...}], ...} to a file or run directory.
 
     Raises:
         ValueError: as `read_weights`; nothing is written.
     """
-    file = path / WEIGHTS if path.is_dir() else path
+    file = weights_path(path)
     _check_weights({"schema_version": SCHEMA_VERSION, **weights}, str(file))
     weights_file.write(file, weights)
 
@@ -53,7 +58,7 @@ def check_out(out: Path, read: Iterable[Path]) -> None:
 
     `read` are files, and run directories whose weights.json is read.
     """
-    sources = {os.path.realpath(path / WEIGHTS if os.path.isdir(path) else path) for path in read}
+    sources = {os.path.realpath(weights_path(path)) for path in read}
     is_source = os.path.realpath(out) in sources
     is_record = out.name in _OWN and (out.parent / CONFIG).exists()
     if is_source or is_record:
@@ -81,7 +86,7 @@ def read_weights(source: str | Path, *, domains: Sequence[str] | None = None) ->
             do not sum to 1 (within 1e-5); another known field is not what it should be; the
             domains are not `domains`.
     """
-    file = os.path.join(source, WEIGHTS) if os.path.isdir(source) else str(source)
+    file = str(weights_path(source))
     if is_typed(source):
         text = str(source)
         parts = re.split("[,;]", text) if "," in text else _BETWEEN.split(text)

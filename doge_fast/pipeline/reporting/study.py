@@ -309,9 +309,9 @@ def open_study(runs: Sequence[Path]) -> Study:
 def _proxies_of(alike: Iterable[list[RecordedRun]]) -> tuple[Proxy, ...]:
     """Runs that learned weights, the seeds of each together."""
     groups = [group for group in alike if group[0].record.stage in LEARNING]
-    # What is asked of all domains comes before what is asked of one, the baseline after both.
     for group in groups:
         _refuse_one_seed(group)
+    # What is asked of all domains comes before what is asked of one, the baseline after both.
     groups.sort(key=lambda group: (group[0].record.stage == "doremi", bool(group[0].targets)))
     labels = [group[0].stem for group in groups]
     return tuple(

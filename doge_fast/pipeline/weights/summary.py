@@ -5,7 +5,6 @@ Records are as `records.read_weights` returns them; domains are matched by name.
 
 import html
 import math
-import os
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -103,7 +102,7 @@ def read_all(paths: Sequence[Path]) -> dict[str, Json]:
     """{path: record}, in order; at least one, and none twice, which is a slip of the hand."""
     if not paths:
         raise ValueError("Name a weights.json, or a run directory that holds one.")
-    files = [path / records.WEIGHTS if os.path.isdir(path) else path for path in paths]
+    files = [records.weights_path(path) for path in paths]
     twice = [str(path) for path, file in zip(paths, files, strict=True) if files.count(file) > 1]
     if twice:
         raise ValueError(f"A file is named once; {twice[0]} is named twice.")

@@ -152,7 +152,7 @@ def _write(out: Path | None, record: Json, read: Sequence[Path]) -> list[str]:
     """Write weights, though not over what is read or what a run keeps; say where."""
     if out is None:
         return ["Nothing is written without --out FILE."]
-    file = out / records.WEIGHTS if out.is_dir() else out
+    file = records.weights_path(out)
     records.check_out(file, read)
     with failures.writing(file):
         records.write_weights(file, record)

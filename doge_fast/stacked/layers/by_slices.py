@@ -191,12 +191,9 @@ def _concatenated(
         # Flattened tokens are [B * T, features]; more dimensions may be a state of every layer.
         # A vector of another length may be of the domain as a whole, as loads of experts are.
         is_known = first.dim() == 2 or bool({per_example, per_example + 1} & set(num_tokens))
-        is_flat = per_example == 1 or (per_example > 1 and first.dim() < 3 and is_known)
-        if (
-            not is_flat
-            or lengths != [per_example * size for size in sizes]
-            or _is_own(first, module)
-        ):
+        is_flat = per_example > 1 and first.dim() < 3 and is_known and not _is_own(first, module)
+        are_whole = lengths == [per_example * size for size in sizes]
+        if not (are_whole and (per_example == 1 or is_flat)):
             refuse(
                 f"output of shape {list(first.shape)}, whose first dimension is not the {sizes[0]} "
                 "examples of the domain"
