@@ -269,9 +269,9 @@ class DoGEOptimizer(OptimizerWrapper):
 
         When the last domain of a step is left, `combine()` runs by itself. Over several ranks it
         does not, since a rank cannot see when the others are done: call `step()` or `combine()`. An
-        exception inside drops all domains of this step. On a GPU `p.grad` is read when the domain
-        is left: do not touch it before. Several backward passes inside one `with` add up there in
-        the dtype of `p.grad`.
+        exception inside drops all domains of this step. Do not touch `p.grad` inside: on a CPU it
+        is empty, on a GPU it is read when the domain is left. `domain_max_grad_norm` clips. Several
+        backward passes inside one `with` add up in the dtype of `p.grad`.
 
         Args:
             name: of a training domain or a target.

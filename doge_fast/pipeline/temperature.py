@@ -58,7 +58,7 @@ def temperature(config: TemperatureConfig) -> Run:
     where uniform weights beat the proxy's it goes inwards (0.5, 0.25); then once between the best
     and its better neighbour. What counts is the proxy's objective: the mean held-out loss of its
     training domains, or of its targets, by their weights. All models of a seed have the same
-    initialisation, batches and evaluation.
+    initialisation, order of the data and evaluation.
 
     A killed search goes on with the same call; complete models are kept.
 
@@ -79,14 +79,18 @@ def temperature(config: TemperatureConfig) -> Run:
     # All that was measured is of the proxy's text, and so is what follows.
     recorded, proxy = records.load_config(config.proxy)
     own_blocks(config.proxy, proxy, recorded.corpus)
-    while found := search.next_jobs():
-        jobs = chosen([job for each in found.values() for job in each], config.only)
+    while (found := search.next_jobs()) and not config.only:
         search.begin(found)
-        search.make(jobs)
-        if config.only:
-            search.check_made(jobs)
-            return Run(search.out)
-    search.write()
+        search.make([job for each in found.values() for job in each])
+    if not config.only:
+        search.write()
+        return Run(search.out)
+    # Of those that --plan has printed some may be complete.
+    begun = [job for each in {*found, *search.begun} for job in search.jobs_at(each).values()]
+    jobs = chosen(begun, config.only)
+    search.begin(found)
+    search.make(jobs)
+    search.check_made(jobs)
     return Run(search.out)
 
 
@@ -222,9 +226,7 @@ class _Search:
         records.check_experiment(search.out, search.experiment([], None))
         for inverse in search.begun:
             kept = records.weights_by_name(records.read_weights(search._mixture(inverse)))
-            now = sharpened(weights, inverse)
-            # Powers may differ in their last bits from machine to machine.
-            if any(not math.isclose(kept[name], now[name], rel_tol=1e-9) for name in now):
+            if not records.is_same_mixture(kept, sharpened(weights, inverse)):
                 raise ValueError(
                     f"{search.out} has measured along other weights than {config.proxy} has now: "
                     "that was trained again. Name another --out."
@@ -249,7 +251,8 @@ class _Search:
         # A mixture of all domains: each counts alike.
         each = target.get(MIX, 0.0) / len(self.alpha)
         shares = dict.fromkeys(self.alpha, each) if each else {}
-        for name in target.keys() - {MIX}:
+        # In their order: they become the targets of base models.
+        for name in (each for each in target if each != MIX):
             shares[name] = shares.get(name, 0.0) + target[name]
         total = math.fsum(shares.values())
         return {name: value / total for name, value in shares.items()}
@@ -461,6 +464,8 @@ class _Search:
 
     def _groups(self, points: Sequence[Point], best: Point) -> tuple[records.Group, ...]:
         """The tables that the search ends in."""
+        # What diverged with one seed would have the mean of the others.
+        points = [point for point in points if not point.inverse or math.isfinite(point.mean)]
         measured = (
             records.TemperaturePoint(point.inverse, point.arm, dict(point.weights))
             for point in points

@@ -128,23 +128,33 @@ class OneStep:
     def begin(self) -> None:
         """A new gradient is in `p.grad`."""
         self._stepped: set[int] = set()
+        self.is_ours = False
+        """Whether the step ended as one of the DoGEOptimizer."""
         # A step may call that of its base class, whose hooks run too.
         self._depth = 0
 
+    def ended_alone(self) -> bool:
+        """Whether wrapped optimizers have stepped with the last gradient by themselves; once."""
+        is_alone, self.is_ours = bool(self._stepped) and not self.is_ours, True
+        return is_alone
+
     @outside_graphs
     def _enter(self, optimizer: Optimizer) -> None:
-        if not self._depth and id(optimizer) in self._stepped:
-            params = (param for group in optimizer.param_groups for param in group["params"])
-            if any(map(self._is_combined, params)):
-                raise RuntimeError(
-                    f"{type(optimizer).__name__} has stepped with this combined gradient already, "
-                    "and would move the parameters twice. Call step() of the DoGEOptimizer alone, "
-                    "which steps the optimizer that it wraps, and then zero_grad()."
-                )
+        if not self._depth and id(optimizer) in self._stepped and self._is_given(optimizer):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} has stepped with this combined gradient already, and "
+                "would move the parameters twice. Call step() of the DoGEOptimizer alone, which "
+                "steps the optimizer that it wraps, and then zero_grad()."
+            )
         self._depth += 1
 
     @outside_graphs
     def _leave(self, optimizer: Optimizer) -> None:
         self._depth -= 1
-        if not self._depth:
+        if not self._depth and self._is_given(optimizer):
             self._stepped.add(id(optimizer))
+
+    def _is_given(self, optimizer: Optimizer) -> bool:
+        """Whether `p.grad` of its parameters is the combined gradient."""
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        return any(map(self._is_combined, params))

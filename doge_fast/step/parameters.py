@@ -132,6 +132,11 @@ class TrackedParameters:
             else (self._watch if id(param) in ends else self.note)
             for param in self.params
         }
+        for param, handle in list(self._hooks.values()):
+            if wanted.get(id(param)) is self.receive and _last_hook(param) != handle.id:
+                # One that came since would find an empty p.grad.
+                self._hooks.pop(id(param))[1].remove()
+                del self._hooked[id(param)]
         if wanted != self._hooked:
             # A parameter that has moved to another device needs the other kind of hook.
             for key, known in self._hooked.items():
@@ -234,6 +239,11 @@ class TrackedParameters:
                 "domain gradients must be real; the wrapped optimizer has complex parameters. "
                 "Train them with an optimizer of their own."
             )
+
+
+def _last_hook(param: Any) -> int:
+    last: int = next(reversed(param._post_accumulate_grad_hooks))
+    return last
 
 
 def _is_foreign(grad: Tensor, finished: tuple[Tensor, int] | None) -> bool:

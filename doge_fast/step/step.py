@@ -179,6 +179,12 @@ class Step:
                     "stacked() needs whole parameters, and those of a sharded model are divided "
                     "over ranks. Run one domain after another, with optimizer.domain(name)."
                 )
+            if any(len(p._post_accumulate_grad_hooks) > 1 for p in self.parameters.params):
+                raise RuntimeError(
+                    "stacked() runs no post-accumulate hook of a parameter beside its own. Use "
+                    "register_hook, or run one domain after another, with optimizer.domain(name); "
+                    "a DoGEOptimizer that is done with the model has release()."
+                )
             segments = segments_of(sizes_here, self._row_of)
             stacked_model = self._stacked_model_of(bare(model))
         with self._opened(sizes_here, None, model) as opened:
@@ -234,6 +240,12 @@ class Step:
                 "a parameter still holds a gradient from before this domain; call "
                 "optimizer.step() if the domains of the step are combined, and zero_grad(). "
                 + WAY_TO_ACCUMULATE
+            )
+        is_drawn = len(self.subset.domains) < len(self._weights.objective.domains)
+        if self._one_step.ended_alone() and is_drawn:
+            raise RuntimeError(
+                "the wrapped optimizer has stepped alone, and would see the same few domains in "
+                "every step. Call step() of the DoGEOptimizer, which draws the next ones."
             )
         if self._may_be_loaded:
             self._may_be_loaded = False
@@ -494,6 +506,7 @@ class Step:
             step_unless(last.skipped, last.found_inf, self._inner, self._is_skipped, loss)
         self._spare_kept()
         self.subset.draw(self.subset.draws + 1)
+        self._one_step.is_ours = True
         self.clear()
 
     @outside_graphs

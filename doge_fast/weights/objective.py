@@ -101,4 +101,5 @@ def _checked_names(names: Iterable[str], what: str) -> tuple[str, ...]:
             )
     if len(set(checked)) < len(checked):
         raise ValueError(f"{what} must be distinct names; got {list(checked)}.")
-    return tuple(map(str, checked))
+    # Not str(), which gives an enum's member its name in the class.
+    return tuple(map(str.__str__, checked))

@@ -83,6 +83,9 @@ def test_subclasses_and_modules_with_other_parameters_have_no_rule():
     shared = nn.LayerNorm(3)
     shared.bias = shared.weight
     assert rule_of(shared) is None
+    shift = nn.LayerNorm(3)
+    shift.weight = None
+    assert rule_of(shift) is None
     replaced = Offset(3)
     replaced.forward = lambda x: x
     assert rule_of(replaced) is None

@@ -1,5 +1,6 @@
 """From a Gram matrix to W: its parts, clipping, norms, cosines, and the two scores."""
 
+import enum
 import math
 
 import pytest
@@ -89,3 +90,8 @@ def test_an_objective_orders_rows_and_names_the_target():
     assert Objective.of(["a", "worst"], "worst").tau == (0.0, 1.0)
     assert Objective.of(["a", "b"], ("x", "a")).tau == (1.0, 0.0, 1.0)
     assert Objective.of(["a", "b"], "x").tau == (0.0, 0.0, 1.0)
+    # str() of a member is its name in the class.
+    member = enum.Enum("Kind", {"ONE": "a", "TWO": "x"}, type=str)
+    assert Objective.of([member.ONE, "b"], {member.TWO: 1.0}) == Objective.of(
+        ["a", "b"], {"x": 1.0}
+    )

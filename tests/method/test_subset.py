@@ -113,6 +113,17 @@ def test_the_draw_stays_until_the_step_is_taken():
     assert optimizer.domains_of_step != drawn
     optimizer.load_state_dict(state)
     assert optimizer.domains_of_step == drawn
+    # Of a loop that steps the wrapped optimizer alone every step would have this draw.
+    fill(optimizer, model, *drawn)
+    optimizer._inner.step()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="draws the next ones"), optimizer.domain(drawn[0]):
+        pass
+    # Once: it goes on with this draw. A step without gradients, as of a checkpoint, is none.
+    fill(optimizer, model, *drawn)
+    optimizer.zero_grad()
+    optimizer._inner.step()
+    run_step(optimizer, model)
 
 
 def test_memory_is_that_of_the_domains_in_the_step():

@@ -104,6 +104,31 @@ def test_both_ways_give_the_same_bits(monkeypatch):
         assert torch.equal(one, other)
 
 
+@pytest.mark.usefixtures("taken")
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_hook_of_the_user_runs_before_the_gradient_is_taken(is_first):
+    """Whenever it was registered; a stacked pass would run none."""
+
+    def double(param: torch.Tensor) -> None:
+        param.grad *= 2
+
+    model = nn.Linear(3, 1, bias=False)
+    if is_first:
+        model.weight.register_post_accumulate_grad_hook(double)
+    optimizer = optimizer_of(model, domain_max_grad_norm=None)
+    if not is_first:
+        model.weight.register_post_accumulate_grad_hook(double)
+    for _ in range(2):
+        for name in ("a", "b"):
+            with optimizer.domain(name):
+                model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.last.grad_norms.square().tolist() == pytest.approx([12, 12])
+    with pytest.raises(RuntimeError, match="no post-accumulate hook"):
+        optimizer.stacked(model, {"a": 1, "b": 1}).__enter__()
+
+
 def test_passes_inside_one_domain_add_up_in_the_parameters_dtype(taken_late):
     """Those of several domain blocks in the buffer's."""
     param = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))

@@ -18,6 +18,7 @@ from doge_fast.pipeline.experiments.jobs import Job
 from doge_fast.pipeline.health import Diverged
 from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.report import terminal_table
+from doge_fast.pipeline.reporting.study import open_study
 from doge_fast.pipeline.run import Run
 from doge_fast.pipeline.temperature import next_inverses, sharpened, temperature
 from tests.pipeline.stages import NAMES, write_weights
@@ -127,6 +128,10 @@ def test_runs_are_planned_and_made_one_by_one(learned, capsys):
     capsys.readouterr()
     assert cli.main([*words, "--plan"]) == 0
     assert capsys.readouterr().out.count("\n") == 1
+    # A complete one is skipped, and writes nothing.
+    assert cli.main([*words, "--only", names[0]]) == 0
+    assert not (learned.parent / "parts" / "weights.json").exists()
+    assert cli.main([*words, "--only", "base-7-seed9"]) == 2
     assert cli.main(words) == 0
     found = [
         json.loads((learned.parent / each / "weights.json").read_text())
@@ -137,12 +142,23 @@ def test_runs_are_planned_and_made_one_by_one(learned, capsys):
 
 def test_targets_count_by_their_weights(proxy):
     learned = learn_weights(proxy(target=("verse=0.75", "table=0.25"), mu=1e-3)).path
-    run = temperature(asked(learned))
+    run = temperature(asked(learned, seeds=(0, 1)))
     assert run.record["objective"] == {"verse": 0.75, "table": 0.25}
+    # In the order that was asked for, whatever the process: a killed search compares them.
+    assert list(run.record["objective"]) == ["verse", "table"]
+    # The report's table of perplexities ends in that objective too.
+    study = open_study([run.path])
+    (table,) = study.of(records.PerplexityGroup)
+    *_, total = study.lines(table)
+    for point in run.record["points"]:
+        label = {0: "uniform", 1: "DoGE", 2: "1/T = 2"}[point["inverse_temperature"]]
+        found = total.mean_losses(label)
+        assert found == pytest.approx({int(s): loss for s, loss in point["losses"].items()})
     for point in run.record["points"]:
         base = run.path / "runs" / f"base-{point['inverse_temperature']:g}-seed0"
         loss = records.read_json(base / records.EVALUATION)["loss"]
-        assert point["loss"] == pytest.approx(0.75 * loss["verse"] + 0.25 * loss["table"])
+        own = point["losses"]["0"]
+        assert own == pytest.approx(0.75 * loss["verse"] + 0.25 * loss["table"])
         assert set(point["weights"]) == {"code", "prose"}
 
 
@@ -190,6 +206,13 @@ def test_a_model_that_diverges_is_no_choice(learned, monkeypatch, capsys):
     run = temperature(asked(learned, out=learned.parent / "other", most_runs=4))
     assert run.record["inverse_temperature"] == 1
     assert not run.record["is_decided"]
+    # A seed that is lost leaves no mean over the others in the report.
+    survivors = ("base-0-", "base-1-", "base-2-seed0")
+    run = temperature(asked(learned, out=learned.parent / "lost", seeds=(0, 1)))
+    assert run.record["points"][2]["loss"] is None
+    text = terminal_table([run.path])
+    assert "not complete" not in text
+    assert "1/T = 2" not in text
     survivors = ()
     with pytest.raises(Diverged, match="base-2-seed0 diverged"):
         temperature(asked(learned, out=learned.parent / "one", only=("base-2-seed0",)))
@@ -213,8 +236,10 @@ def test_a_search_may_go_on_with_more_runs_and_another_budget(learned, monkeypat
     assert kept.items() <= found.items()
     with pytest.raises(ValueError, match="steps"):
         temperature(asked(learned, steps=5))
-    # What was measured is of the direction that the proxy had.
+    # What was measured is of the direction that the proxy had, and so is the report.
+    assert open_study([run.path]).proxies
     write_weights(learned / "weights.json", dict(zip(NAMES, (0.1, 0.2, 0.3, 0.4), strict=True)))
+    assert not open_study([run.path]).proxies
     with pytest.raises(ValueError, match="trained again"):
         temperature(asked(learned, most_runs=4, budget_tokens=1e4))
 

@@ -153,6 +153,13 @@ def weights_by_name(record: Mapping[str, Any]) -> dict[str, float]:
     return {entry["name"]: float(entry["weight"]) for entry in record["domains"]}
 
 
+def is_same_mixture(one: Mapping[str, float], other: Mapping[str, float]) -> bool:
+    """Whether weights agree but for their last bits, in which machines may differ."""
+    return one.keys() == other.keys() and all(
+        math.isclose(one[name], other[name], rel_tol=1e-9) for name in one
+    )
+
+
 def _check_weights(record: Json, where: str) -> None:
     check_schema(record, where, way_out=_WAY_TO_WEIGHTS)
     check_fields(record, where)

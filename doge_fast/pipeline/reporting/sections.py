@@ -177,7 +177,8 @@ def _temperature(study: Study, group: records.TemperatureGroup) -> Section:
     losses = {point.arm.label: study.losses(point.arm) for point in group.points}
     line, uniform = Line("loss", losses, group.aim), group.points[0].arm.label
     changes = {inverse: line.difference(label, uniform) for inverse, label in arms.items()}
-    points = [point for point in group.points if losses[point.arm.label]]
+    # Of as many seeds each.
+    points = [each for each in group.points if len(losses[each.arm.label]) == len(each.arm.runs)]
     means = {point.inverse: fmean(line.mean_losses(point.arm.label).values()) for point in points}
     rows: list[Sequence[str | Cell]] = []
     for point in points:
@@ -203,7 +204,7 @@ def _temperature(study: Study, group: records.TemperatureGroup) -> Section:
     heads.append(("epochs", "of the written weights"))
     note = "Epochs: passes over the text of a domain in the training that the weights are for."
     mixtures = []
-    for name in shown[0].weights:
+    for name in group.points[0].weights:
         epochs = f"{group.epochs[name]:.2f}" if name in group.epochs else "–"
         mixtures.append((name, *(f"{point.weights[name]:.3f}" for point in shown), epochs))
     headline = "uniform: no temperature tried has a lower loss"

@@ -222,11 +222,13 @@ class Study:
         arms += [
             arm for group in self.of(records.TargetsGroup) for row in group.rows for arm in row.arms
         ]
-        needed = {name for arm in arms for name in arm.runs}
+        needed = {name: None for arm in arms for name in arm.runs}
+        # A search has begun more than it has measured: what diverged, or fewer seeds went through.
+        planned = needed if self.of(records.TemperatureGroup) else self.plan.runs
         blocks = self.plan.settings.eval_blocks
         return [
             name
-            for name in self.plan.runs
+            for name in planned
             if name not in self.runs
             or not self.runs[name].is_complete
             or (name in needed and not records.is_measured(self.runs[name].path, blocks))
@@ -261,7 +263,9 @@ class Study:
         measured = [each for losses in arms.values() for each in losses.values()]
         names = [name for name in group.aim if measured and all(name in each for each in measured)]
         lines = [Line(name, arms, {name: 1}) for name in names]
-        total = Line("average", arms, dict.fromkeys(names, 1), is_total=True)
+        # That of a search is its objective.
+        aim = next((each.aim for each in self.of(records.TemperatureGroup)), {})
+        total = Line("average", arms, {name: aim.get(name, 1) for name in names}, is_total=True)
         return [*lines, total] if names else []
 
 
@@ -279,7 +283,7 @@ def open_study(runs: Sequence[Path]) -> Study:
         if not any(runs[0].glob("*/config.json")):
             raise ValueError(f"No run of the experiment in {path.parent} has begun.")
         plan = records.load(path.parent, records.ExperimentRecord)
-        if plan.settings.proxy and Path(plan.settings.proxy).is_dir():
+        if plan.settings.proxy and _is_searched(Path(plan.settings.proxy), plan):
             runs = [*runs, Path(plan.settings.proxy)]
     found = open_runs(runs)
     if all(run.record.stage == "select" for run in found):
@@ -304,6 +308,16 @@ def open_study(runs: Sequence[Path]) -> Study:
     number = plural(sum(len(proxy.runs) for proxy in proxies), "proxy run")
     question = f"{number}, {plural(len(bases), 'base model')}"
     return Study("Domain weights", question, opened, proxies, tuple(_groups(bases, proxies)))
+
+
+def _is_searched(proxy: Path, plan: records.ExperimentRecord) -> bool:
+    """Whether a search's proxy is there, with the weights that it had then."""
+    if not (proxy / records.CONFIG).exists() or not (proxy / records.WEIGHTS).exists():
+        return False
+    weights = records.weights_by_name(records.read_weights(proxy))
+    tables = (group for group in plan.groups if isinstance(group, records.TemperatureGroup))
+    own = (point.weights for each in tables for point in each.points if point.inverse == 1)
+    return all(records.is_same_mixture(weights, then) for then in own)
 
 
 def _proxies_of(alike: Iterable[list[RecordedRun]]) -> tuple[Proxy, ...]:

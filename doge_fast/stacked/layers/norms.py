@@ -20,6 +20,10 @@ from doge_fast.stacked.layers.token_sums import Sum, exact, put, sums_one_by_one
 class LayerNormRule(LayerRule):
     """torch's LayerNorm, by torch's kernels."""
 
+    def covers(self, module: Any) -> bool:
+        """False without a gain."""
+        return super().covers(module) and module.weight is not None
+
     def prepare(self, module: Any, x: Tensor) -> Tensor:
         """x, in float32 under autocast on a GPU, as torch's LayerNorm has it."""
         return x.float() if _is_widened(x) else x
