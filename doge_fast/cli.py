@@ -27,8 +27,6 @@ from doge_fast.pipeline.config.ranges import check
 TRACEBACK = "DOGE_FAST_TRACEBACK"
 _log = logging.getLogger("doge_fast")
 
-# {package: the extra that installs it}; for all others it is `pipeline`.
-_EXTRAS = {"lm_eval": "fewshot"}
 _DESCRIPTION = "Learn how much of each domain a language model should be pretrained on."
 
 
@@ -94,7 +92,7 @@ def _ending(error: BaseException, directory: Path | None) -> failures.Ending:
     # A missing module of this package is a bug, not a missing extra.
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if missing is not None and missing.split(".")[0] != "doge_fast":
-        extra = _EXTRAS.get(missing, "pipeline")
+        extra = "fewshot" if missing == "lm_eval" else "pipeline"
         return failures.Ending(
             failures.USAGE,
             f"This verb needs {missing}, which is not installed: pip install 'doge-fast[{extra}]'.",
@@ -363,8 +361,6 @@ def _profile(config: configs.ProfileConfig) -> list[str]:
 
 _WEIGHTS = "pipeline.weights.verbs"
 _RUNNER, _TARGET = "pipeline.experiments.runner", "pipeline.task_target"
-# Packages of verbs that draw and compute nothing.
-_DRAWS = ("matplotlib.figure",)
 VERBS: dict[str, Verb] = {
     "demo": Verb(configs.DemoConfig, _in("pipeline.demo", "demo")),
     "proxy": Verb(configs.ProxyConfig, _proxy, takes_ranks=True),
@@ -374,7 +370,7 @@ VERBS: dict[str, Verb] = {
     "select": Verb(configs.SelectConfig, _select, takes_ranks=True),
     "evaluate": Verb(configs.EvaluateConfig, _evaluate, is_positional=True, takes_ranks=True),
     "target": Verb(configs.TargetConfig, _in(_TARGET, "write_target"), True, ("torch", "lm_eval")),
-    "report": Verb(configs.ReportConfig, _report, loads=_DRAWS),
+    "report": Verb(configs.ReportConfig, _report, loads=("matplotlib.figure",)),
     "experiment": Verb(configs.ExperimentConfig, _in(_RUNNER, "run_experiment"), True),
     "weights show": Verb(configs.WeightsShowConfig, _in(_WEIGHTS, "show"), True, ()),
     "weights diff": Verb(configs.WeightsDiffConfig, _in(_WEIGHTS, "diff"), True, ()),

@@ -325,18 +325,16 @@ class FlatBuffer:
         They are looked for after the first steps of each block. Whether there are new ones.
         """
         watched = [b for b in self._blocks.values() if b.num_watched < MOST_WATCHED]
-        found = False
-        if watched:
-            values = map(local_of, tree_leaves([*optimizer.state.values()]))
-            plain = (x for x in values if type(x) in PLAIN and x.layout == torch.strided)
-            places = {tensor.untyped_storage().data_ptr() for tensor in plain}
+        if not watched:
+            return False
+        values = map(local_of, tree_leaves([*optimizer.state.values()]))
+        plain = (x for x in values if type(x) in PLAIN and x.layout == torch.strided)
+        places = {tensor.untyped_storage().data_ptr() for tensor in plain}
         for block in watched:
             if block.combined is not None:
-                block.num_watched += 1
                 block.is_kept = block.combined.untyped_storage().data_ptr() in places
-                block.num_watched += MOST_WATCHED * block.is_kept
-                found |= block.is_kept
-        return found
+                block.num_watched += MOST_WATCHED if block.is_kept else 1
+        return any(block.is_kept for block in watched)
 
     def dtypes_of(self, params: Iterable[Tensor]) -> list[torch.dtype | None]:
         """The dtype of each parameter's rows; None without a gradient in this step."""
@@ -384,10 +382,8 @@ class FlatBuffer:
                 f"{param.device}. Move the model first and build the optimizer after that."
             )
         else:
-            now = block.rows_BN.dtype
-            is_wide = now == dtype or self.dtype is not None
-            both = now if is_wide else torch.promote_types(now, dtype)
-            if both != now or len(block.rows) < self.num_rows:
+            both = self.dtype or torch.promote_types(block.rows_BN.dtype, dtype)
+            if both != block.rows_BN.dtype or len(block.rows) < self.num_rows:
                 self.flush()
                 block.remake(self.num_rows, both)
         block.grad_dtype = dtype

@@ -15,11 +15,12 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from doge_fast.distributed import Ranks
+from doge_fast.distributed.process_group import Ranks
 from doge_fast.flat_buffer import FlatBuffer
 from doge_fast.joined import loading, refuse_other_optimizers, saved, step_with
 from doge_fast.step.parameters import TrackedParameters
 from doge_fast.step.step import Step
+from doge_fast.tracing import warn
 from doge_fast.weights import checkpoint, defaults, weights_file
 from doge_fast.weights.objective import UNIVERSAL, Objective, Target
 from doge_fast.weights.reweight import LastStep
@@ -169,7 +170,6 @@ class DoGEOptimizer(OptimizerWrapper):
         self._weights = DomainWeights(objective, rule, device=device, initial=initial)
         self._weights.assumed_lr = assumed_lr
         self._step = Step(
-            self.inner,
             parameters,
             self._weights,
             Subset(objective, domains_per_step, seed),
@@ -434,7 +434,11 @@ class DoGEOptimizer(OptimizerWrapper):
             checkpoint.mark(self.param_groups)
             self._step.begin_loaded()
             if ours is None:
-                checkpoint.warn_of_none()
+                warn(
+                    "the checkpoint holds the wrapped optimizer's state and no domain weights; "
+                    "they stay as they are. If this is intended, load it before wrapping the "
+                    "optimizer."
+                )
             else:
                 self.doge.load_state_dict(ours)
 

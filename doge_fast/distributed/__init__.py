@@ -10,30 +10,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from doge_fast.distributed.columns import ColumnExchange
-from doge_fast.distributed.exchange import Columns, Exchange
-from doge_fast.distributed.process_group import (
-    Agreement,
-    Communicator,
-    Ranks,
-    Report,
-    default_group,
-    group_of,
-)
+from doge_fast.distributed.exchange import Exchange
+from doge_fast.distributed.process_group import Communicator, Ranks, default_group, group_of
 from doge_fast.distributed.shards import ShardExchange, ranks_of_mesh
-from doge_fast.distributed.wrappers import bare, without_reduction
 from doge_fast.flat_buffer import local_of
-
-__all__ = [
-    "Agreement",
-    "Columns",
-    "Exchange",
-    "Ranks",
-    "Report",
-    "bare",
-    "default_group",
-    "exchange_of",
-    "without_reduction",
-]
 
 
 def exchange_of(ranks: Ranks, params: Sequence[Tensor]) -> Exchange:

@@ -62,22 +62,18 @@ class ColumnExchange(Exchange):
         super().__init__(communicator)
         # [n, columns of a shard] of each bucket: memory of the sums, which p.grad views.
         self._sums: list[Tensor] = []
-        # Pieces of this step: the number on each rank, the share of each in its row, and the rows
-        # of this rank's buffer that hold this rank's pieces.
-        self._pieces_n: list[int] = []
-        self._shares_BP = torch.empty(0, 0)
-        self._rows_here: list[int] = []
-        # The dtype in which each block's rows are sent.
-        self._dtypes: list[torch.dtype] = []
 
     def agree(self, rows: Sequence[str], report: Report) -> Agreement:
         """As `Exchange.agree`; the first time, the parameters' values must be the same too."""
         values = [_checksum(param) for param in report.params] if report.is_first else None
         settings = {**report.settings, "the values of the parameters": values}
         counts_nB, agreement = self._ranks.agree(rows, report._replace(settings=settings))
+        # The dtype in which each block's rows are sent.
         self._dtypes = [dtype for dtype in agreement.dtypes if dtype is not None]
+        # Pieces of this step: the number on each rank, the share of each in its row, and the rows
+        # of this rank's buffer that hold this rank's pieces.
         has_piece_nB = counts_nB > 0
-        self._pieces_n = has_piece_nB.sum(1).tolist()
+        self._pieces_n: list[int] = has_piece_nB.sum(1).tolist()
         # Pieces are sorted by rank, then by row.
         rows_P = has_piece_nB.nonzero()[:, 1]
         self._shares_BP = counts_nB.new_zeros(len(rows), len(rows_P))

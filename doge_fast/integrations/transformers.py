@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 
-from doge_fast.distributed import default_group
+from doge_fast.distributed.process_group import default_group
 from doge_fast.flat_buffer import on_device
 from doge_fast.integrations import causal_lm, domain_data
 from doge_fast.integrations.domain_data import Batch, RankBatch, examples_of_rank

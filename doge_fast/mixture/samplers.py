@@ -21,12 +21,8 @@ def batch_draws(counts: MixtureCounts, step: int) -> list[Draw]:
     # A domain's positions ascend within the batch.
     by_domain_B = np.argsort(domains_B, kind="stable")
     positions_B = np.empty_like(domains_B)
-    positions_B[by_domain_B] = np.concatenate(
-        [
-            np.arange(first, first + number)
-            for first, number in zip(counts.drawn(step), counts_K, strict=True)
-        ]
-    )
+    first_K = counts.drawn(step)
+    positions_B[by_domain_B] = np.concatenate([*map(np.arange, first_K, first_K + counts_K)])
     return list(zip(domains_B.tolist(), positions_B.tolist(), strict=True))
 
 

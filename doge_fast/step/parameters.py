@@ -42,7 +42,7 @@ class TrackedParameters:
     def __init__(
         self, optimizer: Optimizer, selection: Collection[str] | Collection[Tensor] | None
     ) -> None:
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._start()
         self.params: list[Tensor] = self.look_up()
         """The tracked parameters, as `scan` found them last."""
@@ -59,7 +59,7 @@ class TrackedParameters:
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the hooks, which cannot be pickled."""
-        lasting = ("_optimizer", "_selection", "params", "selected_ids")
+        lasting = ("optimizer", "_selection", "params", "selected_ids")
         return {name: getattr(self, name) for name in lasting}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -92,7 +92,7 @@ class TrackedParameters:
     @property
     def groups(self) -> list[dict[str, Any]]:
         """The parameter groups of the wrapped optimizer; not a copy."""
-        return self._optimizer.param_groups
+        return self.optimizer.param_groups
 
     @property
     def lr(self) -> float | Tensor:
@@ -226,7 +226,7 @@ class TrackedParameters:
             raise TypeError(
                 "the lr of the wrapped optimizer's first parameter group is the eta by which "
                 "domain weights move, so it must be a number or a tensor; "
-                f"{type(self._optimizer).__name__} has {lr!r} there. Give it a learning rate, and "
+                f"{type(self.optimizer).__name__} has {lr!r} there. Give it a learning rate, and "
                 "switch off its own choice of one."
             )
         if not self.params:

@@ -21,19 +21,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.optim import Optimizer
 
-from doge_fast.distributed import (
-    Agreement,
-    Columns,
-    Exchange,
-    Ranks,
-    Report,
-    bare,
-    default_group,
-    exchange_of,
-    without_reduction,
-)
+from doge_fast.distributed import exchange_of
+from doge_fast.distributed.exchange import Columns, Exchange
+from doge_fast.distributed.process_group import Agreement, Ranks, Report, default_group
+from doge_fast.distributed.wrappers import bare, without_reduction
 from doge_fast.flat_buffer import FlatBuffer, local_gradient
 from doge_fast.stacked.stacked import StackedModel, segments_of, sizes_of
 from doge_fast.step import ownership
@@ -87,7 +79,6 @@ class Step:
 
     def __init__(
         self,
-        inner: Optimizer,
         parameters: TrackedParameters,
         weights: DomainWeights,
         subset: Subset,
@@ -113,7 +104,6 @@ class Step:
         self.parameters = parameters
         self.subset = subset
         self._buffer_dtype = buffer_dtype
-        self._inner = inner
         self._weights = weights
         self._absent = absent
         self._scaler = scaler
@@ -134,15 +124,16 @@ class Step:
         self._open: OpenDomain | None = None
         self._received = Received()
         self._has_entered = False
+        inner = self.parameters.optimizer
         # Whether state that appears in the wrapped optimizer may have been loaded into it directly.
-        self._may_be_loaded = not self._inner.state
-        self._one_step = ownership.OneStep(each_of(self._inner), self.buffer.is_combined)
+        self._may_be_loaded = not inner.state
+        self._one_step = ownership.OneStep(each_of(inner), self.buffer.is_combined)
         self.parameters.receive = torch.compiler.disable(weakly(self.receive))  # type: ignore[no-untyped-call]
         self.parameters.scan()
 
     _LASTING = (
         *("micro_batches", "parameters", "subset"),
-        *("_inner", "_weights", "_buffer_dtype", "_absent", "_scaler", "_ranks"),
+        *("_weights", "_buffer_dtype", "_absent", "_scaler", "_ranks"),
     )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -249,7 +240,7 @@ class Step:
             )
         if self._may_be_loaded:
             self._may_be_loaded = False
-            checkpoint.warn_of_loading_in_place(self._inner)
+            checkpoint.warn_of_loading_in_place(self.parameters.optimizer)
         if self._is_combined:
             # p.grad was cleared without a step, as a scaler does on overflow. The draw of domains
             # stays: the loop has read `domains_of_step`.
@@ -397,7 +388,7 @@ class Step:
                 lr=lr,
                 grad_scale=scale,
             )
-        self._is_skipped = skip_reader(last.skipped, self._inner)
+        self._is_skipped = skip_reader(last.skipped, self.parameters.optimizer)
 
         with phase("weighted_sum"):
             # The sum goes into `p.grad` on all ranks.
@@ -451,9 +442,12 @@ class Step:
 
     def _settings(self, params: Sequence[Tensor], scale: float | Tensor) -> dict[str, object]:
         """{name for messages: value that must be the same on all ranks}."""
-        selected = self.parameters.selected_ids
+        selected, objective = self.parameters.selected_ids, self._weights.objective
         return {
-            **self._weights.settings(with_values=not self._has_agreed),
+            "the domains or the target": [objective.domains, objective.target],
+            "the settings of DoGEOptimizer": repr(self._weights.rule),
+            # Reading them waits for the device: until rank 0 has broadcast its own.
+            "the domain weights": None if self._has_agreed else self._weights.state_S.tolist(),
             "grad_scale": on_host(scale),
             "the learning rate": [on_host(group.get("lr")) for group in self.parameters.groups],
             "micro_batches or absent": [self.micro_batches, self._absent],
@@ -502,8 +496,9 @@ class Step:
         last = self._weights.last
         assert last is not None
         self.parameters.refuse_other_lr(last)
+        inner = self.parameters.optimizer
         with phase("inner_step"):
-            step_unless(last.skipped, last.found_inf, self._inner, self._is_skipped, loss)
+            step_unless(last.skipped, last.found_inf, inner, self._is_skipped, loss)
         self._spare_kept()
         self.subset.draw(self.subset.draws + 1)
         self._one_step.is_ours = True
@@ -512,7 +507,7 @@ class Step:
     @outside_graphs
     def _spare_kept(self) -> None:
         """Leave alone what the wrapped optimizer keeps of `p.grad`."""
-        if self.buffer.find_kept(self._inner) and self._exchange is not None:
+        if self.buffer.find_kept(self.parameters.optimizer) and self._exchange is not None:
             self._exchange.release()
 
     @outside_graphs

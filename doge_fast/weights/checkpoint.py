@@ -128,14 +128,6 @@ def taken_from(
     return ours, rest
 
 
-def warn_of_none() -> None:
-    """Warn the caller of `load_state_dict` that the state dict has no domain weights."""
-    warn(
-        "the checkpoint holds the wrapped optimizer's state and no domain weights; they stay as "
-        "they are. If this is intended, load it before wrapping the optimizer."
-    )
-
-
 def warn_of_loading_in_place(optimizer: Optimizer) -> None:
     """Warn if the wrapped optimizer's state holds numbers before its first step.
 

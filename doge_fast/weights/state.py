@@ -130,18 +130,6 @@ class DomainWeights:
             "versions": {"torch": torch.__version__},
         }
 
-    def settings(self, *, with_values: bool) -> dict[str, object]:
-        """{name for messages: value that must be the same on all ranks}.
-
-        `with_values` reads the weights too, and waits for the device: needed until rank 0 has
-        broadcast them, at first and after they were loaded.
-        """
-        return {
-            "the domains or the target": [self.objective.domains, self.objective.target],
-            "the settings of DoGEOptimizer": repr(self.rule),
-            "the domain weights": self.state_S.tolist() if with_values else None,
-        }
-
     def load(self, parts: Mapping[str, Tensor]) -> None:
         """Restore what `state` returned."""
         # The rates of the steps before the checkpoint are not known.
@@ -213,16 +201,11 @@ class DomainWeights:
     def warn_of_failure(self) -> None:
         """Warn, once each, of weights that mean nothing. Waits for the device."""
         state = state_views(self.state_S.cpu())
-        messages = {
-            "skipped": self._all_skipped(state),
-            "unmoved": self._unmoved(state),
-            "tied": self._tied(state),
-            "few": self._collapsed(state),
-            "rate": self._other_rate(state),
-        }
-        for kind, message in messages.items():
-            if message and kind not in self._warned:
-                self._warned.add(kind)
+        kinds = (self._all_skipped, self._unmoved, self._tied, self._collapsed, self._other_rate)
+        for kind in kinds:
+            message = kind(state)
+            if message and kind.__name__ not in self._warned:
+                self._warned.add(kind.__name__)
                 warn(message)
 
     def _all_skipped(self, state: WeightsState) -> str | None:

@@ -146,13 +146,6 @@ def test_the_record_has_the_mean_and_the_last_weights():
     }
 
 
-def test_ranks_compare_weights_where_they_may_differ_alone():
-    """Reading them waits for the device."""
-    weights = weights_of()
-    for is_read, values in ((False, None), (True, weights.state_S.tolist())):
-        assert weights.settings(with_values=is_read)["the domain weights"] == values
-
-
 def learned(alpha: list[float], **arguments: Any) -> DomainWeights:
     """Weights at `alpha` after four steps with a score."""
     weights = weights_of("defg"[: len(alpha)], rule=UpdateRule(0.25), **arguments)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from doge_fast import DoGEOptimizer
-from doge_fast.distributed import Exchange, exchange
+from doge_fast.distributed import exchange
 from doge_fast.flat_buffer import FlatBuffer
 from doge_fast.joined import JoinedOptimizer
 from doge_fast.step import step
@@ -82,8 +82,9 @@ def test_parameters_of_a_selection_may_be_on_another_device(other):
     params = [torch.zeros(3, device=device) for device in (other, "meta")]
     for row, param in itertools.product(range(2), params):
         buffer.receive_all(row, [param], [torch.ones_like(param)])
-    columns = Exchange().complete(buffer.touched(params), ())
-    grams = _gram_matrices(columns, Exchange(), {id(params[1])})
+    alone = exchange.Exchange()
+    columns = alone.complete(buffer.touched(params), ())
+    grams = _gram_matrices(columns, alone, {id(params[1])})
     assert [gram_BB.device.type for gram_BB in grams] == ["meta", "meta"]
 
 

@@ -123,6 +123,11 @@ def test_what_counts_over_ranks_is_the_sum_over_micro_batches(monkeypatch):
     ((_, report),) = (call.args for call in agree.call_args_list)
     assert report.counts == {"a": 4.0, "b": 2.5, "c": 2.0}
     assert report.order == ["a", "b", "a", "c", "b", "c"]
+    # Reading the weights waits for the device: ranks compare them until they have agreed.
+    values, step = optimizer._weights.state_S.tolist(), optimizer._step
+    assert step._settings([], 1.0)["the domain weights"] is None
+    step.begin_loaded()
+    assert step._settings([], 1.0)["the domain weights"] == values
     # In one process they change nothing, whatever their size.
     twin, plain = made(micro_batches=2)
     for name, count in (("a", 1.0), ("b", 5e-324), ("c", 1e300)) * 2:
