@@ -150,3 +150,8 @@ def _keep(written: Path, path: Path, scratch: Path) -> None:
 def digest(value: Any) -> str:
     """SHA-256 of a value that JSON can hold, shortened to what names a folder."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def text_hash(text: str) -> int:
+    """64 bits of a text, the same everywhere, by which files and documents are drawn."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())

@@ -1,7 +1,7 @@
 """Which files are a corpus: one function says of each its domain, its split and its kind.
 
-Whoever reads files, or wants to know whether they have changed, asks for a `Listing`. Nothing in
-a folder steers what is read but the names of files and folders, and a path is never a pattern.
+Nothing in a folder steers what is read but the names of files and folders, and a path is never a
+pattern.
 """
 
 import functools
@@ -58,44 +58,16 @@ class CorpusFile:
     kind: Kind
 
 
-@dataclass(frozen=True)
-class Listing:
-    """The files of a corpus."""
-
-    files: Mapping[str, Sequence[CorpusFile]]
-    """{domain: its files that are read, in the order of their paths}."""
-    left_out: Mapping[str, Sequence[str]]
-    """{why: paths below the folder}."""
-    doubtful: Sequence[str] = ()
-    """Paths that have the word of a held-out split, not at the end, and are trained on."""
-
-    def tell(self, data: Path) -> None:
-        """Log what is read, and what is not."""
-        read = []
-        for domain, files in self.files.items():
-            told = first_few([str(file.path.relative_to(data)) for file in files])
-            read.append(f"{domain} of {told}" if domain else told)
-        tell_once(f"{data}: read are {'; '.join(read)}.")
-        for why, names in self.left_out.items():
-            is_data = any(map(_DATA.fullmatch, names))
-            level = logging.WARNING if is_data else logging.INFO
-            tell_once(f"{data}: not read are {first_few(names)}: {why}.", level)
-        if self.doubtful:
-            _log.warning(
-                "%s: %s: the name has the word of a held-out split, and the text is trained on. "
-                "Have it end with that word, as c4-validation, to hold it out.",
-                *(data, first_few(self.doubtful)),
-            )
-
-
 @functools.cache
 def tell_once(line: str, level: int = logging.INFO) -> None:
     """Log a line the first time only, since all runs of a search read the same corpus."""
     _log.log(level, "%s", line)
 
 
-def list_files(data: Path, chosen: Collection[str] | None) -> Listing:
-    """The files below a folder, a domain each or a folder of them for each domain.
+def list_files(data: Path, chosen: Collection[str] | None) -> dict[str, list[CorpusFile]]:
+    """{domain: its files that are read, in the order of their paths}; logs what is, and is not.
+
+    Below the folder is a file or a folder of them for each domain.
 
     `chosen` are the domains that are asked for, so that other entries may be anything; empty: all;
     None: a column says the domain, so all files are of one kind of row.
@@ -104,7 +76,9 @@ def list_files(data: Path, chosen: Collection[str] | None) -> Listing:
         ValueError: something in the folder is neither text of one domain nor plainly something
             else.
     """
+    # {why: paths below the folder}.
     left_out: dict[str, list[str]] = {}
+    # Paths that have the word of a held-out split, not at the end, and are trained on.
     doubtful: list[str] = []
     found: list[CorpusFile] = []
     for path in _walk(data):
@@ -112,15 +86,18 @@ def list_files(data: Path, chosen: Collection[str] | None) -> Listing:
         if why := _reason_to_leave(path, has_column=chosen is None):
             left_out.setdefault(why, []).append(str(inside))
             continue
-        domain = "" if chosen is None else stem_of(inside.parts[0], is_file=len(inside.parts) == 1)
-        told = inside.parts if chosen is None else inside.parts[1:]
+        first, *others = inside.parts
+        name = first if others else stem_of(first)
+        domain, told = ("", inside.parts) if chosen is None else (name, others)
         # The first folder or file name that states a split decides.
         split: Split = next(filter(None, map(split_of, told)), "train")
         found.append(CorpusFile(path, domain, split, kind_of(path)))
         if split == "train" and any(map(_mentions_held_out, told)):
             doubtful.append(str(inside))
     _check_twice(file for file in found if not chosen or file.domain in chosen)
-    files = {name: [f for f in found if f.domain == name] for name in _unique(found)}
+    files: dict[str, list[CorpusFile]] = {}
+    for file in found:
+        files.setdefault(file.domain, []).append(file)
     if chosen is not None:
         _check_domains(data, files, chosen)
     for name, own in files.items():
@@ -129,7 +106,29 @@ def list_files(data: Path, chosen: Collection[str] | None) -> Listing:
             tests = [str(f.path.relative_to(data)) for f in own if f.split == "test"]
             left_out.setdefault("a validation split is held out already", []).extend(tests)
             files[name] = [file for file in own if file.split != "test"]
-    return Listing(files, left_out, doubtful)
+    _tell(data, files, left_out)
+    if doubtful:
+        _log.warning(
+            "%s: %s: the name has the word of a held-out split, and the text is trained on. "
+            "Have it end with that word, as c4-validation, to hold it out.",
+            *(data, first_few(doubtful)),
+        )
+    return files
+
+
+def _tell(
+    data: Path, files: Mapping[str, Sequence[CorpusFile]], left_out: Mapping[str, Sequence[str]]
+) -> None:
+    """Log what is read, and what is not."""
+    read = []
+    for domain, own in files.items():
+        told = first_few([str(file.path.relative_to(data)) for file in own])
+        read.append(f"{domain} of {told}" if domain else told)
+    tell_once(f"{data}: read are {'; '.join(read)}.")
+    for why, names in left_out.items():
+        is_data = any(map(_DATA.fullmatch, names))
+        level = logging.WARNING if is_data else logging.INFO
+        tell_once(f"{data}: not read are {first_few(names)}: {why}.", level)
 
 
 def kind_of(path: Path) -> Kind:
@@ -140,12 +139,9 @@ def kind_of(path: Path) -> Kind:
     return kind
 
 
-def stem_of(name: str, *, is_file: bool = True) -> str:
+def stem_of(name: str) -> str:
     """The name without the ending that says how the file is read."""
-    if not is_file:
-        return name
-    plain = _without(name, COMPRESSIONS)
-    return _without(plain, KINDS)
+    return _without(_without(name, COMPRESSIONS), KINDS)
 
 
 def split_of(name: str) -> Split | None:
@@ -223,10 +219,6 @@ def _words(name: str) -> list[str]:
 def _mentions_held_out(name: str) -> bool:
     words = (word.removesuffix("set") for word in _words(name))
     return any(_WORDS.get(word) in ("validation", "test") for word in words)
-
-
-def _unique(files: Iterable[CorpusFile]) -> list[str]:
-    return list(dict.fromkeys(file.domain for file in files))
 
 
 def _check_twice(files: Iterable[CorpusFile]) -> None:

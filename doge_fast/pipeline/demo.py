@@ -38,26 +38,7 @@ def demo(config: DemoConfig) -> list[str]:
     Raises:
         ValueError: the corpus lacks the target, or a setting is out of its range.
     """
-    first = proxy_of(config)
-    _tell_time(first)
-    learned = proxy.learn_weights(first).path
-    search = temperature(
-        TemperatureConfig(
-            learned,
-            out=config.out / "temperature",
-            steps=config.steps,
-            seeds=(config.seed,),
-            most_runs=MOST_RUNS,
-            eval_blocks=BLOCKS,
-            device=config.device,
-        )
-    ).path
-    return [terminal_table([search]), *lines_of(search)]
-
-
-def proxy_of(config: DemoConfig) -> ProxyConfig:
-    """The demo's proxy."""
-    return ProxyConfig(
+    first = ProxyConfig(
         config.out / "proxy",
         CorpusConfig(config.data, vocab_size=2048, cache_dir=config.cache_dir),
         # At a rate of 2e-3 runs of this length leave their first plateau at a step that chance
@@ -72,6 +53,20 @@ def proxy_of(config: DemoConfig) -> ProxyConfig:
         ),
         target=(config.target,),
     )
+    _tell_time(first)
+    learned = proxy.learn_weights(first).path
+    search = temperature(
+        TemperatureConfig(
+            learned,
+            out=config.out / "temperature",
+            steps=config.steps,
+            seeds=(config.seed,),
+            most_runs=MOST_RUNS,
+            eval_blocks=BLOCKS,
+            device=config.device,
+        )
+    ).path
+    return [terminal_table([search]), *lines_of(search)]
 
 
 def _tell_time(config: ProxyConfig) -> None:

@@ -8,7 +8,7 @@ the seed and the step.
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import datasets
@@ -20,11 +20,11 @@ from transformers import PreTrainedTokenizerFast
 
 from doge_fast.mixture.counts import MixtureCounts, Phase
 from doge_fast.mixture.permutation import Ints, shuffled
-from doge_fast.pipeline import named
+from doge_fast.pipeline import baselines, named
 from doge_fast.pipeline.config import MIX, UNIVERSAL, CorpusConfig
 from doge_fast.pipeline.config.ranges import check
 from doge_fast.pipeline.corpus_files import tell_once
-from doge_fast.pipeline.packing import Packed, by_part, pack
+from doge_fast.pipeline.packing import ALL, Packed, by_part, pack
 from doge_fast.pipeline.records.shapes import CorpusRecord, DomainSizes
 from doge_fast.pipeline.sources import (
     ROWS,
@@ -170,7 +170,9 @@ def load_corpus(
     tokenizer = open_tokenizer(config, groups)
     if before_packing is not None:
         before_packing(names, tokenizer)
-    packed = pack(config, groups, tokenizer, is_measured=is_measured)
+    if is_measured:
+        config = replace(config, validation_fraction=ALL)
+    packed = pack(config, groups, tokenizer)
     train = {name: domain.train for name, domain in packed.items()}
     mix = {}
     if MIX in targets:
@@ -356,7 +358,7 @@ class BlockSampler(MixtureCounts):
 
     Args:
         seed: of the run.
-        weights: {domain: weight}, or a curriculum: phases in order, the first from step 0.
+        phases: weights in order, the first from step 0; more than one are a curriculum.
         batch_size: > 0; blocks in a batch, over all domains.
         num_blocks: {domain: blocks it has}, in the order of the batch.
         stream: runs of one seed draw the same order from streams of the same name.
@@ -365,12 +367,11 @@ class BlockSampler(MixtureCounts):
     def __init__(
         self,
         seed: int,
-        weights: Mapping[str, float] | Sequence[Phase],
+        phases: Sequence[Phase],
         batch_size: int,
         num_blocks: Mapping[str, int],
         stream: str = "train",
     ) -> None:
-        phases = [Phase(0, weights)] if isinstance(weights, Mapping) else list(weights)
         super().__init__(seed, phases, batch_size, list(num_blocks))
         self.stream = stream
         self.num_blocks = dict(num_blocks)
@@ -401,8 +402,8 @@ def mix_sampler(corpus: Corpus, *, size: int, seed: int) -> BlockSampler | None:
     if corpus.mix is None:
         return None
     num_blocks = {name: len(blocks) for name, blocks in corpus.mix.items()}
-    uniform = dict.fromkeys(num_blocks, 1 / len(num_blocks))
-    return BlockSampler(seed, uniform, size, num_blocks, stream=MIX)
+    uniform = Phase(0, baselines.uniform(num_blocks))
+    return BlockSampler(seed, [uniform], size, num_blocks, stream=MIX)
 
 
 def proxy_batch(

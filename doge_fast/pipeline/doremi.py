@@ -102,7 +102,7 @@ class DoReMiTrainer(MixtureTrainer):
         self.reference = reference.model.train(False).requires_grad_(False)
         nn.Module.to(self.reference, device)
         # Settings, those of the variant where none is given.
-        self.variant = variant = config.variant
+        variant = config.variant
         given = {"step_size": config.step_size, "smoothing": config.smoothing}
         usual = {"step_size": STEP_SIZE[variant], "smoothing": SMOOTHING[variant]}
         self.rule = {name: usual[name] if value is None else value for name, value in given.items()}
@@ -138,7 +138,7 @@ class DoReMiTrainer(MixtureTrainer):
         all_B = gather(domain_ids_B)
         self._move(gather(losses_BT.detach()), gather(reference_BT), all_B)
         shares_B = group_dro.example_shares(
-            self.weights.alpha, self.sampling_K, all_B, variant=self.variant
+            self.weights.alpha, self.sampling_K, all_B, variant=self.config.variant
         ).view(self.args.world_size, -1)[self.args.process_index]
         # Of which DistributedDataParallel takes the mean.
         return losses_BT.mean(1) @ shares_B.to(losses_BT.dtype) * self.args.world_size
@@ -148,7 +148,7 @@ class DoReMiTrainer(MixtureTrainer):
         self.domain_losses = group_dro.domain_means(losses_BT, domain_ids_B, num_domains)
         self.reference_losses = group_dro.domain_means(reference_BT, domain_ids_B, num_domains)
         excess_K = group_dro.excess_losses(
-            losses_BT, reference_BT, domain_ids_B, self.weights.excess, variant=self.variant
+            losses_BT, reference_BT, domain_ids_B, self.weights.excess, variant=self.config.variant
         )
         self.weights = self.weights.moved(excess_K, **self.rule)
 
@@ -196,7 +196,7 @@ def _leave(trainer: DoReMiTrainer) -> None:
         weights.alpha,
         columns={"reference_weight": trainer.against.weights},
         method="doremi",
-        variant=trainer.variant,
+        variant=config.variant,
         **trainer.rule,
         parameters=cast(PreTrainedModel, trainer.model).num_parameters(),
         batch_size=config.batch_size,

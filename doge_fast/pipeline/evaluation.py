@@ -47,9 +47,19 @@ def evaluate(config: EvaluateConfig) -> Json:
     _check(config, trained, corpus)
     _log.info("%s: reading %s", config.run, config.data or trained.corpus.data)
     if config.data is None:
-        held_out = own_blocks(config.run, trained, corpus)
+        held_out = own_blocks(config.run)
     else:
-        held_out = _other(config, config.data, corpus.block_size)
+        other = CorpusConfig(
+            data=config.data,
+            domains=config.domains,
+            text_column=config.text_column,
+            domain_column=config.domain_column,
+            tokenizer=str(config.run / records.MODEL),
+            block_size=corpus.block_size,
+            cache_dir=config.cache_dir,
+        )
+        # Of its validation split, or all of it, for the model saw none of it.
+        held_out = load_corpus(other, is_measured=True).validation
     _log.info("%s: opening the model", config.run)
     model = open_model(config.run / records.MODEL)
     torch.nn.Module.to(model, training.wait_for_ranks(training.device_of(config.device)))
@@ -115,26 +125,13 @@ def _check(config: EvaluateConfig, trained: StageConfig, corpus: CorpusRecord) -
         records.check_out(config.out, [])
 
 
-def own_blocks(
-    run: Path, trained: StageConfig, trained_on: CorpusRecord
-) -> Mapping[str, datasets.Dataset]:
-    """Held-out blocks of the run's corpus, if it still is that one; domains may have come to it."""
+def own_blocks(run: Path) -> Mapping[str, datasets.Dataset]:
+    """Held-out blocks of a run's corpus, if it still is that one; domains may have come to it."""
+    record, trained = records.load_config(run)
+    trained_on = record.corpus
     asked = replace(trained.corpus, domains=tuple(trained_on.domains))
     # What "mix" reserves is not trained on.
     mix = [MIX] if MIX in trained.targets else []
     corpus = load_corpus(asked, targets=(*trained_on.targets, *mix))
     records.check_corpus(run, trained_on, corpus.describe())
     return corpus.validation
-
-
-def _other(config: EvaluateConfig, data: str, block_size: int) -> Mapping[str, datasets.Dataset]:
-    """Blocks of other text: of the validation split, or all of it, for the model saw none of it."""
-    asked = CorpusConfig(
-        data=data,
-        text_column=config.text_column,
-        domain_column=config.domain_column,
-        tokenizer=str(config.run / records.MODEL),
-        block_size=block_size,
-        cache_dir=config.cache_dir,
-    )
-    return load_corpus(replace(asked, domains=config.domains), is_measured=True).validation

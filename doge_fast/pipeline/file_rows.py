@@ -126,8 +126,12 @@ def _arrow_batches(
             stream = pa.ipc.open_stream(mapped)
             schema, read = stream.schema, iter(stream)
         kept = needed(schema.names, columns)
-        parts = (batch.select(kept) for batch in read)
-        return schema, itertools.chain.from_iterable(map(_in_parts, parts))
+        parts = (
+            batch.select(kept).slice(start, _ROWS_PER_READ)
+            for batch in read
+            for start in range(0, batch.num_rows, _ROWS_PER_READ)
+        )
+        return schema, parts
     opened = pq.ParquetFile(file.path, page_checksum_verification=True)
     kept = needed(opened.schema_arrow.names, columns)
     return opened.schema_arrow, opened.iter_batches(batch_size=_ROWS_PER_READ, columns=kept)
@@ -140,10 +144,6 @@ def needed(names: Sequence[str], columns: Iterable[str]) -> list[str]:
     if twice := [name for name in found if names.count(name) > 1]:
         raise ValueError(f"the column {twice[0]!r} is there twice")
     return found
-
-
-def _in_parts(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    return (batch.slice(i, _ROWS_PER_READ) for i in range(0, batch.num_rows, _ROWS_PER_READ))
 
 
 def class_label(schema: pa.Schema, column: str) -> list[str] | None:

@@ -19,7 +19,6 @@ the packages, without repeats. A source that a machine lacks makes its domain sm
 
 import collections
 import functools
-import hashlib
 import inspect
 import json
 import logging
@@ -146,10 +145,6 @@ def _is_new(text: str, seen: set[int]) -> bool:
     return True
 
 
-def _hash(text: str) -> bytes:
-    return hashlib.blake2b(text.encode(), digest_size=8).digest()
-
-
 def _sources(stdlib: Path, site: Path) -> dict[str, Sequence[_Document]]:
     """What each domain is read from.
 
@@ -175,8 +170,8 @@ def _by_domain(folder: Path, *, is_stdlib: bool) -> dict[str | None, list[_Docum
         folders[:] = sorted(set(folders) - _LEFT_OUT_FOLDERS)
         paths += (Path(inside, name).relative_to(folder) for name in names)
     found: dict[str | None, list[_Document]] = collections.defaultdict(list)
-    for digest, path in sorted((_hash(path.as_posix()), path) for path in paths):
-        name = _domain_of(folder / path, is_stdlib, digest[0] < 128)
+    for number, path in sorted((cache.text_hash(path.as_posix()), path) for path in paths):
+        name = _domain_of(path, is_stdlib, number < 2**63)
         # Headers lie deep in the folders of one package.
         parts = path.parts[:-1][: 4 if name == "headers" else 1]
         read = _docstrings_of if name == "docstrings" else _text_of
@@ -185,7 +180,7 @@ def _by_domain(folder: Path, *, is_stdlib: bool) -> dict[str | None, list[_Docum
 
 
 def _domain_of(file: Path, is_stdlib: bool, is_first_half: bool) -> str | None:
-    """By its name and the folders it is in; of packages one half of the source is prose."""
+    """By its name and the folders it is in, from the root on; of packages one half is prose."""
     if file.suffix == ".py":
         *inside, name = file.parts[-4:]
         if not _TEST_FOLDERS.isdisjoint(inside) or name.startswith(("test_", "conftest")):

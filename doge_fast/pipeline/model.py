@@ -81,7 +81,7 @@ def build_model(
                 f"tokenizer={config.model!r} (--tokenizer {shlex.quote(config.model)})."
             )
     else:
-        architecture.vocab_size = padded_vocab_size(tokenizer)
+        architecture.vocab_size = -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
         architecture.bos_token_id = architecture.eos_token_id = end_of_text_id(tokenizer)
     if on_size is not None and (bare := _without_memory(architecture, config.model)) is not None:
         on_size(int(bare.num_parameters(only_trainable=True)))
@@ -246,11 +246,6 @@ def _with_loss(model: Any) -> PreTrainedModel:
     if getattr(model, "loss_type", None) is None:
         model.loss_type = "ForCausalLM"
     return cast(PreTrainedModel, model)
-
-
-def padded_vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The tokenizer's numbers, up to the next multiple of 64."""
-    return -(-vocabulary_size(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 def _family(size: Size, block_size: int) -> GPT2Config:

@@ -16,7 +16,7 @@ import math
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
@@ -52,7 +52,7 @@ _HOLDOUT_LEAST = 1000
 _CHARS_PER_TOKEN = 8
 _BATCH_DOCUMENTS = 256
 # The share that is held out where nothing is trained on.
-_ALL = 1.0
+ALL = 1.0
 _BATCH_CHARS = 1_000_000
 
 # Domain, text and split of a document.
@@ -95,17 +95,10 @@ def pack(
     config: CorpusConfig,
     parts: Groups,
     tokenizer: PreTrainedTokenizerFast,
-    *,
-    is_measured: bool = False,
 ) -> dict[str, Packed]:
-    """{domain: blocks}, packing what the cache does not hold.
-
-    `is_measured`: all of a domain without a validation split is held out.
-    """
+    """{domain: blocks}, packing what the cache does not hold."""
     sha256 = tokenizer_sha256(tokenizer)
     packed: dict[str, Packed] = {}
-    if is_measured:
-        config = replace(config, validation_fraction=_ALL)
     for part, names in parts.items():
         fraction = config.validation_fraction if part.validation is None else None
         # All that a domain's blocks depend on.
@@ -157,7 +150,7 @@ def _pack_part(
             _fill(own, placed, tokenizer)
     for (name, split), writer in writers.items():
         writer.close()
-        is_needed = split != "train" or config.validation_fraction < _ALL
+        is_needed = split != "train" or config.validation_fraction < ALL
         # Else it cannot be trained on or measured.
         if is_needed and writer.tokens < writer.block_size:
             is_named = writer.documents or config.domain_column is None
@@ -183,7 +176,7 @@ def _pack_part(
 def _divided(documents: Iterable[tuple[str, str]], borders: Mapping[str, int]) -> Iterator[Placed]:
     """Each document in its split; a domain without a border is all training."""
     for name, text in documents:
-        is_held_out = name in borders and _text_hash(text) <= borders[name]
+        is_held_out = name in borders and cache.text_hash(text) <= borders[name]
         yield name, text, "validation" if is_held_out else "train"
 
 
@@ -195,7 +188,7 @@ def _holdout_borders(config: CorpusConfig, part: Part, names: Sequence[str]) -> 
     them, a share of about 1 / (n + 1) or more is held out. With `max_tokens_per_domain` the
     documents that may fill every domain are enough, if they are `_HOLDOUT_LEAST` of each.
     """
-    if config.validation_fraction == _ALL:
+    if config.validation_fraction == ALL:
         return dict.fromkeys(names, 2**64)
     hashes: dict[str, set[int]] = {name: set() for name in names}
     limit, count = config.max_tokens_per_domain, 0
@@ -205,7 +198,7 @@ def _holdout_borders(config: CorpusConfig, part: Part, names: Sequence[str]) -> 
         count += 1
         # Of a domain that is full no more: the others must not decide how many.
         if name in unread:
-            hashes[name].add(_text_hash(text))
+            hashes[name].add(cache.text_hash(text))
             unread[name] -= len(text)
             if unread[name] <= 0 and len(hashes[name]) >= _HOLDOUT_LEAST:
                 del unread[name]
@@ -228,10 +221,6 @@ def _holdout_borders(config: CorpusConfig, part: Part, names: Sequence[str]) -> 
             # At least one document stays for training, whatever the fraction.
             borders[name] = sorted(found)[min(held, len(found) - 1) - 1]
     return borders
-
-
-def _text_hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
 
 
 def _fill(

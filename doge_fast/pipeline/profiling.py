@@ -5,6 +5,7 @@ the phases from other steps, in which each phase that is named (`doge_fast.traci
 are the least that a phase can move; bandwidth is measured in the same process.
 """
 
+import functools
 import json
 import logging
 import math
@@ -64,7 +65,6 @@ class ProfiledStep:
 
     def __init__(self, config: ProfileConfig, *, is_doge: bool) -> None:
         self.config = config
-        self.name = "doge" if is_doge else "plain"
         self.device = torch.device(config.device)
         self.is_stacked = config.mode == "stacked"
         # R: training domains and targets.
@@ -74,7 +74,8 @@ class ProfiledStep:
             ModelConfig(model=config.model),
             cast(Any, _Vocabulary(range(_vocab_size(config)))),
             block_size=config.sequence_length,
-            on_size=lambda size: _check_memory(config, size, is_told=not is_doge),
+            # The plain side is built first, and refuses what cannot fit.
+            on_size=None if is_doge else functools.partial(_check_memory, config),
         )
         # Dropout would draw numbers, other ones for each side.
         self.model = model.train(False).to(self.device)
@@ -196,10 +197,8 @@ class _Vocabulary(list[int]):
         return dict(zip(self, self, strict=True))
 
 
-def _check_memory(config: ProfileConfig, num_parameters: int, *, is_told: bool) -> None:
+def _check_memory(config: ProfileConfig, num_parameters: int) -> None:
     """Say what the two steps will keep at least, and refuse what cannot fit."""
-    if not is_told:
-        return
     # Both models are there at once.
     parts = {name: 2 * size for name, size in memory.needed(num_parameters).items()}
     num_rows = config.targets + config.domains
@@ -292,10 +291,9 @@ def profile(config: ProfileConfig) -> Profile:
             if not was_there:
                 # Not the link that leads there.
                 config.json.resolve().unlink()
-    # The plain side is built first, and refuses what cannot fit.
     plain_step, doge_step = (ProfiledStep(config, is_doge=each) for each in (False, True))
     device = plain_step.device
-    calls = {step.name: step for step in (plain_step, doge_step)}
+    calls = {"plain": plain_step, "doge": doge_step}
     for _ in range(WARM_UP):
         for call in calls.values():
             call()

@@ -16,9 +16,6 @@ from doge_fast.alternation import Call, alternated, quartiles
 from doge_fast.kernels.gram import gram
 from doge_fast.kernels.weighted_sum import weighted_sum
 
-# Larger than any cache; small beside the memory of anything that trains.
-NUM_BYTES = {"cpu": 256 << 20}
-NUM_BYTES_ELSEWHERE = 1 << 30
 REPEATS = 9
 # torch.dot goes through BLAS, whose sizes are 32-bit.
 MAX_BLAS = 2**31
@@ -44,12 +41,13 @@ def bandwidth(device: torch.device | str, num_bytes: int | None = None) -> Bandw
 
     Args:
         device: a CPU or a GPU.
-        num_bytes: of the buffer; >= 64. None: 256 MiB on a CPU, 1 GiB elsewhere. Smaller than
+        num_bytes: of the buffer; >= 64. None: 256 MiB on a CPU, 1 GiB on a GPU. Smaller than
             the caches it says what these can do. Twice that is allocated.
     """
     device = torch.device(device)
     if num_bytes is None:
-        num_bytes = NUM_BYTES.get(device.type, NUM_BYTES_ELSEWHERE)
+        # Larger than any cache; small beside the memory of anything that trains.
+        num_bytes = 256 << 20 if device.type == "cpu" else 1 << 30
     if num_bytes < 64:
         raise ValueError(
             f"num_bytes must be at least 64; got {num_bytes}. Leave it out for the standard size."

@@ -83,9 +83,13 @@ def find_parts(config: CorpusConfig, targets: Sequence[str]) -> dict[str, Part]:
         )
     else:
         chosen = {*config.domains, *targets} if config.domains else set()
-        listing = corpus_files.list_files(path, chosen)
-        listing.tell(path)
-        parts = {name: _files_part(config, name, files) for name, files in listing.files.items()}
+        found = corpus_files.list_files(path, chosen)
+        parts = {
+            name: _files_part(config, name, files)
+            for name, files in found.items()
+            # Those without are not asked for: `list_files` refuses one that is.
+            if any(file.split == "train" for file in files)
+        }
     by_column = f"the column {config.domain_column} of " if config.domain_column else ""
     named.check_visible(parts, f"{by_column}{config.data}")
     return parts
@@ -94,11 +98,10 @@ def find_parts(config: CorpusConfig, targets: Sequence[str]) -> dict[str, Part]:
 def _files_of_rows(path: Path) -> Sequence[CorpusFile]:
     """The files of a path whose rows say their domain."""
     if path.is_dir():
-        listing = corpus_files.list_files(path, None)
-        listing.tell(path)
-        if not listing.files:
+        found = corpus_files.list_files(path, None)
+        if not found:
             raise ValueError(f"{path} holds no file of rows, of {corpus_files.KINDS_TOLD}.")
-        return listing.files[""]
+        return found[""]
     kind = corpus_files.kind_of(path)
     if kind == "text":
         raise ValueError(
@@ -182,12 +185,9 @@ def _documents(
             yield name, text
 
 
-_Pair = tuple[str | None, str | None]
-
-
 def _pairs(
     config: CorpusConfig, domain: str | None, shard: Shard, kinds: dict[type, tuple[Any, str]]
-) -> Iterator[_Pair]:
+) -> Iterator[tuple[str | None, str | None]]:
     """(domain, text) of every row, None where it has none.
 
     Raises:

@@ -5,6 +5,7 @@ and what says that a run is complete is written last. So a refused run leaves no
 is resumed by the same call, and a complete one is left as it is.
 """
 
+import functools
 import logging
 import os
 import shutil
@@ -30,14 +31,15 @@ from doge_fast.pipeline.trainer import RecordedTrainer, from_first
 _log = logging.getLogger("doge_fast")
 
 
-def is_finished(run: Path, stage: records.Stage) -> bool:
-    """Whether the run in a directory came to its end; looks at what it left, last of all.
+def is_finished(config: StageConfig) -> bool:
+    """Whether a run came to its end; looks at what it left in its directory, last of all.
 
     Raises:
         ValueError: it did, and what it left is damaged.
     """
     # A result that is damaged is no result.
-    if stage == "select":
+    run = config.out
+    if config.stage == "select":
         return (run / records.CANCELLATION).exists() and bool(records.load_cancellation(run))
     return records.check_model(run, is_hashed=False) and bool(records.read_weights(run))
 
@@ -65,8 +67,8 @@ def existing_run(config: StageConfig) -> ExistingRun:
             f"batch_size must be a multiple of the {ranks.number()} processes that share it; got "
             f"{cast(Any, config).batch_size}."
         )
-    record = records.check_run(config.out, stage=config.stage, config=config)
-    is_complete = record is not None and is_finished(config.out, config.stage)
+    record = records.check_run(config)
+    is_complete = record is not None and is_finished(config)
     if is_complete:
         _log.info("%s: complete already, nothing to do", config.out)
         if ranks.is_first():
@@ -80,8 +82,7 @@ def corpus_and_model(
     existing: ExistingRun,
     *,
     rows_of: Callable[[Sequence[str]], int] = lambda names: 0,
-    check: Callable[[PreTrainedModel, Sequence[str], PreTrainedTokenizerFast], object]
-    | None = None,
+    check: Callable[[PreTrainedModel, Sequence[str], PreTrainedTokenizerFast], object],
 ) -> tuple[Corpus, PreTrainedModel]:
     """The corpus, and the fresh or pretrained model, which is made first: packing may take hours.
 
@@ -100,23 +101,18 @@ def corpus_and_model(
     made: list[PreTrainedModel] = []
 
     def make(names: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> None:
-        num_rows = rows_of(names)
-
-        def check_memory(num_parameters: int) -> None:
-            _check_memory(config, num_rows, memory.needed(num_parameters, num_rows))
-
+        check_memory = functools.partial(_check_memory, config, rows_of(names))
         _log.info("%s: building the model %s", config.out, config.model.model)
         # A run of this seed always begins with the same numbers.
         set_seed(config.training.seed)
         size = config.corpus.block_size
         made.append(build_model(config.model, tokenizer, block_size=size, on_size=check_memory))
-        if check is not None:
-            check(made[0], names, tokenizer)
+        check(made[0], names, tokenizer)
 
     check_model(config.model, block_size=config.corpus.block_size)
     # How many domains there are may be in the data alone.
     num_known = max(1, len({*config.corpus.domains, *config.targets}))
-    _check_memory(config, num_known, {})
+    _check_memory(config, num_known)
     _log.info("%s: reading %s", config.out, config.corpus.data)
     corpus = domains.load_corpus(config.corpus, targets=config.targets, before_packing=make)
     if existing.record is not None:
@@ -124,18 +120,19 @@ def corpus_and_model(
     return corpus, made[0]
 
 
-def _check_memory(config: StageConfig, num_rows: int, kept: Mapping[str, int]) -> None:
-    """Refuse what cannot fit: {what: bytes} of the model's size, and the tokens of a step."""
+def _check_memory(config: StageConfig, num_rows: int, num_parameters: int = 0) -> None:
+    """Refuse what cannot fit of the model's size, where that is known, and of a step's tokens."""
     # Of all ranks; a stage takes so many blocks of every row, or so many in all.
     of_each: int | None = getattr(config, "sequences_per_domain", None)
     num_blocks = cast(Any, config).batch_size if of_each is None else of_each * num_rows
-    tokens = memory.batch(int(num_blocks) * config.corpus.block_size)
+    parts = memory.needed(num_parameters, num_rows)
+    parts |= memory.batch(int(num_blocks) * config.corpus.block_size)
     flag = "--batch-size" if of_each is None else "--sequences-per-domain"
     advice = f"Take a smaller model (--model) or step ({flag})"
-    if num_rows and kept:
+    if num_rows and num_parameters:
         advice += ", fewer domains, or share them among processes (torchrun)"
     device = training.device_of(config.training.device)
-    memory.refuse_what_cannot_fit({**kept, **tokens}, device, advice=f"{advice}.")
+    memory.refuse_what_cannot_fit(parts, device, advice=f"{advice}.")
 
 
 @contextmanager
@@ -160,8 +157,8 @@ def directory(
 
         def begin() -> Path | None:
             held.enter_context(records.alone(out))
-            now = records.check_run(out, stage=config.stage, config=config)
-            if now != existing.record or is_finished(out, config.stage):
+            now = records.check_run(config)
+            if now != existing.record or is_finished(config):
                 done = "begun" if now != existing.record else "completed"
                 raise FileFailure(
                     f"Another process has just {done} {out}. Repeat the command, or name another "
@@ -169,9 +166,7 @@ def directory(
                 )
             if now is None:
                 records.open_run(
-                    out,
-                    stage=config.stage,
-                    config=config,
+                    config,
                     corpus=corpus.describe(),
                     parameters=cast(PreTrainedModel, trainer.model).num_parameters(),
                     warnings=corpus.warnings,

@@ -77,8 +77,7 @@ def temperature(config: TemperatureConfig) -> Run:
     """
     search = _Search.of(config)
     # All that was measured is of the proxy's text, and so is what follows.
-    recorded, proxy = records.load_config(config.proxy)
-    own_blocks(config.proxy, proxy, recorded.corpus)
+    own_blocks(config.proxy)
     while (found := search.next_jobs()) and not config.only:
         search.begin(found)
         search.make([job for each in found.values() for job in each])
@@ -96,8 +95,6 @@ def temperature(config: TemperatureConfig) -> Run:
 
 def plan_lines(config: TemperatureConfig, command: str) -> list[str]:
     """The runs that are to be made next, as commands that begin with `command`; writes nothing."""
-    if config.only:
-        raise ValueError("--plan prints the commands of all runs; leave out --only.")
     lines = [
         job.command(command, f"1/T = {inverse:g}")
         for inverse, jobs in _Search.of(config).next_jobs().items()
@@ -223,7 +220,7 @@ class _Search:
         base = search.base(1.0, config.seeds[0])
         training.device_of(base.training.device)
         check_model(base.model, block_size=base.corpus.block_size)
-        records.check_experiment(search.out, search.experiment([], None))
+        records.check_experiment(search.out, search.experiment())
         for inverse in search.begun:
             kept = records.weights_by_name(records.read_weights(search._mixture(inverse)))
             if not records.is_same_mixture(kept, sharpened(weights, inverse)):
@@ -291,7 +288,7 @@ class _Search:
     def begin(self, inverses: Iterable[float]) -> None:
         """Write the mixtures that are measured next, and warn of text that they repeat."""
         if ranks.is_first():
-            records.write_experiment(self.out, self.experiment(self.points(), None))
+            records.write_experiment(self.out, self.experiment())
             (self.out / _MIXTURES).mkdir(exist_ok=True)
         for inverse in inverses:
             weights = sharpened(self.alpha, inverse)
@@ -338,7 +335,7 @@ class _Search:
         if ranks.is_first():
             out = self.out
             records.write_weights(out / records.WEIGHTS, self._weights(points, best))
-            records.write_experiment(out, self.experiment(points, best))
+            records.write_experiment(out, self.experiment(self._groups(points, best)))
             write_report(ReportConfig(runs=(out,)))
         self.wait()
 
@@ -445,8 +442,8 @@ class _Search:
             ],
         }
 
-    def experiment(self, points: Sequence[Point], best: Point | None) -> records.ExperimentRecord:
-        """experiment.json: what a report is made of."""
+    def experiment(self, groups: tuple[records.Group, ...] = ()) -> records.ExperimentRecord:
+        """experiment.json: what a report is made of; without tables while the search goes on."""
         config = self.config
         return records.ExperimentRecord(
             name="temperature",
@@ -458,7 +455,7 @@ class _Search:
             ),
             data=self.proxy.corpus.data,
             runs=tuple(job.name for each in self.begun for job in self.jobs_at(each).values()),
-            groups=() if best is None else self._groups(points, best),
+            groups=groups,
             config=records.plain(config),
         )
 
@@ -494,7 +491,7 @@ def lines_of(run: Path) -> list[str]:
     record = records.read_weights(run)
     inverse, points = record["inverse_temperature"], record["points"]
     best = next(point for point in points if point["inverse_temperature"] == inverse)
-    what = "uniform weights" if not inverse else f"1/T = {inverse:g}"
+    what = f"1/T = {inverse:g}"
     lines = []
     for point in points:
         mark = " *" if point is best else ""

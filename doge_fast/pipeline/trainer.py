@@ -239,18 +239,13 @@ class MixtureTrainer(RecordedTrainer):
     """Whether a batch says of which domain each of its rows is."""
 
     def __init__(
-        self,
-        config: StageConfig,
-        corpus: Corpus,
-        model: PreTrainedModel,
-        phases: Sequence[Phase],
-        **kwargs: Any,
+        self, config: StageConfig, corpus: Corpus, model: PreTrainedModel, phases: Sequence[Phase]
     ) -> None:
         self.phases = phases
         num_blocks = {name: len(corpus.train[name]) for name in corpus.names}
         size = cast(Any, config).batch_size
         self.mixture = BlockSampler(config.training.seed, phases, size, num_blocks)
-        super().__init__(config, corpus, model, **kwargs)
+        super().__init__(config, corpus, model)
 
     def batch(self, step: int) -> Batch:
         """Blocks drawn at the weights, of which each rank has its own."""

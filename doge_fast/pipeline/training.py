@@ -23,8 +23,7 @@ def training_arguments(config: TrainingConfig, out: Path) -> TrainingArguments:
     """
     device = device_of(config.device)
     warmup = config.steps // 20 if config.warmup_steps is None else config.warmup_steps
-    tenth = -(-config.steps // 10)
-    save_every = tenth if config.save_every is None else config.save_every
+    save_every = -(-config.steps // 10) if config.save_every is None else config.save_every
     arguments = TrainingArguments(
         # Where it writes file by file; `records.complete_checkpoint` takes them from there.
         output_dir=str(out / records.CHECKPOINTS / records.WRITING),
@@ -48,15 +47,13 @@ def training_arguments(config: TrainingConfig, out: Path) -> TrainingArguments:
         remove_unused_columns=False,
         dataloader_pin_memory=device.type == "cuda",
         # The records are ours; Trainer's own would stop the device at every step.
-        report_to=[],
         logging_strategy="no",
         logging_nan_inf_filter=False,
-        eval_strategy="no",
         disable_tqdm=True,
     )
     # One device in a process: otherwise Trainer would split the ready-made batches.
     arguments._n_gpu = min(arguments.n_gpu, 1)
-    # Trainer adds one by itself where its environment has it.
+    # Trainer adds some by itself where its environment has them.
     arguments.report_to = []
     return arguments
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from doge_fast.mixture.counts import Phase
 from doge_fast.pipeline.domains import (
     Batches,
     BlockSampler,
@@ -64,7 +65,7 @@ def proxy_batches(corpus: Corpus, start_step: int = 0) -> Batches:
 def mixture_of(corpus: Corpus, weights: Mapping[str, float] | None = None) -> BlockSampler:
     num_blocks = {name: len(corpus.train[name]) for name in corpus.names}
     weights = weights or dict.fromkeys(corpus.names, 1 / len(corpus.names))
-    return BlockSampler(4, weights, 7, num_blocks)
+    return BlockSampler(4, [Phase(0, weights)], 7, num_blocks)
 
 
 def base_batches(corpus: Corpus, start_step: int = 0) -> Batches:

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from doge_fast.losses import token_losses
+from doge_fast.mixture.counts import Phase
 from doge_fast.pipeline import domains, records, report
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import DoReMiConfig, ReportConfig
@@ -98,7 +99,7 @@ def test_the_reference_is_measured_as_it_is_and_stays_so(doremi, trained_base):
     learn_by_excess_loss(config)
     corpus = domains.load_corpus(config.corpus)
     num_blocks = {name: len(corpus.train[name]) for name in NAMES}
-    mixture = BlockSampler(0, dict.fromkeys(NAMES, 0.25), 8, num_blocks)
+    mixture = BlockSampler(0, [Phase(0, dict.fromkeys(NAMES, 0.25))], 8, num_blocks)
     model = open_model(trained_base / "model").train(False)
     for line in records.read_metrics(config.out, kind="train")[1::3]:
         batch = mixed_batch(corpus, mixture.blocks(line["step"] - 1))

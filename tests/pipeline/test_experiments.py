@@ -101,7 +101,7 @@ def test_every_experiment_runs_and_a_second_call_trains_nothing(
 def begun(config: ExperimentConfig) -> Path:
     """The experiment's directory as it is while its first run is under way."""
     assert config.out is not None
-    records.write_experiment(config.out, runner._record(runner._plan(config)))
+    records.write_experiment(config.out, runner._plan(config).record)
     (config.out / "runs").mkdir(exist_ok=True)
     return config.out
 

@@ -19,7 +19,7 @@ from doge_fast import cli
 from doge_fast.pipeline import records
 from doge_fast.pipeline.config import BaseConfig, EvaluateConfig, TargetConfig, TasksConfig
 from doge_fast.pipeline.domains import Corpus
-from doge_fast.pipeline.model import open_model, padded_vocab_size
+from doge_fast.pipeline.model import open_model
 from tests.pipeline.corpora import write_jsonl
 from tests.pipeline.task_documents import CHOICES, document, read, write_documents
 
@@ -44,12 +44,12 @@ def make_run(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Callab
     def make(positions: int) -> Path:
         out = tmp_path_factory.mktemp("runs") / "base"
         described = corpus.describe()
-        records.open_run(out, stage="base", config=BaseConfig(out=out), corpus=described)
+        records.open_run(BaseConfig(out=out), corpus=described)
         torch.manual_seed(7)
         shape = {"n_positions": positions, "n_layer": 1, "n_head": 2, "n_embd": 32}
-        vocabulary = padded_vocab_size(corpus.tokenizer)
         # Wide weights: choices of a fresh model are otherwise nearly as likely as each other.
-        model = GPT2LMHeadModel(GPT2Config(vocab_size=vocabulary, initializer_range=0.4, **shape))
+        wide = GPT2Config(vocab_size=corpus.vocab_size, initializer_range=0.4, **shape)
+        model = GPT2LMHeadModel(wide)
         model.save_pretrained(out / "model")
         corpus.tokenizer.save_pretrained(out / "model")
         records.write_manifest(out / "model")

@@ -36,7 +36,7 @@ def test_a_document_that_is_most_of_a_domain_is_not_held_out(tmp_path, load):
     short, *_ = texts("a", 1)
     salted = (" ".join(texts(f"a {salt}", 20)) for salt in itertools.count())
     # The hash holds out what is nearly all of it.
-    long = next(text for text in salted if packing._text_hash(text) < packing._text_hash(short))
+    long = next(text for text in salted if cache.text_hash(text) < cache.text_hash(short))
     write_jsonl(tmp_path / "a.jsonl", [long, short])
     with pytest.raises(ValueError, match=r"a: \d+ blocks would be held out .*, and 1 of them stay"):
         load(validation_fraction=0.05)

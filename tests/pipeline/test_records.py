@@ -35,8 +35,8 @@ def weights(**changes: object) -> dict[str, object]:
 
 def test_a_new_run_records_what_was_asked(tmp_path):
     out = tmp_path / "runs" / "proxy"
-    assert records.check_run(out, stage="proxy", config=proxy_config(out)) is None
-    records.open_run(out, stage="proxy", config=proxy_config(out), corpus=CORPUS)
+    assert records.check_run(proxy_config(out)) is None
+    records.open_run(proxy_config(out), corpus=CORPUS)
     record, config = records.load_config(out)
     assert record.stage == "proxy"
     assert config == proxy_config(out)
@@ -48,13 +48,13 @@ def test_a_new_run_records_what_was_asked(tmp_path):
 
 def test_the_same_run_resumes_wherever_it_lies_now(tmp_path):
     config = proxy_config(tmp_path / "run")
-    records.open_run(config.out, stage="proxy", config=config, corpus=CORPUS)
+    records.open_run(config, corpus=CORPUS)
     created = records.load(config.out, records.ConfigRecord).created
     config.out.rename(tmp_path / "moved")
     moved = replace(
         config, out=tmp_path / "moved", corpus=replace(config.corpus, cache_dir=tmp_path)
     )
-    found = records.check_run(moved.out, stage="proxy", config=moved)
+    found = records.check_run(moved)
     assert found == records.load(moved.out, records.ConfigRecord)
     assert found.created == created
 
@@ -62,23 +62,23 @@ def test_the_same_run_resumes_wherever_it_lies_now(tmp_path):
 def test_a_path_is_the_same_however_it_is_said_and_no_word(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = BaseConfig(out=Path("run"), weights="runs/proxy")
-    records.open_run(config.out, stage="base", config=config, corpus=CORPUS)
+    records.open_run(config, corpus=CORPUS)
     same = replace(config, weights=str(tmp_path / "runs" / "proxy"))
-    assert records.check_run(config.out, stage="base", config=same)
+    assert records.check_run(same)
     for other in ("runs/other", "proxy"):
         with pytest.raises(ValueError, match="weights"):
-            records.check_run(config.out, stage="base", config=replace(config, weights=other))
+            records.check_run(replace(config, weights=other))
 
 
 def test_a_setting_that_came_later_counts_as_its_default(tmp_path):
     config = proxy_config(tmp_path)
-    records.open_run(config.out, stage="proxy", config=config, corpus=CORPUS)
+    records.open_run(config, corpus=CORPUS)
     record = records.read_json(config.out / records.CONFIG)
     del record["config"]["mu"], record["config"]["training"]["dtype"]
     records.write_json(tmp_path / "config.json", record)
-    assert records.check_run(config.out, stage="proxy", config=config)
+    assert records.check_run(config)
     with pytest.raises(ValueError, match="mu"):
-        records.check_run(config.out, stage="proxy", config=replace(config, mu=0.5))
+        records.check_run(replace(config, mu=0.5))
 
 
 def test_no_flipped_bit_of_weights_gives_other_weights(tmp_path):
@@ -112,7 +112,7 @@ def test_another_tokenizer_or_text_is_refused(tmp_path):
         domains = {name: replace(sizes, digest=digest) for name, sizes in CORPUS.domains.items()}
         return replace(CORPUS, domains=domains)
 
-    records.open_run(config.out, stage="proxy", config=config, corpus=corpus("a"))
+    records.open_run(config, corpus=corpus("a"))
     recorded = records.load(config.out, records.ConfigRecord).corpus
     records.check_corpus(config.out, recorded, corpus("a"))
     other = replace(recorded, tokenizer_sha256="1" * 64)
@@ -128,8 +128,8 @@ def test_another_tokenizer_or_text_is_refused(tmp_path):
 
 def test_a_run_killed_while_it_began_can_begin_again(tmp_path):
     (tmp_path / ".config.json.x1y2").write_text('{"schema')
-    assert records.check_run(tmp_path, stage="base", config={"a": 1}) is None
-    records.open_run(tmp_path, stage="base", config={"a": 1}, corpus=CORPUS)
+    assert records.check_run(proxy_config(tmp_path)) is None
+    records.open_run(proxy_config(tmp_path), corpus=CORPUS)
 
 
 def test_a_name_of_other_bytes_is_refused_before_anything_is_written(tmp_path):
@@ -138,7 +138,7 @@ def test_a_name_of_other_bytes_is_refused_before_anything_is_written(tmp_path):
     assert not list(tmp_path.iterdir())
     out = tmp_path / "r\udcff"
     with pytest.raises(ValueError, match=r"must be in UTF-8, .* Rename what it names\."):
-        records.open_run(out, stage="proxy", config=proxy_config(out), corpus=CORPUS)
+        records.open_run(proxy_config(out), corpus=CORPUS)
 
 
 def train_line(step: int) -> dict[str, object]:

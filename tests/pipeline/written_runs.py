@@ -85,7 +85,7 @@ def write_proxy(
         mu=0.02,
         score=score,  # type: ignore[arg-type]
     )
-    records.open_run(out, stage="proxy", config=config, corpus=corpus(names, targets, tokens))
+    records.open_run(config, corpus=corpus(names, targets, tokens))
     draw = np.random.default_rng([seed, len(names), len(targets)])
     uniform = dict.fromkeys(names, 1 / len(names))
     records.append_metrics(
@@ -149,7 +149,7 @@ def write_base(
         weights=weights,
         targets=tuple(targets),
     )
-    records.open_run(out, stage="base", config=config, corpus=corpus(names, targets, tokens))
+    records.open_run(config, corpus=corpus(names, targets, tokens))
     for step in range(10, steps + 1, 10):
         line = {"step": step, "kind": "train", "lr": 1e-3, "loss": 3 + 4 * math.exp(-step / 50)}
         records.append_metrics(out, line | {"seconds": 0.3})

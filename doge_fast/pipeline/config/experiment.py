@@ -1,6 +1,5 @@
 """An experiment: what its proxies, its base models and what they are compared with are told."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -35,11 +34,12 @@ Experiment = Literal[
 Preset = Literal["smoke", "tiny", "small", "paper"]
 
 
-def _check_seeds(seeds: Sequence[int]) -> None:
-    if not seeds or len(set(seeds)) < len(seeds):
-        raise ValueError(
-            f"seeds must be distinct, and at least one; got {', '.join(map(str, seeds))}."
-        )
+def _check_runs(config: "ExperimentConfig | TemperatureConfig") -> None:
+    if not config.seeds or len(set(config.seeds)) < len(config.seeds):
+        told = ", ".join(map(str, config.seeds)) or "none"
+        raise ValueError(f"seeds must be distinct, and at least one; got {told}.")
+    if config.plan and config.only:
+        raise ValueError("--plan prints the commands of all runs; leave out --only.")
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class ExperimentConfig:
     selection: SelectionArmsConfig = field(default_factory=SelectionArmsConfig)
 
     def _check(self) -> None:
-        _check_seeds(self.seeds)
+        _check_runs(self)
         self.corpus.check_outside(out=self.out, cache_dir=self.corpus.cache_dir)
         if self.name == "wiki40b" and self.corpus.data == "installed":
             raise ValueError(
@@ -236,7 +236,7 @@ class TemperatureConfig:
     """auto: a GPU if there is one."""
 
     def _check(self) -> None:
-        _check_seeds(self.seeds)
+        _check_runs(self)
         check_is_run("proxy", self.proxy)
         if self.model is not None:
             check_model_name(self.model)

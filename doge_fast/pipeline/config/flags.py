@@ -11,6 +11,7 @@ import re
 import shutil
 import textwrap
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
 
@@ -96,7 +97,7 @@ def parse(words: Sequence[str], config: type, *, verb: str, is_positional: bool)
     if config is configs.ExperimentConfig:
         unsaid = _preset(unsaid, said, given)
     result = _with(filled(unsaid, given, str(file)), said)
-    if missing := [option for option in options if _value(result, option.path) is _UNSAID]:
+    if missing := [o for o in options if attrgetter(".".join(o.path))(result) is _UNSAID]:
         needs = "; ".join(f"{o.flag}: {re.split(r'[.;] ', o.text)[0].rstrip('.')}" for o in missing)
         raise ValueError(f"{verb} needs {needs}. See doge-fast {verb} --help.")
     return result
@@ -263,12 +264,6 @@ def _with(config: Any, said: dict[tuple[str, ...], Any]) -> Any:
         inside = {path[1:]: value for path, value in said.items() if path[0] == name}
         changes[name] = _with(getattr(config, name), inside)
     return dataclasses.replace(config, **changes)
-
-
-def _value(config: Any, path: tuple[str, ...]) -> Any:
-    for name in path:
-        config = getattr(config, name)
-    return config
 
 
 def _default(option: Option) -> str:

@@ -20,12 +20,6 @@ class Range:
     above: bool = False
     below: bool = False
 
-    def holds(self, value: float) -> bool:
-        """Whether a finite number is one of them."""
-        is_high = value > self.least if self.above else value >= self.least
-        is_low = value < self.most if self.below else value <= self.most
-        return is_high and is_low
-
     def refusal(self, value: Any, *, is_whole: bool) -> str | None:
         """What is wrong with a value, after the field's name; None: nothing."""
         is_number = isinstance(value, int if is_whole else int | float)
@@ -35,7 +29,9 @@ class Range:
         is_finite = is_number and abs(value) <= sys.float_info.max
         if isinstance(value, bool) or not is_finite:
             return f"must be {'a whole' if is_whole else 'a finite'} number, {self}; got {value!r}."
-        return None if self.holds(value) else f"must be {self}; got {value!r}."
+        is_high = value > self.least if self.above else value >= self.least
+        is_low = value < self.most if self.below else value <= self.most
+        return None if is_high and is_low else f"must be {self}; got {value!r}."
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
         """Pydantic's hook: records hold the same numbers as configurations."""

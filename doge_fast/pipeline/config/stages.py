@@ -172,7 +172,8 @@ class CorpusConfig:
             if place is None or not (is_folder and is_read):
                 continue
             path = place.expanduser().resolve()
-            if data in path.parents and not path.relative_to(data).parts[0].startswith("."):
+            is_seen = data in path.parents and path.relative_to(data).parts[0][0] != "."
+            if path == data or is_seen:
                 raise ValueError(
                     f"{name} must lie outside the corpus, of which it would be a domain; {place} "
                     f"is in {self.data}. Name another directory, or the domains to train on "

@@ -45,7 +45,7 @@ class Job:
     def is_trained(self) -> bool:
         """Whether it came to its end, and what it left is whole."""
         try:
-            return stage.is_finished(self.config.out, self.config.stage)
+            return stage.is_finished(self.config)
         except ValueError:
             # Its stage says what is wrong with it.
             return False

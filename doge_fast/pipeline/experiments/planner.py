@@ -28,10 +28,13 @@ from doge_fast.pipeline.records.shapes import (
     RUNS,
     ArmRecord,
     CostGroup,
+    ExperimentRecord,
+    ExperimentSettings,
     Group,
     Method,
     PerplexityGroup,
 )
+from doge_fast.weights.weights_file import plain
 
 Runs = dict[int, Path]
 """The runs of an arm: {seed: its directory}."""
@@ -41,12 +44,9 @@ Runs = dict[int, Path]
 class Plan:
     """Runs in an order in which each finds what it needs, and the tables they end in."""
 
-    title: str
-    question: str
-    config: ExperimentConfig
-    """What was asked for."""
+    record: ExperimentRecord
+    """What was asked for, and the tables."""
     jobs: list[Job]
-    groups: list[Group]
 
     def needed_by(self, job: Job) -> list[str]:
         """Names of the runs that a run reads."""
@@ -88,7 +88,19 @@ class Planner:
 
     def plan(self, title: str, question: str, *groups: Group) -> Plan:
         """All that was asked for so far."""
-        return Plan(title, question, self.config, list(self.jobs.values()), list(groups))
+        config, jobs = self.config, list(self.jobs.values())
+        record = ExperimentRecord(
+            name=config.name,
+            preset=config.preset,
+            title=title,
+            question=question,
+            settings=ExperimentSettings(config.seeds, config.rates.eval_blocks),
+            data=config.corpus.data,
+            runs=tuple(job.name for job in jobs),
+            groups=groups,
+            config=plain(config),
+        )
+        return Plan(record, jobs)
 
     def arm(self, label: str, about: str, runs: Runs, **more: Any) -> ArmRecord:
         """An arm of a table."""

@@ -50,11 +50,10 @@ def run_experiment(config: ExperimentConfig) -> list[str]:
         needed = [each for each in plan.needed_by(by_name[name]) if each not in config.only]
         if missing := [each for each in needed if not by_name[each].is_made()]:
             raise ValueError(f"{name} reads {', '.join(missing)}, not complete yet: run it first.")
-    record = _record(plan)
     out = _directory(config)
-    records.check_experiment(out, record)
+    records.check_experiment(out, plan.record)
     _check_jobs(plan, jobs)
-    records.write_experiment(out, record)
+    records.write_experiment(out, plan.record)
     _make_all(plan, jobs)
     if config.only:
         return [f"run: {job.config.out}" for job in jobs]
@@ -69,8 +68,6 @@ def plan_lines(config: ExperimentConfig, command: str) -> list[str]:
     end of a line begins with its group: runs of a group can be made at the same time, once the
     groups before it are complete.
     """
-    if config.only:
-        raise ValueError("--plan prints the commands of all runs; leave out --only.")
     lines = [
         job.command(command, f"group {number}: {job.config.stage}")
         for number, wave in enumerate(_plan(config).waves(), start=1)
@@ -131,7 +128,7 @@ def _check_jobs(plan: Plan, jobs: Sequence[Job]) -> None:
             record = records.load(config.out, records.ConfigRecord)
             now = _described(config.corpus, config.targets)
             records.check_corpus(config.out, record.corpus, now)
-            records.check_run(config.out, stage=config.stage, config=config)
+            records.check_run(config)
         elif not plan.needed_by(job):
             # What reads runs may take their tokenizer.
             _described(config.corpus, config.targets)
@@ -140,18 +137,3 @@ def _check_jobs(plan: Plan, jobs: Sequence[Job]) -> None:
 @functools.cache
 def _described(corpus: CorpusConfig, targets: tuple[str, ...]) -> records.CorpusRecord:
     return load_corpus(corpus, targets=targets).describe()
-
-
-def _record(plan: Plan) -> records.ExperimentRecord:
-    config = plan.config
-    return records.ExperimentRecord(
-        name=config.name,
-        preset=config.preset,
-        title=plan.title,
-        question=plan.question,
-        settings=records.ExperimentSettings(config.seeds, config.rates.eval_blocks),
-        data=config.corpus.data,
-        runs=tuple(job.name for job in plan.jobs),
-        groups=tuple(plan.groups),
-        config=records.plain(config),
-    )

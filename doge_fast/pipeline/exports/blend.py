@@ -156,11 +156,10 @@ class Blend:
             )
         return [(share, path) for (_, path), share in rounded.items()]
 
-    def require(self, *names: str, why: str) -> None:
+    def require(self, name: str, why: str) -> None:
         """Refuse, with a ValueError, where a setting that this target needs was not given."""
-        missing = [name for name in names if getattr(self, name) is None]
-        if missing:
-            raise ValueError(f"This target needs {' and '.join(missing)}: {why}.")
+        if getattr(self, name) is None:
+            raise ValueError(f"This target needs {name}: {why}.")
 
 
 def listed_paths(split: Split, given: Paths, names: Collection[str]) -> dict[str, list[str]]:

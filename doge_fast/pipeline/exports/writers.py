@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
 from pathlib import PurePosixPath
@@ -34,9 +33,8 @@ def _prefixes(blend: Blend, split: Split = "train") -> list[tuple[str, str]]:
                 "space."
             )
         found.append((_plain(share), path.removesuffix(".bin").removesuffix(".idx")))
-    counts = Counter(prefix for _, prefix in found)
-    twice = sorted(prefix for prefix, count in counts.items() if count > 1)
-    if twice:
+    prefixes = [prefix for _, prefix in found]
+    if twice := sorted({prefix for prefix in prefixes if prefixes.count(prefix) > 1}):
         raise ValueError(
             f"A .bin and its .idx are one path, their prefix; {', '.join(twice)} is given twice. "
             "Name it once."
@@ -230,7 +228,7 @@ def _reader_of(paths: Sequence[str]) -> str | None:
         readers.add(_READERS.get(kept[-1]))
     if len(readers) > 1:
         raise ValueError(f"The files of a domain must be of one kind; {', '.join(paths)} are not.")
-    return readers.pop() if readers else None
+    return readers.pop()
 
 
 def _opened(paths: Sequence[str]) -> str:

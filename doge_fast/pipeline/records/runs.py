@@ -17,7 +17,7 @@ from platform import python_version
 from typing import Any, Literal, get_args
 
 from doge_fast import atomic_file
-from doge_fast.pipeline.config import Reading
+from doge_fast.pipeline.config import Reading, StageConfig
 from doge_fast.pipeline.failures import FileFailure
 from doge_fast.pipeline.records.shapes import (
     CANCELLATION,
@@ -33,7 +33,6 @@ from doge_fast.pipeline.records.shapes import (
     ExperimentRecord,
     Loaded,
     MetricsLine,
-    Stage,
     check_shape,
 )
 from doge_fast.pipeline.wording import first_few
@@ -64,27 +63,28 @@ _REPORTED_PACKAGES = (
 )
 
 
-def check_run(out: Path, *, stage: Stage, config: Any) -> ConfigRecord | None:
-    """config.json of `out` where it holds this very run already, so that it can be resumed.
+def check_run(config: StageConfig) -> ConfigRecord | None:
+    """config.json of `config.out` where that holds this very run already, so it can be resumed.
 
     Writes nothing, so it can be asked before the corpus is packed. A setting that did not exist
     when the run was made counts as its default. None: the run is a new one.
 
     Raises:
-        ValueError: `out` is a file, holds files but no config.json, or holds another run.
+        ValueError: it is a file, holds files but no config.json, or holds another run.
     """
+    out = config.out
     if out.exists() and not out.is_dir():
         raise ValueError(f"A run needs a directory; {out} is a file. Name another one.")
     if not (out / CONFIG).exists():
         check_empty(out)
         return None
     recorded, before = load_config(out)
-    if recorded.stage != stage:
+    if recorded.stage != config.stage:
         raise ValueError(
-            f"{out} holds a {recorded.stage} run; this is the {stage} stage. Name another "
+            f"{out} holds a {recorded.stage} run; this is the {config.stage} stage. Name another "
             "directory."
         )
-    check_same("configuration", out, _kept(before), _kept(config), _NOT_COMPARED)
+    check_same(out, _kept(before), _kept(config), _NOT_COMPARED)
     return recorded
 
 
@@ -103,27 +103,23 @@ def check_corpus(run: Path, recorded: CorpusRecord, corpus: CorpusRecord) -> Non
             )
 
 
-def _kept(config: Any) -> Any:
+def _kept(config: StageConfig) -> Json:
     """What config.json keeps of a stage's settings."""
     return {name: value for name, value in plain(config).items() if name not in _NOT_KEPT}
 
 
 def open_run(
-    out: Path,
+    config: StageConfig,
     *,
-    stage: Stage,
-    config: Any,
     corpus: CorpusRecord,
     parameters: int = 0,
     resolved: Mapping[str, float] | None = None,
     warnings: Sequence[str] = (),
 ) -> None:
-    """Make `out` the directory of a new run; `check_run` has found none there.
+    """Make `config.out` the directory of a new run; `check_run` has found none there.
 
     Args:
-        out: the run directory; made where absent.
-        stage: which one.
-        config: its dataclass.
+        config: of the run.
         corpus: what it is made of.
         parameters: of its model.
         resolved: settings whose default was taken, as numbers: recorded once, so that a run that
@@ -131,7 +127,7 @@ def open_run(
         warnings: what to know of the corpus before believing a number: kept for the report.
     """
     record = ConfigRecord(
-        stage=stage,
+        stage=config.stage,
         config=_kept(config),
         corpus=corpus,
         versions=versions(),
@@ -140,8 +136,8 @@ def open_run(
         resolved=dict(resolved or {}),
         parameters=parameters,
     )
-    out.mkdir(parents=True, exist_ok=True)
-    write_json(out / CONFIG, {"schema_version": SCHEMA_VERSION, **plain(record)})
+    config.out.mkdir(parents=True, exist_ok=True)
+    write_json(config.out / CONFIG, {"schema_version": SCHEMA_VERSION, **plain(record)})
 
 
 def load_config(run: Path) -> tuple[ConfigRecord, Any]:
@@ -156,8 +152,8 @@ def load_config(run: Path) -> tuple[ConfigRecord, Any]:
     return record, check_shape(record.config, STAGES[record.stage], f"{run / CONFIG}, config")
 
 
-def check_same(what: str, out: Path, recorded: Json, asked: Json, ignored: Sequence[str]) -> None:
-    """Raise ValueError where a recorded object of `out` is another than the one asked for.
+def check_same(out: Path, recorded: Json, asked: Json, ignored: Sequence[str]) -> None:
+    """Raise ValueError where the configuration in `out` is another than the one asked for.
 
     `ignored` are dotted names of what may differ.
     """
@@ -171,8 +167,8 @@ def check_same(what: str, out: Path, recorded: Json, asked: Json, ignored: Seque
         was, is_now = pairs[first]
         also = f" (also {first_few(others, 3)})" if others else ""
         raise ValueError(
-            f"{out} holds another run: the {what}'s {first} is {was!r} there and {is_now!r} here"
-            f"{also}. Name another directory, or repeat the recorded run to resume it."
+            f"{out} holds another run: the configuration's {first} is {was!r} there and {is_now!r} "
+            f"here{also}. Name another directory, or repeat the recorded run to resume it."
         )
 
 
@@ -507,7 +503,7 @@ def check_experiment(out: Path, record: ExperimentRecord) -> None:
     if all(entry.name == EXPERIMENT for entry in out.iterdir()):
         return
     known = load(out, ExperimentRecord)
-    check_same("configuration", out, known.config, record.config, _FREE)
+    check_same(out, known.config, record.config, _FREE)
     if missing := [name for name in known.runs if name not in record.runs]:
         raise ValueError(
             f"{out} holds an experiment with further runs, as {missing[0]}. Name another "

@@ -11,11 +11,11 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args
 
 from annotated_types import MinLen
 
-from doge_fast.pipeline.config import BaseConfig, DoReMiConfig, ProxyConfig, SelectConfig
+from doge_fast.pipeline.config import StageConfig
 from doge_fast.pipeline.config.ranges import (
     Count,
     CountOrZero,
@@ -26,12 +26,7 @@ from doge_fast.pipeline.config.ranges import (
 from doge_fast.pipeline.failures import FileFailure
 
 Stage = Literal["proxy", "base", "doremi", "select"]
-STAGES: Mapping[str, type] = {
-    "proxy": ProxyConfig,
-    "base": BaseConfig,
-    "doremi": DoReMiConfig,
-    "select": SelectConfig,
-}
+STAGES: Mapping[str, type] = {config.stage: config for config in get_args(StageConfig)}
 """{stage: the class of what its config.json repeats}."""
 
 CONFIG, EVALUATION = "config.json", "evaluation.json"
