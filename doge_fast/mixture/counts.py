@@ -111,11 +111,8 @@ class MixtureCounts:
 
     def weights(self, steps_T: Ints) -> Floats:
         """[T, K] weights of these batches."""
-        # Only the phases that these steps need: a long run may have very many.
-        low = bisect_right(self.first_steps, steps_T.min()) - 1
-        high = bisect_right(self.first_steps, steps_T.max())
-        phase_T = np.searchsorted(self.first_steps[low:high], steps_T, side="right") - 1
-        return np.stack(self.weights_QK[low:high])[phase_T]
+        phases = (bisect_right(self.first_steps, step) - 1 for step in steps_T.tolist())
+        return np.stack([self.weights_QK[phase] for phase in phases])
 
     def counts(self, steps_T: Ints) -> Ints:
         """[T, K] rows of each domain in these batches; ValueError if a step is negative."""

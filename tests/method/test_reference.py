@@ -54,9 +54,3 @@ def test_mirror_step_minimises_the_regularised_objective():
         direction = torch.randn(5, generator=generator, dtype=torch.float64)
         nearby_K = (best_K.log() + 1e-2 * direction).softmax(0)
         assert objective(nearby_K) > objective(best_K)
-
-
-def test_accumulate_replaces_or_adds_in_the_rows_dtype():
-    grad, row = torch.tensor([1.0, 2.0]), torch.tensor([256.0, 1.0], dtype=torch.bfloat16)
-    assert reference.accumulate([grad], [row], add=False)[0].tolist() == [1.0, 2.0]
-    assert reference.accumulate([grad], [row], add=True)[0].tolist() == [256.0, 3.0]

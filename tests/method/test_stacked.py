@@ -228,19 +228,6 @@ def test_norms_of_16_bits_give_what_the_module_gives(norm, own, autocast):
         assert error < 4 * torch.finfo(torch.bfloat16).eps
 
 
-def test_the_output_is_as_before():
-    model = Tiny()
-    optimizer = optimizer_of(model)
-    ids_BL = ids_of()
-    before = model(ids_BL)
-    with optimizer.stacked(model, SIZES):
-        assert torch.equal(model(ids_BL), before)
-        with torch.no_grad():
-            assert torch.equal(model(ids_BL), before)
-        losses_of(model(ids_BL), ids_BL, SIZES).sum().backward()
-    assert all(param.grad is None for param in model.parameters())
-
-
 LINEAR = nn.Linear(4, 4)
 
 
