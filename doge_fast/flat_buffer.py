@@ -315,9 +315,13 @@ class FlatBuffer:
 
     def is_combined(self, param: Tensor) -> bool:
         """Whether `param.grad` is the combined gradient that this buffer holds."""
-        grad = None if param.grad is None else local_of(param.grad)
-        block = self._blocks.get(id(param))
-        return block is not None and block.combined is grad
+        grad, block = param.grad, self._blocks.get(id(param))
+        if grad is None or block is None or block.combined is None:
+            return False
+        own = local_of(grad)
+        # A DTensor views what it is made from.
+        is_view = own is not grad and own.data_ptr() == block.combined.data_ptr()
+        return own is block.combined or is_view
 
     def find_kept(self, optimizer: Any) -> bool:
         """Spare combined gradients that an optimizer's state holds: from now on new memory.

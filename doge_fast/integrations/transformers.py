@@ -30,6 +30,7 @@ from doge_fast.flat_buffer import on_device
 from doge_fast.integrations import causal_lm, domain_data
 from doge_fast.integrations.domain_data import Batch, RankBatch, examples_of_rank
 from doge_fast.optimizer import DoGEOptimizer
+from doge_fast.step.parameters import have_other_hooks
 from doge_fast.weights.defaults import DOMAIN_MAX_GRAD_NORM
 from doge_fast.weights.objective import Objective
 from doge_fast.weights.scores import Score
@@ -580,6 +581,8 @@ class DoGETrainer(_StepByDomain):
         if not self.shifts_labels():
             return "takes causal language models of transformers with their usual loss."
         model = self.accelerator.unwrap_model(self.model)
+        if have_other_hooks(model.parameters()):
+            return "runs no post-accumulate hook of a parameter."
         if causal_lm.has_own_forward(model):
             return f"takes the forward of transformers; {type(model).__name__} has another."
         return causal_lm.unstackable_reason(inputs)

@@ -38,7 +38,7 @@ _log = logging.getLogger("doge_fast")
 # The text lies in a folder of its own: the cache writes a manifest beside it.
 FOLDER = "text"
 # Part of the cache's key: changes when the same environment would give other text.
-_FORMAT = 2
+_FORMAT = 3
 _CHARS_PER_DOMAIN = 3_000_000
 # Without this a single large package would be most of a domain.
 _SHARE_PER_PACKAGE = 0.2

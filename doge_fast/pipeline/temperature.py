@@ -43,7 +43,6 @@ _FIRST = (0.0, 1.0, 2.0)
 # Between uniform weights and the proxy's own.
 _INWARDS = (0.5, 0.25)
 _OUTWARDS = 2.0
-_MIXTURES = "mixtures"
 # Of the proxy's record: what holds of its weights at any temperature.
 _COPIED = ("target", "score", "mu", "tokenizer_sha256", "block_size", "seed", "versions")
 _OF_DOMAIN = ("prior", "tokens", "documents", "mean_doc_tokens")
@@ -85,11 +84,12 @@ def temperature(config: TemperatureConfig) -> Run:
         search.write()
         return Run(search.out)
     # Of those that --plan has printed some may be complete.
-    begun = [job for each in {*found, *search.begun} for job in search.jobs_at(each).values()]
-    jobs = chosen(begun, config.only)
-    search.begin(found)
-    search.make(jobs)
-    search.check_made(jobs)
+    begun = sorted({*found, *search.begun})
+    jobs = chosen([job for each in begun for job in search.jobs_at(each).values()], config.only)
+    if left := [job for job in jobs if not job.is_made()]:
+        search.begin(found)
+        search.make(left)
+        search.check_made(left)
     return Run(search.out)
 
 
@@ -257,7 +257,7 @@ class _Search:
     @property
     def begun(self) -> list[float]:
         """Every 1/T that base models have been begun at."""
-        return sorted(float(file.stem) for file in (self.out / _MIXTURES).glob("*.json"))
+        return sorted(float(file.stem) for file in (self.out / records.MIXTURES).glob("*.json"))
 
     def jobs_at(self, inverse: float) -> dict[int, Job]:
         """{seed: its base model}."""
@@ -289,7 +289,7 @@ class _Search:
         """Write the mixtures that are measured next, and warn of text that they repeat."""
         if ranks.is_first():
             records.write_experiment(self.out, self.experiment())
-            (self.out / _MIXTURES).mkdir(exist_ok=True)
+            (self.out / records.MIXTURES).mkdir(exist_ok=True)
         for inverse in inverses:
             weights = sharpened(self.alpha, inverse)
             self._warn_of_epochs(inverse, weights)
@@ -380,7 +380,7 @@ class _Search:
         )
 
     def _mixture(self, inverse: float) -> Path:
-        return self.out / _MIXTURES / f"{inverse:g}.json"
+        return self.out / records.MIXTURES / f"{inverse:g}.json"
 
     def _epochs(self, weights: Mapping[str, float]) -> dict[str, float]:
         """{domain: passes over its text} of the training that the weights are for."""
@@ -462,13 +462,13 @@ class _Search:
     def _groups(self, points: Sequence[Point], best: Point) -> tuple[records.Group, ...]:
         """The tables that the search ends in."""
         # What diverged with one seed would have the mean of the others.
-        points = [point for point in points if not point.inverse or math.isfinite(point.mean)]
+        shown = [point for point in points if not point.inverse or math.isfinite(point.mean)]
         measured = (
             records.TemperaturePoint(point.inverse, point.arm, dict(point.weights))
-            for point in points
+            for point in shown
         )
         many = self._epochs(best.weights)
-        title, arms = "How far to follow the proxy", tuple(point.arm for point in points)
+        title, arms = "How far to follow the proxy", tuple(point.arm for point in shown)
         focus = best.arm.label if best.inverse else None
         seeds = tuple(zip(*(point.runs for point in points), strict=True))
         methods = (

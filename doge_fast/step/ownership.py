@@ -107,7 +107,7 @@ def _warn_of(unowned: dict[str, Tensor], is_whole: bool) -> None:
 
 
 class OneStep:
-    """Refuses a second step of a wrapped optimizer with one combined gradient.
+    """Refuses a second step of a wrapped optimizer with one combined gradient, and notes the first.
 
     Args:
         optimizers: the wrapped ones.

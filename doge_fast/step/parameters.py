@@ -241,6 +241,11 @@ class TrackedParameters:
             )
 
 
+def have_other_hooks(params: Iterable[Any]) -> bool:
+    """Whether one of these has a post-accumulate hook beside ours."""
+    return any(len(param._post_accumulate_grad_hooks or ()) > 1 for param in params)
+
+
 def _last_hook(param: Any) -> int:
     last: int = next(reversed(param._post_accumulate_grad_hooks))
     return last

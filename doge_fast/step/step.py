@@ -29,7 +29,7 @@ from doge_fast.distributed.wrappers import bare, without_reduction
 from doge_fast.flat_buffer import FlatBuffer, local_gradient
 from doge_fast.stacked.stacked import StackedModel, segments_of, sizes_of
 from doge_fast.step import ownership
-from doge_fast.step.parameters import TrackedParameters, on_host, weakly
+from doge_fast.step.parameters import TrackedParameters, have_other_hooks, on_host, weakly
 from doge_fast.tracing import outside_graphs, phase
 from doge_fast.weights import checkpoint, simplex
 from doge_fast.weights.state import DomainWeights
@@ -170,7 +170,7 @@ class Step:
                     "stacked() needs whole parameters, and those of a sharded model are divided "
                     "over ranks. Run one domain after another, with optimizer.domain(name)."
                 )
-            if any(len(p._post_accumulate_grad_hooks) > 1 for p in self.parameters.params):
+            if have_other_hooks(self.parameters.params):
                 raise RuntimeError(
                     "stacked() runs no post-accumulate hook of a parameter beside its own. Use "
                     "register_hook, or run one domain after another, with optimizer.domain(name); "

@@ -171,11 +171,13 @@ def refused(what: str) -> str:
             with optimizer.domain(name, count=count):
                 losses(model(examples(name, 0, 4)), name).mean().backward()
         optimizer.step()
+        # "twice": the wrapped optimizer after that, with the same gradient.
+        inner.step()
 
     return raised(step)
 
 
-@pytest.mark.parametrize("what", ["count", "order", "all"])
+@pytest.mark.parametrize("what", ["count", "order", "all", "twice"])
 def test_what_shards_refuse(ranks, what):
     one, other = ranks.run(2, refused, what)
     assert what in one

@@ -300,6 +300,12 @@ def with_another_forward() -> GPT2LMHeadModel:
     return model
 
 
+def with_a_hook() -> GPT2LMHeadModel:
+    model = tiny_gpt2()
+    model.lm_head.weight.register_post_accumulate_grad_hook(lambda param: None)
+    return model
+
+
 @pytest.mark.parametrize(
     ("change", "changes", "message"),
     [
@@ -309,8 +315,9 @@ def with_another_forward() -> GPT2LMHeadModel:
         (dict, {"kind": OwnLoss}, "the model's own loss, and another is set"),
         (dict, {"model_init": lambda: OwnForward(tiny_gpt2().config)}, "OwnForward"),
         (dict, {"model_init": with_another_forward}, "takes the forward of transformers"),
+        (dict, {"model_init": with_a_hook}, "no post-accumulate hook"),
     ],
-    ids=["lengths", "images", "labels", "loss", "forward", "forward of one model"],
+    ids=["lengths", "images", "labels", "loss", "forward", "forward of one model", "hook"],
 )
 def test_what_cannot_be_stacked_is_refused_or_runs_in_turn(change, changes, message, tmp_path):
     inputs = change(batch_of(0, DOMAINS))

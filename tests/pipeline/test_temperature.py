@@ -133,6 +133,9 @@ def test_runs_are_planned_and_made_one_by_one(learned, capsys):
     assert not (learned.parent / "parts" / "weights.json").exists()
     assert cli.main([*words, "--only", "base-7-seed9"]) == 2
     assert cli.main(words) == 0
+    record = (learned.parent / "parts" / "experiment.json").read_bytes()
+    assert cli.main([*words, "--only", names[0]]) == 0
+    assert (learned.parent / "parts" / "experiment.json").read_bytes() == record
     found = [
         json.loads((learned.parent / each / "weights.json").read_text())
         for each in ("whole", "parts")
@@ -213,6 +216,11 @@ def test_a_model_that_diverges_is_no_choice(learned, monkeypatch, capsys):
     text = terminal_table([run.path])
     assert "not complete" not in text
     assert "1/T = 2" not in text
+    # Uniform weights stay, to compare with, and have no place in the curve.
+    survivors = ("base-1-", "base-0-seed0", "base-0-seed1")
+    run = temperature(asked(learned, out=learned.parent / "others", seeds=(0, 1, 2)))
+    assert run.record["points"][0]["loss"] is None
+    assert (run.path / "report.html").exists()
     survivors = ()
     with pytest.raises(Diverged, match="base-2-seed0 diverged"):
         temperature(asked(learned, out=learned.parent / "one", only=("base-2-seed0",)))

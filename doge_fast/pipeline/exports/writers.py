@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
 from pathlib import PurePosixPath
@@ -33,8 +34,8 @@ def _prefixes(blend: Blend, split: Split = "train") -> list[tuple[str, str]]:
                 "space."
             )
         found.append((_plain(share), path.removesuffix(".bin").removesuffix(".idx")))
-    prefixes = [prefix for _, prefix in found]
-    if twice := sorted({prefix for prefix in prefixes if prefixes.count(prefix) > 1}):
+    counts = Counter(prefix for _, prefix in found)
+    if twice := sorted(prefix for prefix, count in counts.items() if count > 1):
         raise ValueError(
             f"A .bin and its .idx are one path, their prefix; {', '.join(twice)} is given twice. "
             "Name it once."

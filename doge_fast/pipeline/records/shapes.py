@@ -32,7 +32,7 @@ STAGES: Mapping[str, type] = {config.stage: config for config in get_args(StageC
 CONFIG, EVALUATION = "config.json", "evaluation.json"
 EXPERIMENT, FEWSHOT = "experiment.json", "fewshot.json"
 # Of an experiment, the directory of its runs.
-RUNS = "runs"
+RUNS, MIXTURES = "runs", "mixtures"
 MANIFEST, CANCELLATION = "manifest.json", "cancellation.json"
 
 

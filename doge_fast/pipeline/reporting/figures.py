@@ -175,7 +175,7 @@ def temperature_figure(
     axes.plot(list(means), list(means.values()), color=INK)
     for place, mean in means.items():
         color = PALETTE[0] if place == chosen else INK
-        if place and changes[place].pairs > 1:
+        if place and 0.0 in means and changes[place].pairs > 1:
             ends = [means[0.0] + each for each in changes[place][1:3]]
             axes.plot([place, place], ends, color=color, linewidth=1.1)
         axes.plot([place], [mean], "D" if place == chosen else "o", color=color, zorder=4)

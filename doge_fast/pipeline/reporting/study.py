@@ -283,7 +283,7 @@ def open_study(runs: Sequence[Path]) -> Study:
         if not any(runs[0].glob("*/config.json")):
             raise ValueError(f"No run of the experiment in {path.parent} has begun.")
         plan = records.load(path.parent, records.ExperimentRecord)
-        if plan.settings.proxy and _is_searched(Path(plan.settings.proxy), plan):
+        if plan.settings.proxy and _is_searched(Path(plan.settings.proxy), path.parent):
             runs = [*runs, Path(plan.settings.proxy)]
     found = open_runs(runs)
     if all(run.record.stage == "select" for run in found):
@@ -310,14 +310,15 @@ def open_study(runs: Sequence[Path]) -> Study:
     return Study("Domain weights", question, opened, proxies, tuple(_groups(bases, proxies)))
 
 
-def _is_searched(proxy: Path, plan: records.ExperimentRecord) -> bool:
+def _is_searched(proxy: Path, search: Path) -> bool:
     """Whether a search's proxy is there, with the weights that it had then."""
-    if not (proxy / records.CONFIG).exists() or not (proxy / records.WEIGHTS).exists():
+    if not all((proxy / name).exists() for name in (records.CONFIG, records.WEIGHTS)):
         return False
-    weights = records.weights_by_name(records.read_weights(proxy))
-    tables = (group for group in plan.groups if isinstance(group, records.TemperatureGroup))
-    own = (point.weights for each in tables for point in each.points if point.inverse == 1)
-    return all(records.is_same_mixture(weights, then) for then in own)
+    now, then = (
+        records.weights_by_name(records.read_weights(each))
+        for each in (proxy, search / records.MIXTURES / "1.json")
+    )
+    return records.is_same_mixture(now, then)
 
 
 def _proxies_of(alike: Iterable[list[RecordedRun]]) -> tuple[Proxy, ...]:
