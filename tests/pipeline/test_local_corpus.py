@@ -41,9 +41,7 @@ def lines(name: str, count: int = 300) -> str:
 @pytest.fixture
 def roots(tmp_path: Path) -> dict[str, Path]:
     """An environment of a few packages."""
-    # Not all of it is tests for that.
-    stdlib = tmp_path / "test"
-    site = stdlib / "site-packages"
+    stdlib, site = tmp_path / "test", tmp_path / "test" / "site-packages"
     for index in range(12):
         write(stdlib, f"module{index}.py", lines(f"module {index}"))
         write(stdlib, f"test/test_{index}.py", lines(f"stdlib test {index}"))

@@ -200,7 +200,6 @@ def test_a_test_split_is_held_out_only_where_there_is_no_validation(tmp_path, lo
     assert documents(loaded, "a", "validation")[0] == text_of("a test", 0)
     assert documents(loaded, "b", "validation")[0] == text_of("b valid", 0)
     assert documents(loaded, "b", "train")[0] == text_of("b train", 0)
-    # A domain without more is refused, but where others are named.
     write_jsonl(tmp_path / "data" / "c" / "test.jsonl", texts("c", 20))
     assert load("data", domains=("a", "b")).names == ("a", "b")
 
