@@ -31,6 +31,8 @@ Receive = Callable[[Tensor], None]
 # Whether a parameter's gradient is taken during the backward pass.
 takes_at_once: Callable[[Tensor], bool] = attrgetter("is_cpu")
 _grad_of: Callable[[Tensor], Any] = attrgetter("grad")
+# Handles of the hooks of all optimizers of ours that are alive.
+_handles: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class TrackedParameters:
@@ -146,6 +148,7 @@ class TrackedParameters:
                 if id(param) not in self._hooks:
                     handle = param.register_post_accumulate_grad_hook(wanted[id(param)])  # type: ignore[no-untyped-call]
                     self._hooks[id(param)] = (param, handle)
+                    _handles.add(handle)
             self._hooked = wanted
             if self.selected_ids is not None:
                 by_name = self._by_name()
@@ -243,7 +246,9 @@ class TrackedParameters:
 
 def have_other_hooks(params: Iterable[Any]) -> bool:
     """Whether one of these has a post-accumulate hook beside ours."""
-    return any(len(param._post_accumulate_grad_hooks or ()) > 1 for param in params)
+    several = [param for param in params if len(param._post_accumulate_grad_hooks or ()) > 1]
+    ours = {handle.id for handle in _handles} if several else set()
+    return any(param._post_accumulate_grad_hooks.keys() - ours for param in several)
 
 
 def _last_hook(param: Any) -> int:

@@ -173,8 +173,7 @@ class Step:
             if have_other_hooks(self.parameters.params):
                 raise RuntimeError(
                     "stacked() runs no post-accumulate hook of a parameter beside its own. Use "
-                    "register_hook, or run one domain after another, with optimizer.domain(name); "
-                    "a DoGEOptimizer that is done with the model has release()."
+                    "register_hook, or run one domain after another, with optimizer.domain(name)."
                 )
             segments = segments_of(sizes_here, self._row_of)
             stacked_model = self._stacked_model_of(bare(model))

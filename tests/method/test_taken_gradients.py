@@ -127,6 +127,11 @@ def test_a_hook_of_the_user_runs_before_the_gradient_is_taken(is_first):
         assert optimizer.last.grad_norms.square().tolist() == pytest.approx([12, 12])
     with pytest.raises(RuntimeError, match="no post-accumulate hook"):
         optimizer.stacked(model, {"a": 1, "b": 1}).__enter__()
+    # Those of another DoGEOptimizer are none: it may be forgotten, or take turns.
+    model = nn.Linear(3, 1, bias=False)
+    optimizer, _other = optimizer_of(model), optimizer_of(model)
+    with optimizer.stacked(model, {"a": 1, "b": 1}):
+        model(torch.ones(2, 3)).sum().backward()
 
 
 def test_passes_inside_one_domain_add_up_in_the_parameters_dtype(taken_late):
