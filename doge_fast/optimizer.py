@@ -312,8 +312,9 @@ class DoGEOptimizer(OptimizerWrapper):
 
         Raises:
             ValueError: as `domain`; or a module couples examples (batch statistics).
-            RuntimeError: as `domain`; a module's input does not begin with the batch dimension; or
-                a parameter was used outside its module's forward, where domains are not separate.
+            RuntimeError: as `domain`; a module's input does not begin with the batch dimension; a
+                parameter was used outside its module's forward, where domains are not separate; or
+                one has a post-accumulate hook of yours, which no stacked pass would run.
         """
         return self._step.stacked(model, sizes)
 

@@ -77,19 +77,21 @@ def temperature(config: TemperatureConfig) -> Run:
     search = _Search.of(config)
     # All that was measured is of the proxy's text, and so is what follows.
     own_blocks(config.proxy)
-    while (found := search.next_jobs()) and not config.only:
+    found = search.next_jobs()
+    if config.only:
+        # Of those that --plan has printed some may be complete.
+        begun = sorted({*found, *search.begun})
+        jobs = chosen([job for each in begun for job in search.jobs_at(each).values()], config.only)
+        if left := [job for job in jobs if not job.is_made()]:
+            search.begin(found)
+            search.make(left)
+            search.check_made(left)
+        return Run(search.out)
+    while found:
         search.begin(found)
         search.make([job for each in found.values() for job in each])
-    if not config.only:
-        search.write()
-        return Run(search.out)
-    # Of those that --plan has printed some may be complete.
-    begun = sorted({*found, *search.begun})
-    jobs = chosen([job for each in begun for job in search.jobs_at(each).values()], config.only)
-    if left := [job for job in jobs if not job.is_made()]:
-        search.begin(found)
-        search.make(left)
-        search.check_made(left)
+        found = search.next_jobs()
+    search.write()
     return Run(search.out)
 
 
