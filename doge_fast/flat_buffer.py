@@ -31,7 +31,7 @@ PAGE_BYTES = 4096
 PENDING_BYTES = {"cpu": 1 << 20}
 PENDING_BYTES_ELSEWHERE = 1 << 26
 
-# Of a block: a GradScaler skips the first steps.
+# Of a block: it may be kept from the second step on, or a later one.
 MOST_WATCHED = 20
 # Other kinds of tensors have no memory of their own to compare.
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -58,7 +58,7 @@ class Block:
         self.strides: tuple[int, ...] = ()
         # Whether the wrapped optimizer keeps it from step to step, as MARS does.
         self.is_kept = False
-        # Steps after which that was looked for.
+        # Steps with state of the parameter after which that was looked for.
         self.num_watched = 0
 
     def _allocate(self, num_rows: int, dtype: torch.dtype) -> None:
@@ -331,13 +331,15 @@ class FlatBuffer:
         watched = [b for b in self._blocks.values() if b.num_watched < MOST_WATCHED]
         if not watched:
             return False
-        values = map(local_of, tree_leaves([*optimizer.state.values()]))
+        state = optimizer.state
+        values = map(local_of, tree_leaves([*state.values()]))
         plain = (x for x in values if type(x) in PLAIN and x.layout == torch.strided)
         places = {tensor.untyped_storage().data_ptr() for tensor in plain}
         for block in watched:
             if block.combined is not None:
                 block.is_kept = block.combined.untyped_storage().data_ptr() in places
-                block.num_watched += MOST_WATCHED if block.is_kept else 1
+                # A GradScaler may skip the first steps.
+                block.num_watched += MOST_WATCHED if block.is_kept else block.param in state
         return any(block.is_kept for block in watched)
 
     def dtypes_of(self, params: Iterable[Tensor]) -> list[torch.dtype | None]:

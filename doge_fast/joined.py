@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-NAME = "optimizer"
+NAME = "doge_optimizer"
 """The key of a parameter group with the class name of the optimizer that steps it."""
 
 

@@ -385,7 +385,6 @@ class DoGEOptimizer(OptimizerWrapper):
         ValueError if several optimizers are wrapped: call it on one of them.
         """
         self.inner.add_param_group(param_group)
-        checkpoint.mark(self.param_groups)
 
     def release(self) -> None:
         """Remove the hooks and free the rows, so that the model can train on without domains.

@@ -432,10 +432,13 @@ class Step:
         self._has_agreed = True
         missing = [name for name in self.subset.rows if name not in agreement.seen]
         if missing and (self._absent == "error" or not agreement.seen):
+            needed, way = "at least one", ""
+            if self._absent == "error":
+                needed, way = "every", ", or pass absent='keep' to allow a step without some domains"
             raise RuntimeError(
-                f"step() needs a gradient from every domain; missing {missing} of "
-                f"{list(self.subset.rows)}. Run backward for them inside optimizer.domain(name), "
-                "or pass absent='keep' to allow a step without some domains."
+                f"step() needs a gradient from {needed} domain; missing {missing} of "
+                f"{list(self.subset.rows)}. Run backward for them inside optimizer.domain(name)"
+                f"{way}."
             )
         return agreement
 

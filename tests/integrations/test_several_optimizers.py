@@ -127,8 +127,20 @@ def test_groups_are_added_to_one_of_them():
     small.collect(nn.Sequential(model, more), optimizer, 0)
     optimizer.step()
     assert not torch.equal(more.weight, before)
-    names = [group["optimizer"] for group in optimizer.state_dict()["param_groups"]]
+    names = [group["doge_optimizer"] for group in optimizer.state_dict()["param_groups"]]
     assert names == ["SGD", "SGD", "AdamW"]
+
+
+@pytest.mark.parametrize("is_one_of_two", [False, True])
+def test_a_group_may_have_a_key_named_optimizer(is_one_of_two):
+    """As those of loops that choose the rule of each group by it."""
+    model, optimizer = small.wrapped(kind_of(torch.optim.SGD, is_one_of_two))
+    last_of(optimizer).param_groups[0]["optimizer"] = "muon"
+    saved = optimizer.state_dict()
+    assert saved["param_groups"][-1]["optimizer"] == "muon"
+    optimizer.load_state_dict(saved)
+    small.train(model, optimizer, range(1))
+    assert last_of(optimizer).param_groups[0]["optimizer"] == "muon"
 
 
 @pytest.mark.parametrize(

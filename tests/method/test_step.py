@@ -60,8 +60,9 @@ def test_a_step_without_some_domain_is_refused_and_moves_nothing(entered, missin
 def test_a_step_without_any_domain_does_nothing_and_cannot_be_combined(absent):
     weight, optimizer = made(absent=absent)
     optimizer.step()
-    with refused(r"missing \['a', 'b', 'c'\] of"):
+    with refused(r"missing \['a', 'b', 'c'\] of") as caught:
         optimizer.combine()
+    assert ("absent='keep'" in str(caught.value)) == (absent == "error")
     assert weight.tolist() == [1.0, 2.0]
     assert optimizer.num_steps == 0
     assert_steps(weight, optimizer)
