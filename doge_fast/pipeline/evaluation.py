@@ -10,7 +10,7 @@ import datasets
 import torch
 
 from doge_fast.pipeline import failures, health, named, ranks, records, tables, training
-from doge_fast.pipeline.config import MIX, CorpusConfig, EvaluateConfig, StageConfig
+from doge_fast.pipeline.config import MIX, CorpusConfig, EvaluateConfig
 from doge_fast.pipeline.config.ranges import check
 from doge_fast.pipeline.domains import load_corpus
 from doge_fast.pipeline.model import open_model
@@ -44,8 +44,9 @@ def evaluate(config: EvaluateConfig) -> Json:
     """
     record, trained = records.load_config(config.run)
     corpus = record.corpus
-    _check(config, trained, corpus)
-    _log.info("%s: reading %s", config.run, config.data or trained.corpus.data)
+    own = records.corpus_from_here(record, trained).data
+    _check(config, own, corpus)
+    _log.info("%s: reading %s", config.run, config.data or own)
     if config.data is None:
         held_out = own_blocks(config.run)
     else:
@@ -98,11 +99,10 @@ def table(result: Json) -> str:
     return tables.text(tables.table_of(("domain", "perplexity"), rows))
 
 
-def _check(config: EvaluateConfig, trained: StageConfig, corpus: CorpusRecord) -> None:
+def _check(config: EvaluateConfig, own: str, corpus: CorpusRecord) -> None:
     check(config)
     records.check_finished(config.run)
     training.device_of(config.device)
-    own = trained.corpus.data
     if config.data is None:
         known = [*corpus.domains, *corpus.targets]
         named.check("domains", config.domains, known, str(config.run))
@@ -114,7 +114,9 @@ def _check(config: EvaluateConfig, trained: StageConfig, corpus: CorpusRecord) -
                     f"{config.run / records.EVALUATION} holds {', '.join(lost)} too. Name another "
                     "file for these domains (--out), or leave out domains (--domains)."
                 )
-    elif os.path.realpath(Path(config.data).expanduser()) == os.path.realpath(own):
+    elif os.path.realpath(Path(config.data).expanduser()) == os.path.realpath(
+        Path(own).expanduser()
+    ):
         raise ValueError(
             f"{config.run} was trained on {own}. Leave out data (--data) to measure what was held "
             "out of it."
@@ -129,7 +131,7 @@ def own_blocks(run: Path) -> Mapping[str, datasets.Dataset]:
     """Held-out blocks of a run's corpus, if it still is that one; domains may have come to it."""
     record, trained = records.load_config(run)
     trained_on = record.corpus
-    asked = replace(trained.corpus, domains=tuple(trained_on.domains))
+    asked = replace(records.corpus_from_here(record, trained), domains=tuple(trained_on.domains))
     # What "mix" reserves is not trained on.
     mix = [MIX] if MIX in trained.targets else []
     corpus = load_corpus(asked, targets=(*trained_on.targets, *mix))

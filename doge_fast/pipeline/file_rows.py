@@ -266,10 +266,12 @@ def text_documents(file: CorpusFile, chars: int) -> Iterator[DocumentRow]:
 
 def _cut(handle: io.TextIOWrapper, chars: int) -> Iterator[str]:
     lines: list[str] = []
-    size = 0
+    size, is_rest = 0, False
     # A line may be all of the file.
     for line in iter(lambda: handle.readline(16 * chars), ""):
-        if len(line) == 16 * chars:
+        is_long = is_rest or len(line) == 16 * chars
+        is_rest = is_long and not line.endswith("\n")
+        if is_long:
             yield "".join(lines)
             yield from (line[start : start + chars] for start in range(0, len(line), chars))
             lines, size = [], 0

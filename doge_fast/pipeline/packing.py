@@ -41,7 +41,7 @@ from doge_fast.pipeline.tokenizer import (
 _log = logging.getLogger("doge_fast")
 
 # Part of every cache key: changes when the same input would be packed to other blocks.
-_FORMAT = 6
+_FORMAT = 7
 # Characters of a domain that show how much of its text the tokenizer knows.
 _SAMPLE_CHARS = 100_000
 # Documents whose hashes decide where the border of the held-out share lies.

@@ -218,6 +218,7 @@ class _Search:
                 "mixture. Train the proxy longer or with a smaller mu; of two domains with "
                 "--domain-max-grad-norm 0, for gradients of one norm have equal scores."
             )
+        proxy = replace(proxy, corpus=records.corpus_from_here(recorded, proxy))
         search = cls(config, proxy, record)
         base = search.base(1.0, config.seeds[0])
         training.device_of(base.training.device)

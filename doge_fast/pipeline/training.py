@@ -26,7 +26,8 @@ def training_arguments(config: TrainingConfig, out: Path) -> TrainingArguments:
     save_every = -(-config.steps // 10) if config.save_every is None else config.save_every
     arguments = TrainingArguments(
         # Where it writes file by file; `records.complete_checkpoint` takes them from there.
-        output_dir=str(out / records.CHECKPOINTS / records.WRITING),
+        # Absolute: it takes a leading `~` for the user's folder.
+        output_dir=str((out / records.CHECKPOINTS / records.WRITING).absolute()),
         max_steps=config.steps,
         # Only reported: the batches come ready-made.
         per_device_train_batch_size=1,

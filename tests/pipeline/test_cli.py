@@ -56,7 +56,7 @@ def test_the_verbs_run_one_after_the_other(proxy, base, capsys):
     assert float(told[0].split()[2].rstrip(",")) == pytest.approx(average, rel=0.1)
 
 
-PROXY_X, HERE = ProxyConfig(Path("x")), Path("a")
+PROXY_X, HERE, HOME = ProxyConfig(Path("x")), Path("a"), Path.home()
 
 
 @pytest.mark.parametrize(
@@ -84,6 +84,7 @@ PROXY_X, HERE = ProxyConfig(Path("x")), Path("a")
         ("proxy --out x --steps 1.5e3", replace(PROXY_X, training=TrainingConfig(steps=1500))),
         ("weights show a --budget-tokens 1.5b", WeightsShowConfig((HERE,), budget_tokens=1.5e9)),
         ("proxy --out x --mu 2 --mu None", PROXY_X),
+        ("report --runs ~/a --out=~/b", ReportConfig((HOME / "a",), out=HOME / "b")),
     ],
 )
 def test_flags_are_the_fields(words, expected):
@@ -170,13 +171,10 @@ def test_fields_come_from_a_file_and_flags_win(tmp_path):
         "mu: null\ntarget: [ca]\n"
     )
     config = cli.parse(["proxy", "--config", str(file), "--steps", "9"])
-    assert isinstance(config, ProxyConfig)
-    assert (config.out, config.corpus.data, config.corpus.domains) == (
-        *(Path("runs/x"), "DIR"),
-        ("a", "b"),
+    training = TrainingConfig(steps=9, seed=3)
+    assert config == ProxyConfig(
+        Path("runs/x"), CorpusConfig("DIR", ("a", "b")), training=training, target=("ca",)
     )
-    assert (config.training.steps, config.training.seed) == (9, 3)
-    assert (config.target, config.mu) == (("ca",), None)
     file.write_text("name: ood\npreset: smoke\nproxy: {steps: 3}\nseeds: [4]\n")
     experiment = cli.parse(["experiment", f"--config={file}", "--base.steps", "5"])
     expected = filled(

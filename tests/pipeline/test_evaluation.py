@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -135,15 +136,23 @@ def test_other_text_is_measured_whole_or_by_its_validation_split(run, other, tmp
     assert 0 < again["blocks"]["poetry"] < result["blocks"]["poetry"]
 
 
-def test_some_domains_of_other_text_go_where_they_are_told(run, other, tmp_path):
+def test_some_domains_of_other_text_go_where_they_are_told(run, other, tmp_path, monkeypatch):
     ask = EvaluateConfig(run=run.out, data=str(other), device="cpu", out=tmp_path / "poetry.json")
     result = evaluate(replace(ask, domains=("numbers", "poetry")))
     assert list(result["loss"]) == ["numbers", "poetry"]
     assert records.read_json(tmp_path / "poetry.json") == result
     assert sorted(run.out.glob("evaluation*")) == []
     (tmp_path / "link").symlink_to(run.corpus.data)
-    with pytest.raises(ValueError, match=r"Leave out data \(--data\) to measure what was held out"):
-        evaluate(replace(ask, data=str(tmp_path / "link")))
+    record, corpus = records.read_json(run.out / "config.json"), Path(run.corpus.data)
+    assert record["folder"] == os.getcwd()
+    monkeypatch.setenv("HOME", str(corpus.parent))
+    monkeypatch.chdir(tmp_path)
+    for own in (run.corpus.data, corpus.name, f"~/{corpus.name}"):
+        record["config"]["corpus"]["data"], record["folder"] = own, str(corpus.parent)
+        records.write_json(run.out / "config.json", record)
+        with pytest.raises(ValueError, match=r"Leave out data \(--data\) to measure what was held"):
+            evaluate(replace(ask, data=str(tmp_path / "link")))
+        assert "code" in evaluate(EvaluateConfig(run.out, blocks=1, device="cpu"))["loss"]
 
 
 def test_the_average_is_of_the_domains_that_are_named(run):

@@ -15,7 +15,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from doge_fast.pipeline import cache, packing, records
-from doge_fast.pipeline.config import CorpusConfig
+from doge_fast.pipeline.config import CorpusConfig, ProxyConfig
+from doge_fast.pipeline.config.ranges import check
 from doge_fast.pipeline.domains import load_corpus
 from tests.pipeline.corpora import documents, text_of, texts, tokens, write_jsonl, write_rows
 
@@ -303,6 +304,8 @@ def test_the_cache_is_found_through_the_environment(tmp_path, config, monkeypatc
     monkeypatch.setenv("DOGE_FAST_CACHE", str(tmp_path / "elsewhere"))
     load_corpus(replace(config, cache_dir=None))
     assert len(list((tmp_path / "elsewhere" / "blocks").iterdir())) == 3
+    with pytest.raises(ValueError, match="cache_dir must lie outside the corpus"):
+        check(ProxyConfig(Path("run"), CorpusConfig(str(tmp_path))))
 
 
 def test_what_no_longer_agrees_with_its_manifest_is_made_again(tmp_path, caplog):

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import difflib
 import inspect
+import os
 import textwrap
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
@@ -149,7 +150,8 @@ def _held(value: Any, hint: Any) -> Any:
         values = value if isinstance(value, list | tuple) else [value]
         return tuple(_held(each, get_args(kind)[0]) for each in values)
     if kind is Path and isinstance(value, str):
-        return Path(value)
+        # A shell leaves `~` behind an equals sign, and a file has no shell.
+        return Path(os.path.expanduser(value))
     if kind in (int, float) and isinstance(value, str):
         with contextlib.suppress(ValueError, OverflowError):
             return named.number_as(kind, value)

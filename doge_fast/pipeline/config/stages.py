@@ -1,6 +1,7 @@
 """The stages that train (a proxy, a base model, DoReMi, a selection), and the parts they share."""
 
 import math
+import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -264,7 +265,9 @@ class _Stage:
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
     def _check(self) -> None:
-        self.corpus.check_outside(out=self.out, cache_dir=self.corpus.cache_dir)
+        named_by_user = self.corpus.cache_dir or os.environ.get("DOGE_FAST_CACHE")
+        cache_dir = Path(named_by_user) if named_by_user else None
+        self.corpus.check_outside(out=self.out, cache_dir=cache_dir)
         name = self.model.model
         if self.model.pretrained and self.corpus.tokenizer == "train" and name not in SIZES:
             raise ValueError(

@@ -10,6 +10,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -17,7 +18,7 @@ from platform import python_version
 from typing import Any, Literal, get_args
 
 from doge_fast import atomic_file
-from doge_fast.pipeline.config import Reading, StageConfig
+from doge_fast.pipeline.config import CorpusConfig, Reading, StageConfig
 from doge_fast.pipeline.failures import FileFailure
 from doge_fast.pipeline.records.shapes import (
     CANCELLATION,
@@ -135,6 +136,7 @@ def open_run(
         warnings=tuple(warnings),
         resolved=dict(resolved or {}),
         parameters=parameters,
+        folder=str(Path.cwd()),
     )
     config.out.mkdir(parents=True, exist_ok=True)
     write_json(config.out / CONFIG, {"schema_version": SCHEMA_VERSION, **plain(record)})
@@ -150,6 +152,20 @@ def load_config(run: Path) -> tuple[ConfigRecord, Any]:
     """
     record = load(run, ConfigRecord)
     return record, check_shape(record.config, STAGES[record.stage], f"{run / CONFIG}, config")
+
+
+def corpus_from_here(record: ConfigRecord, config: StageConfig) -> CorpusConfig:
+    """The corpus that a run names, where its relative paths are those of another folder.
+
+    They are looked for where the run was begun and, if nothing is there, in this folder.
+    """
+    found: dict[str, Any] = {}
+    for name, word in (("data", "installed"), ("tokenizer", "train")):
+        value = getattr(config.corpus, name)
+        path = Path(record.folder, value)
+        if value != word and Path(record.folder) != Path.cwd() and path.exists():
+            found[name] = str(path)
+    return replace(config.corpus, **found)
 
 
 def check_same(out: Path, recorded: Json, asked: Json, ignored: Sequence[str]) -> None:

@@ -108,6 +108,8 @@ class ConfigRecord(WholeFile):
     resolved: dict[str, float] = field(default_factory=dict)
     parameters: CountOrZero = 0
     """Of the model; a tied weight counts once. Earlier releases did not write it."""
+    folder: str = ""
+    """Where the run was begun, from which its relative paths lead."""
 
 
 @dataclass(frozen=True)
