@@ -1,5 +1,6 @@
 """Causal language models of transformers: their stacked passes, and the losses of these."""
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -33,10 +34,16 @@ MOST_LOGITS_BYTES_ELSEWHERE = 4 << 30
 def shifts_labels(model: Any) -> bool:
     """Whether the model's own loss predicts token i + 1 from the tokens up to i.
 
-    Trainer reads `model.loss_type`, which is None for some causal models (GPT-2).
+    Trainer reads `model.loss_type`, which is None for some causal models (GPT-2). They have the
+    same `loss_function` as models that do not use theirs: Pegasus, or a class of the user's.
     """
     is_causal = getattr(model, "loss_function", None) is ForCausalLMLoss
-    return is_causal and not getattr(model.config, "is_encoder_decoder", False)
+    of_adapter = getattr(model, "get_base_model", None)
+    kind = type(of_adapter() if of_adapter else getattr(model, "_orig_mod", model))
+    forwards = (inspect.unwrap(vars(each).get("forward", each)) for each in kind.__mro__)
+    codes = (getattr(forward, "__code__", None) for forward in forwards)
+    is_used = any("loss_function" in getattr(code, "co_names", ()) for code in codes)
+    return is_causal and is_used and not getattr(model.config, "is_encoder_decoder", False)
 
 
 def has_own_forward(model: Any) -> bool:

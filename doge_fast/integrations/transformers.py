@@ -307,6 +307,12 @@ class DoGETrainer(_StepByDomain):
                 f"{unsupported[0]} keeps or shards gradients in another way. Learn the weights "
                 "without it, with a smaller proxy if necessary."
             )
+        if self.is_fsdp_enabled and self.args.label_smoothing_factor and self._loss_shifts_labels:
+            raise RuntimeError(
+                "label_smoothing_factor under fsdp would compare each token with itself: Trainer "
+                "knows a causal model by the name of its class, which fully_shard changes. Pass "
+                "compute_loss_func, or 0."
+            )
         world = default_group()
         if self.args.world_size == 1 and world is not None and world.size() > 1:
             raise RuntimeError(
@@ -413,6 +419,12 @@ class DoGETrainer(_StepByDomain):
         parts = [self.part_of(batch) for batch in islice(epoch_iterator, num_batches)]
         if len(parts) < num_batches and isinstance(self.train_dataset, IterableDataset):
             # Trainer would add them to the next step, each with a divisor of its own.
+            if self.state.global_step == 0:
+                raise ValueError(
+                    f"The stream of train_dataset ended after {len(parts)} micro-batches; the "
+                    f"first step needs {num_batches}. Give it more examples, or pass a smaller "
+                    "gradient_accumulation_steps."
+                )
             return [], None
         self.shares = domain_data.shares(parts)
         self._times = Counter(name for part in parts for name, size in part.sizes.items() if size)
@@ -578,9 +590,10 @@ class DoGETrainer(_StepByDomain):
         is_own_loss = type(self).compute_loss is _StepByDomain.compute_loss
         if not (is_own_loss and self.compute_loss_func is None and self.label_smoother is None):
             return "takes the model's own loss, and another is set."
-        if not self.shifts_labels():
-            return "takes causal language models of transformers with their usual loss."
         model = self.accelerator.unwrap_model(self.model)
+        # With it the loss of a mixture of experts has a term for its router.
+        if not self.shifts_labels() or getattr(model.config, "output_router_logits", False):
+            return "takes causal language models of transformers with their usual loss."
         if have_other_hooks(model.parameters()):
             return "runs no post-accumulate hook of a parameter."
         if causal_lm.has_own_forward(model):

@@ -154,7 +154,7 @@ class StackedModel:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return original(*args, **kwargs)
-            for x in args if isinstance(module, nn.Embedding) else ():
+            for x in (*args, *kwargs.values()) if isinstance(module, nn.Embedding) else ():
                 if isinstance(x, Tensor) and not x.is_floating_point():
                     # Refuses what may be positions.
                     self.examples.in_front(x, module)

@@ -19,9 +19,13 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, IterableDataset
 from transformers import (
+    GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    PegasusConfig,
+    PegasusForCausalLM,
+    PreTrainedModel,
     Trainer,
     TrainingArguments,
     get_scheduler,
@@ -306,6 +310,46 @@ def with_a_hook() -> GPT2LMHeadModel:
     return model
 
 
+def with_a_router() -> GPT2LMHeadModel:
+    model = tiny_gpt2()
+    model.config.output_router_logits = True
+    return model
+
+
+def tiny_pegasus() -> PegasusForCausalLM:
+    """Of transformers, with a loss of its own that does not shift the labels."""
+    sizes = {"d_model": 8, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 8}
+    return PegasusForCausalLM(PegasusConfig(vocab_size=tiny_gpt2().config.vocab_size, **sizes))
+
+
+class Aligned(PreTrainedModel):
+    """Of a user's, which transformers does not know: label i is that of logits i."""
+
+    config_class, _supports_sdpa = GPT2Config, True
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.head = torch.nn.Embedding(config.vocab_size, config.vocab_size)
+        self.post_init()
+
+    def forward(
+        self, input_ids: Any, labels: Any = None, num_items_in_batch: Any = 1, **_: Any
+    ) -> Any:
+        logits = self.head(input_ids)
+        lost = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return {"loss": lost / num_items_in_batch, "logits": logits}
+
+
+@pytest.mark.parametrize(("kind", "per_example"), [(OwnForward, 11), (Aligned, 12)])
+def test_the_targets_of_a_model_of_ones_own(tmp_path, kind, per_example):
+    trainer = trainer_for(tmp_path, model_init=lambda: kind(tiny_gpt2().config))
+    trainer.create_optimizer()
+    _, found = trainer.get_batch_samples(iter([batch_of(0, DOMAINS)]), 1, torch.device("cpu"))
+    for name, batch in batch_of(0, DOMAINS).items():
+        assert batch["labels"].shape[1] == LENGTH == 12
+        assert found[name] == len(batch["labels"]) * per_example
+
+
 @pytest.mark.parametrize(
     ("change", "changes", "message"),
     [
@@ -316,8 +360,20 @@ def with_a_hook() -> GPT2LMHeadModel:
         (dict, {"model_init": lambda: OwnForward(tiny_gpt2().config)}, "OwnForward"),
         (dict, {"model_init": with_another_forward}, "takes the forward of transformers"),
         (dict, {"model_init": with_a_hook}, "no post-accumulate hook"),
+        (dict, {"model_init": with_a_router}, "with their usual loss"),
+        (dict, {"model_init": tiny_pegasus}, "with their usual loss"),
     ],
-    ids=["lengths", "images", "labels", "loss", "forward", "forward of one model", "hook"],
+    ids=[
+        "lengths",
+        "images",
+        "labels",
+        "loss",
+        "forward",
+        "forward-of-one-model",
+        "hook",
+        "router",
+        "pegasus",
+    ],
 )
 def test_what_cannot_be_stacked_is_refused_or_runs_in_turn(change, changes, message, tmp_path):
     inputs = change(batch_of(0, DOMAINS))
@@ -561,7 +617,7 @@ def test_data_that_is_refused(tmp_path, changes, data, error, message):
         trainer_for(tmp_path, data, **changes).train()
 
 
-def test_misuse_is_answered_in_a_sentence(tmp_path):
+def test_misuse_is_answered_in_a_sentence(tmp_path, monkeypatch):
     for domains in ({"ab": 0.7, "cd": 0.3}, "ab", []):
         with pytest.raises(ValueError, match=r"domains must be (a list of|at least one) name"):
             DoGETrainer(model=tiny_gpt2(), args=arguments(tmp_path), domains=domains)
@@ -584,6 +640,11 @@ def test_misuse_is_answered_in_a_sentence(tmp_path):
         with pytest.raises(RuntimeError, match=message):
             trainer.check_host()
         setattr(trainer, host_of, False)
+    trainer = trainer_for(tmp_path, label_smoothing_factor=0.1)
+    trainer.is_fsdp_enabled = True
+    monkeypatch.setattr(type(trainer.accelerator), "is_fsdp2", True)
+    with pytest.raises(RuntimeError, match="label_smoothing_factor under fsdp"):
+        trainer.check_host()
 
 
 def mixed(counts: dict[str, int], **columns: Any) -> datasets.Dataset:
@@ -701,6 +762,8 @@ def test_steps_of_a_stream_are_whole(tmp_path):
     stream = mixed({name: 6 for name in DOMAINS}).to_iterable_dataset()
     seen = seen_of(tmp_path, stream, gradient_accumulation_steps=2, max_steps=3)
     assert [step for step, _ in seen] == [0, 0, 1, 1, 2, 2]
+    with pytest.raises(ValueError, match="ended after 3 micro-batches; the first step needs 4"):
+        seen_of(tmp_path, stream, gradient_accumulation_steps=4, max_steps=3)
 
 
 def test_a_stream_skips_a_surplus_and_names_the_domains_it_lacks(monkeypatch):

@@ -300,6 +300,19 @@ def test_positions_are_not_taken_for_examples():
     )
     assert (row_of_each[0, :4] == 1).all()
     assert (row_of_each[1, 4:] == 1).all()
+    model = Around(Positions(9, 4)).double()
+    with (
+        pytest.raises(RuntimeError, match="9 positions"),
+        optimizer_of(model).stacked(model, sizes),
+    ):
+        model.layers[0](ids_BL, position_ids=torch.arange(9))
+
+
+class Positions(nn.Embedding):
+    """As BART's, which takes them by keyword."""
+
+    def forward(self, ids_BL: Tensor, position_ids: Tensor) -> Tensor:
+        return super().forward(position_ids)
 
 
 class Columns(nn.Linear):
