@@ -58,7 +58,7 @@ class Block:
         self.strides: tuple[int, ...] = ()
         # Whether the wrapped optimizer keeps it from step to step, as MARS does.
         self.is_kept = False
-        # Steps with state of the parameter after which that was looked for.
+        # Steps after which that was looked for.
         self.num_watched = 0
 
     def _allocate(self, num_rows: int, dtype: torch.dtype) -> None:
@@ -329,17 +329,16 @@ class FlatBuffer:
         They are looked for after the first steps of each block. Whether there are new ones.
         """
         watched = [b for b in self._blocks.values() if b.num_watched < MOST_WATCHED]
-        if not watched:
+        # A GradScaler may skip the first steps.
+        if not watched or not (state := optimizer.state):
             return False
-        state = optimizer.state
         values = map(local_of, tree_leaves([*state.values()]))
         plain = (x for x in values if type(x) in PLAIN and x.layout == torch.strided)
         places = {tensor.untyped_storage().data_ptr() for tensor in plain}
         for block in watched:
             if block.combined is not None:
                 block.is_kept = block.combined.untyped_storage().data_ptr() in places
-                # A GradScaler may skip the first steps.
-                block.num_watched += MOST_WATCHED if block.is_kept else block.param in state
+                block.num_watched += MOST_WATCHED if block.is_kept else 1
         return any(block.is_kept for block in watched)
 
     def dtypes_of(self, params: Iterable[Tensor]) -> list[torch.dtype | None]:

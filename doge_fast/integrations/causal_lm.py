@@ -39,11 +39,21 @@ def shifts_labels(model: Any) -> bool:
     """
     is_causal = getattr(model, "loss_function", None) is ForCausalLMLoss
     of_adapter = getattr(model, "get_base_model", None)
-    kind = type(of_adapter() if of_adapter else getattr(model, "_orig_mod", model))
-    forwards = (inspect.unwrap(vars(each).get("forward", each)) for each in kind.__mro__)
-    codes = (getattr(forward, "__code__", None) for forward in forwards)
-    is_used = any("loss_function" in getattr(code, "co_names", ()) for code in codes)
+    model = of_adapter() if of_adapter else model
+    is_used = _uses_loss_function(type(getattr(model, "_orig_mod", model)))
     return is_causal and is_used and not getattr(model.config, "is_encoder_decoder", False)
+
+
+def _uses_loss_function(kind: type) -> bool:
+    """Whether the class's forward, or one of a base class that it may call, has this word."""
+    for each in kind.__mro__:
+        code = getattr(inspect.unwrap(vars(each).get("forward", each)), "__code__", None)
+        if code is not None and not {"loss_function", "forward"}.isdisjoint(code.co_names):
+            if "loss_function" in code.co_names:
+                return True
+        elif code is not None:
+            return False
+    return False
 
 
 def has_own_forward(model: Any) -> bool:

@@ -24,6 +24,7 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from doge_fast.distributed.process_group import default_group
 from doge_fast.flat_buffer import on_device
@@ -212,6 +213,10 @@ class DoGETrainer(_StepByDomain):
         # Trainer does not recognise GPT-2, whose evaluation losses would be too small.
         known = getattr(self, "_loss_shifts_labels", False)  # Not in transformers 5.0.
         self._loss_shifts_labels = known or self.shifts_labels()
+        if type(self.model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+            # Trainer goes by the name of the class when it smooths labels; fully_shard changes it.
+            smoother = self.label_smoother
+            self.label_smoother = cast(Any, smoother and partial(smoother, shift_labels=True))
         self.check_host()
 
     def _check_ready(self, optimizer: DoGEOptimizer) -> None:
@@ -306,12 +311,6 @@ class DoGETrainer(_StepByDomain):
                 'on every rank, or fsdp=True with fsdp_config={"version": 2} (fully_shard). '
                 f"{unsupported[0]} keeps or shards gradients in another way. Learn the weights "
                 "without it, with a smaller proxy if necessary."
-            )
-        if self.is_fsdp_enabled and self.args.label_smoothing_factor and self._loss_shifts_labels:
-            raise RuntimeError(
-                "label_smoothing_factor under fsdp would compare each token with itself: Trainer "
-                "knows a causal model by the name of its class, which fully_shard changes. Pass "
-                "compute_loss_func, or 0."
             )
         world = default_group()
         if self.args.world_size == 1 and world is not None and world.size() > 1:

@@ -44,7 +44,7 @@ def evaluate(config: EvaluateConfig) -> Json:
     """
     record, trained = records.load_config(config.run)
     corpus = record.corpus
-    own = records.corpus_from_here(record, trained).data
+    own = records.from_here(record, trained).corpus.data
     _check(config, own, corpus)
     _log.info("%s: reading %s", config.run, config.data or own)
     if config.data is None:
@@ -131,7 +131,7 @@ def own_blocks(run: Path) -> Mapping[str, datasets.Dataset]:
     """Held-out blocks of a run's corpus, if it still is that one; domains may have come to it."""
     record, trained = records.load_config(run)
     trained_on = record.corpus
-    asked = replace(records.corpus_from_here(record, trained), domains=tuple(trained_on.domains))
+    asked = replace(records.from_here(record, trained).corpus, domains=tuple(trained_on.domains))
     # What "mix" reserves is not trained on.
     mix = [MIX] if MIX in trained.targets else []
     corpus = load_corpus(asked, targets=(*trained_on.targets, *mix))

@@ -152,9 +152,9 @@ class ProfiledStep:
         Where one backward pass fills all rows, plain training has no gradient yet at its peak, and
         the combined one, which lasts from step to step, counts too.
         """
-        rows = self.buffer.num_bytes
         is_one_pass = self.is_stacked or len(self.tokens) == 1
-        return rows + is_one_pass * rows // self.buffer.num_rows
+        combined: int = sum(each.nbytes for each in self.parameters)
+        return self.buffer.num_bytes + is_one_pass * combined
 
     def least_traffic(self) -> dict[str, Traffic]:
         """What each phase cannot avoid to move, activations left aside.

@@ -26,5 +26,5 @@ def refuse_several(what: str) -> None:
     if number() > 1:
         raise ValueError(
             f"{what} takes one process, and a launcher has started {number()}. Start it without "
-            "torchrun; proxy, base, doremi, select and evaluate take several processes."
+            "torchrun; proxy, temperature, base, doremi, select and evaluate take several."
         )

@@ -5,6 +5,7 @@ parameter tensor is scored on the way. The model is then of no more use; what st
 and the lists of names that `doge-fast proxy --selection` reads.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,13 +43,7 @@ def measure_cancellation(config: SelectConfig) -> Path:
 
     Source: DoGE, appendix cancellation.
     """
-    for strategy in config.strategies:
-        parse_strategy(strategy)
-    if not config.strategies or len(set(config.strategies)) < len(config.strategies):
-        raise ValueError(
-            "strategies must be distinct, and at least one; got "
-            f"{' '.join(config.strategies) or 'none'}."
-        )
+    check_strategies(config.strategies)
     existing = stage.existing_run(config)
     if not existing.is_complete:
         trainer = prepare(config, existing)
@@ -56,6 +51,16 @@ def measure_cancellation(config: SelectConfig) -> Path:
             trainer.go_on(checkpoint)
             from_first(lambda: _leave(trainer))
     return config.out
+
+
+def check_strategies(strategies: Sequence[str]) -> None:
+    """Raise ValueError unless they are distinct, each lowN or highN, and at least one."""
+    for strategy in strategies:
+        parse_strategy(strategy)
+    if not strategies or len(set(strategies)) < len(strategies):
+        raise ValueError(
+            f"strategies must be distinct, and at least one; got {' '.join(strategies) or 'none'}."
+        )
 
 
 def prepare(config: SelectConfig, existing: ExistingRun) -> "SelectionTrainer":

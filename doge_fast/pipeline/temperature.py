@@ -218,10 +218,16 @@ class _Search:
                 "mixture. Train the proxy longer or with a smaller mu; of two domains with "
                 "--domain-max-grad-norm 0, for gradients of one norm have equal scores."
             )
-        proxy = replace(proxy, corpus=records.corpus_from_here(recorded, proxy))
+        proxy = records.from_here(recorded, proxy)
         search = cls(config, proxy, record)
         base = search.base(1.0, config.seeds[0])
         training.device_of(base.training.device)
+        if base.batch_size % ranks.number():
+            raise ValueError(
+                f"A step of the base models has as many blocks as one of {config.proxy}, "
+                f"{base.batch_size}, which {ranks.number()} processes cannot share. Start another "
+                "number of them."
+            )
         check_model(base.model, block_size=base.corpus.block_size)
         records.check_experiment(search.out, search.experiment())
         for inverse in search.begun:

@@ -137,8 +137,8 @@ def trained(
         mode: of DoGETrainer.
         how: "": nothing else; "halves": two micro-batches; "target": a held-out domain and a
             selection by name; "drawn": two domains in a step; "means": a model that takes no number
-            of targets; "llama": that architecture; "begun": stops with a checkpoint; "resumed":
-            goes on there.
+            of targets; "llama": that architecture; "smoothed": labels; "begun": stops with a
+            checkpoint; "resumed": goes on there.
         folder: of checkpoints, common to all ranks.
         config: `fsdp_config`; None: whole parameters.
     """
@@ -154,6 +154,7 @@ def trained(
             config,
             max_steps=BEGUN if how == "begun" else STEPS,
             save_strategy="steps" if how == "begun" else "no",
+            label_smoothing_factor=0.1 if how == "smoothed" else 0.0,
         ),
         train_dataset=dataset,
         domains=DOMAINS,
@@ -162,7 +163,7 @@ def trained(
         selection=NAMES if how == "target" else None,
         domains_per_step=2 if how == "drawn" else None,
         mode=mode,
-        compute_loss_func=None if mode == "stacked" else in_float64,
+        compute_loss_func=None if mode == "stacked" or how == "smoothed" else in_float64,
     )
     if how == "means":
         # What Trainer finds out of a model whose forward takes no further arguments.
@@ -223,13 +224,14 @@ EXHAUSTIVE = pytest.mark.exhaustive
                 (2, "target", {}),
                 (2, "drawn", {}),
                 (2, "", {"transformer_layer_cls_to_wrap": "GPT2Block"}),
+                (2, "smoothed", {}),
             )
         ),
     ],
 )
 def test_ranks_train_what_one_process_trains(ranks, tmp_path, num_ranks, data, mode, how, config):
-    # The layers of Llama compute in float32.
-    exactly = 1e-6 if how == "llama" else 1e-12
+    # The layers of Llama compute in float32, and smoothed losses are.
+    exactly = 1e-6 if how in ("llama", "smoothed") else 1e-12
     (alone,) = ranks.run(1, trained, data, mode, how, str(tmp_path))
     together = ranks.run(num_ranks, trained, data, mode, how, str(tmp_path), config)
     assert len(alone.log) == STEPS

@@ -340,7 +340,16 @@ class Aligned(PreTrainedModel):
         return {"loss": lost / num_items_in_batch, "logits": logits}
 
 
-@pytest.mark.parametrize(("kind", "per_example"), [(OwnForward, 11), (Aligned, 12)])
+class AlignedGPT2(GPT2LMHeadModel):
+    forward = Aligned.forward
+
+    def head(self, input_ids: Any) -> Any:
+        return self.lm_head(self.transformer(input_ids).last_hidden_state)
+
+
+@pytest.mark.parametrize(
+    ("kind", "per_example"), [(OwnForward, 11), (Aligned, 12), (AlignedGPT2, 12)]
+)
 def test_the_targets_of_a_model_of_ones_own(tmp_path, kind, per_example):
     trainer = trainer_for(tmp_path, model_init=lambda: kind(tiny_gpt2().config))
     trainer.create_optimizer()
@@ -617,7 +626,7 @@ def test_data_that_is_refused(tmp_path, changes, data, error, message):
         trainer_for(tmp_path, data, **changes).train()
 
 
-def test_misuse_is_answered_in_a_sentence(tmp_path, monkeypatch):
+def test_misuse_is_answered_in_a_sentence(tmp_path):
     for domains in ({"ab": 0.7, "cd": 0.3}, "ab", []):
         with pytest.raises(ValueError, match=r"domains must be (a list of|at least one) name"):
             DoGETrainer(model=tiny_gpt2(), args=arguments(tmp_path), domains=domains)
@@ -640,11 +649,6 @@ def test_misuse_is_answered_in_a_sentence(tmp_path, monkeypatch):
         with pytest.raises(RuntimeError, match=message):
             trainer.check_host()
         setattr(trainer, host_of, False)
-    trainer = trainer_for(tmp_path, label_smoothing_factor=0.1)
-    trainer.is_fsdp_enabled = True
-    monkeypatch.setattr(type(trainer.accelerator), "is_fsdp2", True)
-    with pytest.raises(RuntimeError, match="label_smoothing_factor under fsdp"):
-        trainer.check_host()
 
 
 def mixed(counts: dict[str, int], **columns: Any) -> datasets.Dataset:

@@ -129,7 +129,6 @@ def test_an_arm_of_another_corpus_is_refused(experiment, small_corpus, tmp_path,
     config = experiment("proxy_vs_base", corpus={"data": str(data)})
     with killed_at(monkeypatch, "go_on", 2):
         run_experiment(config)
-    runner._described.cache_clear()
     with (data / "code.jsonl").open("a") as file:
         file.write(json.dumps({"text": "something that was not there before " * 40}) + "\n")
     with pytest.raises(ValueError, match="was made of another corpus"):

@@ -52,6 +52,8 @@ def test_other_precisions_and_models(tmp_path):
     measured = profile(replace(QUICK, dtype="bfloat16", buffer_dtype="bfloat16"))
     gram = next(phase for phase in measured.phases if phase.name == "gram")
     assert gram.num_bytes == 2 * 2 * measured.num_parameters + 8 * 4
+    measured = profile(replace(QUICK, buffer_dtype="bfloat16", mode="stacked"))
+    assert measured.extra_bytes == measured.row_bytes + 4 * measured.num_parameters
     shape = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32}
     shape |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
     LlamaConfig(**shape, bos_token_id=0, eos_token_id=0).save_pretrained(tmp_path)

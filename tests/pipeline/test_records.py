@@ -65,6 +65,16 @@ def test_a_path_is_the_same_however_it_is_said_and_no_word(tmp_path, monkeypatch
     records.open_run(config, corpus=CORPUS)
     same = replace(config, weights=str(tmp_path / "runs" / "proxy"))
     assert records.check_run(same)
+    # Relative paths of the corpus lead from where the run was begun, or from here.
+    (tmp_path / "corpus").mkdir()
+    of_corpus = replace(config, out=tmp_path / "of corpus", corpus=CorpusConfig("corpus"))
+    records.open_run(of_corpus, corpus=CORPUS)
+    monkeypatch.chdir(tmp_path / "corpus")
+    for data in ("corpus", "../corpus/", str(tmp_path / "corpus")):
+        assert records.check_run(replace(of_corpus, corpus=CorpusConfig(data)))
+    with pytest.raises(ValueError, match=r"corpus\.data"):
+        records.check_run(replace(of_corpus, corpus=CorpusConfig("..")))
+    monkeypatch.chdir(tmp_path)
     for other in ("runs/other", "proxy"):
         with pytest.raises(ValueError, match="weights"):
             records.check_run(replace(config, weights=other))

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import GPT2Config
 
 from doge_fast import cli
 from doge_fast.pipeline import failures, records
-from doge_fast.pipeline.config import DemoConfig, ProxyConfig, TemperatureConfig
+from doge_fast.pipeline.config import DemoConfig, ModelConfig, ProxyConfig, TemperatureConfig
 from doge_fast.pipeline.demo import MOST_RUNS, demo
 from doge_fast.pipeline.experiments import jobs
 from doge_fast.pipeline.experiments.jobs import Job
@@ -164,13 +165,18 @@ def test_a_mixture_of_all_domains_is_a_target_beside_others(proxy):
     assert found == pytest.approx({"code": 2 / 9, "prose": 2 / 9, "table": 2 / 9, "verse": 1 / 3})
 
 
-def test_all_that_is_measured_is_of_the_text_of_the_proxy(settings, tmp_path):
+def test_all_that_is_measured_is_of_the_text_of_the_proxy(settings, tmp_path, monkeypatch):
+    """Wherever the search goes on: relative paths lead from where the proxy was begun."""
     corpus = settings["corpus"]
     data = Path(shutil.copytree(corpus.data, tmp_path / "data"))
-    told = settings | {"corpus": replace(corpus, data=str(data))}
+    GPT2Config(n_layer=1, n_head=2, n_embd=16, n_positions=16).save_pretrained(tmp_path / "shape")
+    told = settings | {"corpus": replace(corpus, data="data"), "model": ModelConfig("shape")}
+    monkeypatch.chdir(tmp_path)
     learned = learn_weights(ProxyConfig(out=tmp_path / "proxy", mu=1e-3, **told)).path
     config = asked(learned)
     temperature(replace(config, only=("base-0-seed0",)))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
     file = data / "code.jsonl"
     text = file.read_text()
     file.write_text(text.replace("the", "a"))

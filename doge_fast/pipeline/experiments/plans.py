@@ -22,6 +22,7 @@ from doge_fast.pipeline.records.shapes import (
     TargetsGroup,
     WeightsGroup,
 )
+from doge_fast.pipeline.selection import check_strategies
 
 # Stages of the paper's curricula; one stage is the global average.
 CURRICULA = (2, 3, 10)
@@ -163,6 +164,7 @@ def _scales(plan: Planner) -> Plan:
 def _selection(plan: Planner) -> Plan:
     """tab:cc-dw, tab:cc-ppl."""
     strategies = plan.config.selection.strategies
+    check_strategies(strategies)
     sources = {"full": plan.proxy("full")} | {name: plan.selected(name) for name in strategies}
     about = {name: "all parameters" if name == "full" else "selected" for name in sources}
     arms = [plan.arm(name, about[name], each) for name, each in sources.items()]

@@ -118,6 +118,8 @@ def _make_all(plan: Plan, jobs: Sequence[Job]) -> None:
 
 def _check_jobs(plan: Plan, jobs: Sequence[Job]) -> None:
     """What would be refused by a run is refused before there is one."""
+    # The text may have changed since an earlier call.
+    _described.cache_clear()
     for job in jobs:
         check(job.config, has_inputs=not plan.needed_by(job))
         training.device_of(job.config.training.device)

@@ -15,10 +15,10 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from platform import python_version
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from doge_fast import atomic_file
-from doge_fast.pipeline.config import CorpusConfig, Reading, StageConfig
+from doge_fast.pipeline.config import Reading, StageConfig
 from doge_fast.pipeline.failures import FileFailure
 from doge_fast.pipeline.records.shapes import (
     CANCELLATION,
@@ -36,6 +36,7 @@ from doge_fast.pipeline.records.shapes import (
     MetricsLine,
     check_shape,
 )
+from doge_fast.pipeline.sizes import SIZES
 from doge_fast.pipeline.wording import first_few
 from doge_fast.weights.weights_file import SCHEMA_VERSION, plain, write_json
 
@@ -46,9 +47,14 @@ CHECKPOINTS = "checkpoints"
 WRITING = ".writing"
 
 Json = dict[str, Any]
+Config = TypeVar("Config", bound=StageConfig)
 
 # What does not change the numbers that a run computes.
 _NOT_COMPARED = ("out", "corpus.cache_dir", "training.max_skipped_steps")
+# Are paths.
+_RUNS = ("proxy", "reference")
+# May be paths.
+_INPUTS = ("corpus.data", "corpus.tokenizer", "model.model")
 # Says whether to run at all.
 _NOT_KEPT = ("dry_run",)
 
@@ -85,7 +91,10 @@ def check_run(config: StageConfig) -> ConfigRecord | None:
             f"{out} holds a {recorded.stage} run; this is the {config.stage} stage. Name another "
             "directory."
         )
-    check_same(out, _kept(before), _kept(config), _NOT_COMPARED)
+    kept, found, asked = map(_flat, map(_kept, (before, from_here(recorded, before), config)))
+    # Said in several ways, or from another folder.
+    kept |= {name: asked[name] for name in _INPUTS if _place(found[name]) == _place(asked[name])}
+    check_same(out, kept, asked, _NOT_COMPARED)
     return recorded
 
 
@@ -154,18 +163,25 @@ def load_config(run: Path) -> tuple[ConfigRecord, Any]:
     return record, check_shape(record.config, STAGES[record.stage], f"{run / CONFIG}, config")
 
 
-def corpus_from_here(record: ConfigRecord, config: StageConfig) -> CorpusConfig:
-    """The corpus that a run names, where its relative paths are those of another folder.
+def from_here(record: ConfigRecord, config: Config) -> Config:
+    """A run's configuration with its inputs, which may be relative paths, as they are from here.
 
     They are looked for where the run was begun and, if nothing is there, in this folder.
     """
-    found: dict[str, Any] = {}
-    for name, word in (("data", "installed"), ("tokenizer", "train")):
-        value = getattr(config.corpus, name)
-        path = Path(record.folder, value)
-        if value != word and Path(record.folder) != Path.cwd() and path.exists():
-            found[name] = str(path)
-    return replace(config.corpus, **found)
+    if not record.folder or Path(record.folder) == Path.cwd():
+        return config
+
+    def found(name: str, *words: str) -> str:
+        path = os.path.join(record.folder, name)
+        return path if name not in words and os.path.exists(path) else name
+
+    corpus = replace(
+        config.corpus,
+        data=found(config.corpus.data, "installed"),
+        tokenizer=found(config.corpus.tokenizer, "train"),
+    )
+    model = replace(config.model, model=found(config.model.model, *SIZES))
+    return replace(config, corpus=corpus, model=model)
 
 
 def check_same(out: Path, recorded: Json, asked: Json, ignored: Sequence[str]) -> None:
@@ -176,7 +192,7 @@ def check_same(out: Path, recorded: Json, asked: Json, ignored: Sequence[str]) -
     before, now = _flat(recorded), _flat(asked)
     pairs = {name: (before.get(name, "absent"), now.get(name, "absent")) for name in before | now}
     differing = [
-        name for name, pair in pairs.items() if name not in ignored and not _is_same(*pair)
+        name for name, pair in pairs.items() if name not in ignored and not _is_same(name, *pair)
     ]
     if differing:
         first, *others = differing
@@ -188,9 +204,14 @@ def check_same(out: Path, recorded: Json, asked: Json, ignored: Sequence[str]) -
         )
 
 
-def _is_same(recorded: Any, asked: Any) -> bool:
+def _place(path: str) -> str:
+    return os.path.realpath(os.path.expanduser(path))
+
+
+def _is_same(name: str, recorded: Any, asked: Any) -> bool:
     """Equal, or one path said in two ways; a word without a slash, as `uniform`, is no path."""
-    if all(isinstance(value, str) and os.sep in value for value in (recorded, asked)):
+    are_texts = isinstance(recorded, str) and isinstance(asked, str)
+    if are_texts and (name in _RUNS or (os.sep in recorded and os.sep in asked)):
         recorded, asked = os.path.abspath(recorded), os.path.abspath(asked)
     return bool(recorded == asked)
 
