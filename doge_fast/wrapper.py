@@ -193,9 +193,29 @@ def _needing_the_host(inner: Optimizer) -> list[str]:
         for each in each_of(inner)
         if not (
             getattr(each, "_step_supports_amp_scaling", False)
-            and all(group.get("fused") for group in each.param_groups)
+            and all(
+                group.get("fused") and not _is_dampened(each, group) for group in each.param_groups
+            )
         )
     ]
+
+
+def _is_dampened(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether the first momentum of a group is another than `_begin_momentum` makes it."""
+    return isinstance(optimizer, torch.optim.SGD) and bool(group["momentum"] * group["dampening"])
+
+
+def _begin_momentum(optimizer: Optimizer) -> None:
+    """Give SGD its first momentum, which the step makes that of torch.
+
+    Torch makes it of uninitialised memory, and keeps that if the device skips the step.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"] if group["momentum"] else ():
+            if param.grad is not None and optimizer.state[param].get("momentum_buffer") is None:
+                optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param.grad)
 
 
 def each_of(inner: Optimizer) -> Sequence[Optimizer]:
@@ -219,6 +239,7 @@ def step_unless(
     if not needing and skipped.device.type != "cpu":
         fused: Sequence[Any] = each_of(inner)
         for each in fused:
+            _begin_momentum(each)
             each.grad_scale, each.found_inf = None, found_inf
         try:
             step_with(inner, loss)

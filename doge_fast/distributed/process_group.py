@@ -151,7 +151,7 @@ class Communicator:
 
     def _gather(self, words: list[float]) -> Tensor:
         """[n, words] float64 on the CPU: the numbers of every rank, all of one length."""
-        mine = torch.tensor(words, dtype=torch.float64)
+        mine = torch.tensor(words, dtype=torch.float64, device="cpu")
         messages = mine.new_empty(self.num_ranks * len(words))
         self._num_messages += 1
         with self.naming_lost_ranks():

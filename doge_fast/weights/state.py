@@ -317,13 +317,20 @@ class KeptVector:
         if self._vector.device != device:
             self._vector = torch.empty_like(self._vector, device=device)
             self._known = [None] * len(values)
+        is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         for index, value in enumerate(values):
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and value.device.type != "cpu":
                 self._vector[index].copy_(value.detach().view(()))
                 self._known[index] = None
-            elif value != self._known[index]:
-                self._vector[index].fill_(value)
-                self._known[index] = value
+            elif (number := float(value)) != self._known[index]:
+                if is_captured:
+                    # Every replay would write it again, and the host would not know.
+                    raise RuntimeError(
+                        "the learning rate, grad_scale, mu and the domains of a captured step must "
+                        "be those of the step before. Take one more step before the capture."
+                    )
+                self._vector[index].fill_(number)
+                self._known[index] = number
         return self._vector
 
 

@@ -3,6 +3,7 @@
 Watched is the whole step: from the first domain to the end of `step()`.
 """
 
+import math
 from collections.abc import Mapping
 
 import pytest
@@ -86,6 +87,39 @@ def test_a_captured_step_is_the_step(device):
     assert optimizer.num_steps == eager.num_steps == 8
     for param, expected in zip(model.parameters(), eager_model.parameters(), strict=True):
         torch.testing.assert_close(param, expected)
+
+
+@on_each_gpu
+def test_a_first_step_that_the_device_skips_leaves_no_momentum(device):
+    ends = []
+    for place in (device, "cpu"):
+        torch.manual_seed(0)
+        model = nn.Linear(32, 8).to(place)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+        optimizer = DoGEOptimizer(inner, domains=DOMAINS)
+        for step in range(3):
+            factor = math.inf if step == 0 else 1.0
+            data = {name: factor * batch for name, batch in batches(step, place).items()}
+            train(model, optimizer, data)
+        assert optimizer.num_skipped == 1
+        ends.append([param.detach().cpu() for param in model.parameters()])
+    for mine, expected in zip(*ends, strict=True):
+        torch.testing.assert_close(mine, expected)
+
+
+@on_each_gpu
+def test_a_rate_that_is_new_is_not_captured(device):
+    model = nn.Linear(32, 8, device=device)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    optimizer = DoGEOptimizer(inner, domains=DOMAINS)
+    data = batches(0, device)
+    train(model, optimizer, data)
+    optimizer.param_groups[0]["lr"] = 0.2
+    with (
+        pytest.raises(RuntimeError, match="one more step before the capture"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        train(model, optimizer, data)
 
 
 @on_each_gpu
