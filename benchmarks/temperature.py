@@ -12,8 +12,7 @@ For each seed a proxy is trained, and base models along its direction choose a t
 instead: a proxy with a quarter of mu, a proxy that is trained four times as long, as many random
 mixtures of which the best is kept, and a regression on those. Base models with another seed, which
 chose nothing, then judge all mixtures. With `--longer`, only this is asked: is the temperature that
-base models of `--steps` find also the best for longer ones? Everything resumes with the same
-command.
+base models of `--steps` find also the best for longer ones? The same command resumes.
 """
 
 import argparse
@@ -177,10 +176,7 @@ def other_ways(
     """{method: (weights, trainings)} of other proxies, and of `count` random mixtures."""
     own = records.read_weights(proxy)
     mixtures = random_mixtures(list(records.weights_by_name(own)), count, seed)
-    losses = [
-        question.loss(f"random{number}", mixture, seed + CHOOSING)
-        for number, mixture in enumerate(mixtures)
-    ]
+    losses = [question.loss(f"random{n}", each, seed + CHOOSING) for n, each in enumerate(mixtures)]
     smaller = question.proxy("proxy-mu", seed, mu=own["mu"] / 4)
     longer = question.proxy("proxy-long", seed, steps=4 * question.steps)
     return {
@@ -230,7 +226,7 @@ def _slug(name: str) -> str:
 
 
 def table(record: records.Json) -> str:
-    """A row for each method: perplexity, changes with their intervals over seeds, and cost."""
+    """A row for each method: perplexity, changes with their intervals over seeds, tokens before."""
     seeds = record["seeds"]
     if "searches" in seeds[0]:
         return "\n".join(lengths_table(each) for each in seeds)
@@ -247,9 +243,14 @@ def table(record: records.Json) -> str:
         cost = np.mean([each["methods"][name]["trainings"] for each in seeds])
         perplexity = f"{math.exp(np.mean(list(own.values()))):.1f}"
         changes = change(name, "uniform"), change(MEASURED, name)
-        rows.append([name, perplexity, *changes, f"{cost:.1f}"])
+        # A proxy reads its targets too.
+        domains = seeds[0]["methods"][name]["weights"].keys()
+        proxies = 0 if not name.startswith("DoGE") else 1 if name == MEASURED else cost
+        rows_read = proxies * len(domains | record["target"]) + (cost - proxies) * len(domains)
+        tokens = rows_read * BLOCKS * record["steps"] * CorpusConfig().block_size
+        rows.append([name, perplexity, *changes, f"{tokens / 1e6:.1f}M"])
     found = ", ".join(f"{each['inverse_temperature']:g}" for each in seeds)
-    head = ["weights", "perplexity", "against uniform", "measured against it", "trainings"]
+    head = "weights", "perplexity", "against uniform", "measured against it", "tokens"
     return f"1/T found: {found}\n{text(table_of(head, rows))}"
 
 

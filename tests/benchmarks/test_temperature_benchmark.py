@@ -31,16 +31,19 @@ def test_random_mixtures_are_on_the_simplex_and_the_seeds():
 def test_the_table_pairs_the_seeds():
     def seed(uniform: float, measured: float) -> records.Json:
         methods = {
-            name: {"weights": {}, "trainings": cost, "loss": loss}
+            name: {"weights": {"a": 0.5, "b": 0.5}, "trainings": cost, "loss": loss}
             for name, loss, cost in (("uniform", uniform, 0), (temperature.MEASURED, measured, 6))
         }
         return {"inverse_temperature": 2.0, "methods": methods}
 
     # The seeds differ by a whole nat, the methods by a tenth in each.
-    text = temperature.table({"seeds": [seed(5.0, 4.9), seed(6.0, 5.9)]})
+    record = {"seeds": [seed(5.0, 4.9), seed(6.0, 5.9)], "target": ["c"], "steps": 1000}
+    text = temperature.table(record)
     assert "1/T found: 2, 2" in text
     assert f"{100 * (math.exp(-0.1) - 1):.1f} %" in text
     assert f"{math.exp(5.4):.1f}" in text
+    # A proxy of three rows and five base models of two domains, two blocks of each in a step.
+    assert f"{(3 + 5 * 2) * 2 * 1000 * 128 / 1e6:.1f}M" in text
 
 
 @pytest.fixture
