@@ -338,7 +338,9 @@ class FlatBuffer:
         for block in watched:
             if block.combined is not None:
                 block.is_kept = block.combined.untyped_storage().data_ptr() in places
-                block.num_watched += MOST_WATCHED if block.is_kept else 1
+                # It may be stepped later than others.
+                is_stepped = block.param in state or not isinstance(next(iter(state)), Tensor)
+                block.num_watched += MOST_WATCHED if block.is_kept else is_stepped
         return any(block.is_kept for block in watched)
 
     def dtypes_of(self, params: Iterable[Tensor]) -> list[torch.dtype | None]:

@@ -201,8 +201,15 @@ def _needing_the_host(inner: Optimizer) -> list[str]:
 
 
 def _is_dampened(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether the first momentum of a group is another than `_begin_momentum` makes it."""
-    return isinstance(optimizer, torch.optim.SGD) and bool(group["momentum"] * group["dampening"])
+    """Whether a first momentum of a group is to be another than `_begin_momentum` makes it."""
+    is_sgd = isinstance(optimizer, torch.optim.SGD)
+    if not is_sgd or not group["momentum"] * group["dampening"]:
+        return False
+    return any(_has_no_momentum(optimizer, param) for param in group["params"])
+
+
+def _has_no_momentum(optimizer: Optimizer, param: Tensor) -> bool:
+    return optimizer.state.get(param, {}).get("momentum_buffer") is None
 
 
 def _begin_momentum(optimizer: Optimizer) -> None:
@@ -214,7 +221,7 @@ def _begin_momentum(optimizer: Optimizer) -> None:
         return
     for group in optimizer.param_groups:
         for param in group["params"] if group["momentum"] else ():
-            if param.grad is not None and optimizer.state[param].get("momentum_buffer") is None:
+            if param.grad is not None and _has_no_momentum(optimizer, param):
                 optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param.grad)
 
 

@@ -90,12 +90,14 @@ def test_a_captured_step_is_the_step(device):
 
 
 @on_each_gpu
-def test_a_first_step_that_the_device_skips_leaves_no_momentum(device):
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+def test_a_first_step_that_the_device_skips_leaves_no_momentum(device, dampening):
     ends = []
     for place in (device, "cpu"):
         torch.manual_seed(0)
         model = nn.Linear(32, 8).to(place)
-        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+        options = {"lr": 0.1, "momentum": 0.9, "dampening": dampening, "fused": True}
+        inner = torch.optim.SGD(model.parameters(), **options)
         optimizer = DoGEOptimizer(inner, domains=DOMAINS)
         for step in range(3):
             factor = math.inf if step == 0 else 1.0

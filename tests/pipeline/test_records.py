@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from doge_fast.pipeline import records
-from doge_fast.pipeline.config import BaseConfig, CorpusConfig, ProxyConfig
+from doge_fast.pipeline.config import BaseConfig, CorpusConfig, ModelConfig, ProxyConfig
 from doge_fast.pipeline.records.shapes import DomainEntry, WeightsRecord
 from tests.pipeline import written_runs
 
@@ -75,6 +75,8 @@ def test_a_path_is_the_same_however_it_is_said_and_no_word(tmp_path, monkeypatch
     with pytest.raises(ValueError, match=r"corpus\.data"):
         records.check_run(replace(of_corpus, corpus=CorpusConfig("..")))
     monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"model\.model"):
+        records.check_run(replace(of_corpus, model=ModelConfig("./tiny")))
     for other in ("runs/other", "proxy"):
         with pytest.raises(ValueError, match="weights"):
             records.check_run(replace(config, weights=other))

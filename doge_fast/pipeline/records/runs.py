@@ -53,8 +53,12 @@ Config = TypeVar("Config", bound=StageConfig)
 _NOT_COMPARED = ("out", "corpus.cache_dir", "training.max_skipped_steps")
 # Are paths.
 _RUNS = ("proxy", "reference")
-# May be paths.
-_INPUTS = ("corpus.data", "corpus.tokenizer", "model.model")
+# May be paths, but for these words.
+_INPUTS: dict[str, Sequence[str]] = {
+    "corpus.data": ("installed",),
+    "corpus.tokenizer": ("train",),
+    "model.model": tuple(SIZES),
+}
 # Says whether to run at all.
 _NOT_KEPT = ("dry_run",)
 
@@ -92,8 +96,11 @@ def check_run(config: StageConfig) -> ConfigRecord | None:
             "directory."
         )
     kept, found, asked = map(_flat, map(_kept, (before, from_here(recorded, before), config)))
-    # Said in several ways, or from another folder.
-    kept |= {name: asked[name] for name in _INPUTS if _place(found[name]) == _place(asked[name])}
+    for name, words in _INPUTS.items():
+        # Said in several ways, or from another folder.
+        are_paths = found[name] not in words and asked[name] not in words
+        if are_paths and _place(found[name]) == _place(asked[name]):
+            kept[name] = asked[name]
     check_same(out, kept, asked, _NOT_COMPARED)
     return recorded
 
@@ -171,16 +178,16 @@ def from_here(record: ConfigRecord, config: Config) -> Config:
     if not record.folder or Path(record.folder) == Path.cwd():
         return config
 
-    def found(name: str, *words: str) -> str:
-        path = os.path.join(record.folder, name)
-        return path if name not in words and os.path.exists(path) else name
+    def found(name: str, value: str) -> str:
+        path = os.path.join(record.folder, value)
+        return path if value not in _INPUTS[name] and os.path.exists(path) else value
 
     corpus = replace(
         config.corpus,
-        data=found(config.corpus.data, "installed"),
-        tokenizer=found(config.corpus.tokenizer, "train"),
+        data=found("corpus.data", config.corpus.data),
+        tokenizer=found("corpus.tokenizer", config.corpus.tokenizer),
     )
-    model = replace(config.model, model=found(config.model.model, *SIZES))
+    model = replace(config.model, model=found("model.model", config.model.model))
     return replace(config, corpus=corpus, model=model)
 
 
