@@ -81,8 +81,8 @@ def check_finished(run: Path) -> None:
     """Raise ValueError where a run has no model yet, or a damaged one; reads all of it."""
     if not check_model(run):
         raise ValueError(
-            f"{run} has no {MODEL}/: its run is not complete, or one of select, which leaves none. "
-            "Repeat the command that began it; it resumes."
+            f"{run} has no {MODEL}/: its run is not complete. Repeat the command that began it; it "
+            "resumes. Runs of select leave none."
         )
 
 
