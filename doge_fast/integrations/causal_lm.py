@@ -48,11 +48,10 @@ def _uses_loss_function(kind: type) -> bool:
     """Whether the class's forward, or one of a base class that it may call, has this word."""
     for each in kind.__mro__:
         code = getattr(inspect.unwrap(vars(each).get("forward", each)), "__code__", None)
-        if code is not None and not {"loss_function", "forward"}.isdisjoint(code.co_names):
-            if "loss_function" in code.co_names:
-                return True
-        elif code is not None:
-            return False
+        if code is None:
+            continue
+        if "loss_function" in code.co_names or "forward" not in code.co_names:
+            return "loss_function" in code.co_names
     return False
 
 

@@ -434,10 +434,8 @@ class Step:
         if missing and (self._absent == "error" or not agreement.seen):
             needed, way = "at least one", ""
             if self._absent == "error":
-                needed, way = (
-                    "every",
-                    ", or pass absent='keep' to allow a step without some domains",
-                )
+                needed = "every"
+                way = ", or pass absent='keep' to allow a step without some domains"
             raise RuntimeError(
                 f"step() needs a gradient from {needed} domain; missing {missing} of "
                 f"{list(self.subset.rows)}. Run backward for them inside optimizer.domain(name)"
