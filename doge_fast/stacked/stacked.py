@@ -245,7 +245,8 @@ class _StackedLayer:
         given = only_input(self.module, args, kwargs)
         x = self.rule.prepare(self.module, self.stacked.examples.in_front(given, self.module))
         output = _Layer.apply(self, x, self._token, *self._params)  # type: ignore[no-untyped-call]
-        return output.to(given.dtype) if self.rule.keeps_dtype else output
+        dtype = self.rule.output_dtype(given)
+        return output if dtype is None else output.to(dtype)
 
     def fill_rows(self, tensors: list[Tensor], are_asked: list[bool]) -> None:
         """Write the rows of the module's parameters that are asked for, in its backward."""

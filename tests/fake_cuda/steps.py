@@ -109,6 +109,23 @@ def test_a_step_is_that_of_the_cpu_and_waits_for_nothing(options):
         torch.testing.assert_close(mine, expected, rtol=0, atol=atol)
 
 
+def test_under_autocast_norms_of_a_stacked_pass_have_the_dtype_of_torch():
+    """On a GPU another one than on a CPU."""
+    norms = [nn.RMSNorm(4), nn.LayerNorm(4)]
+    model = nn.Sequential(nn.Linear(4, 4), *norms).to("cuda:1")
+    seen: list[torch.dtype] = []
+    for norm in norms:
+        norm.register_forward_hook(lambda *args: seen.append(args[2].dtype))
+    optimizer = DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), domains=["a", "b"])
+    for context in (nullcontext(), optimizer.stacked(model, {"a": 1, "b": 2})):
+        with context, torch.autocast("cuda", torch.bfloat16):
+            loss = model(torch.ones(3, 2, 4, device="cuda:1")).sum()
+            if len(seen) > len(norms):
+                loss.backward()
+    assert seen[: len(norms)] == seen[len(norms) :]
+    assert torch.float32 in seen
+
+
 # A CPU has no product of 16 bits into float32, which stacked rows of bfloat16 would take.
 @pytest.mark.parametrize(
     ("mode", "dtype"),

@@ -16,6 +16,8 @@ from doge_fast.stacked.layers.linear import autocast_dtype
 from doge_fast.stacked.layers.rule import Gradients, LayerRule
 from doge_fast.stacked.layers.token_sums import Sum, exact, put, sums_one_by_one
 
+_IS_RMS_WIDENED = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
+
 
 class LayerNormRule(LayerRule):
     """torch's LayerNorm, by torch's kernels."""
@@ -144,7 +146,9 @@ class _GainRule(LayerRule):
 class RMSNormRule(_GainRule):
     """torch's RMSNorm, which rounds once, after the weight."""
 
-    keeps_dtype = True
+    def output_dtype(self, x: Tensor) -> torch.dtype | None:
+        """That of x; on a GPU autocast makes it float32, from torch 2.12 on."""
+        return None if _is_widened(x) and _IS_RMS_WIDENED else x.dtype
 
     def prepare(self, module: Any, x: Tensor) -> Tensor:
         """n(x), in float32 at least."""

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from doge_fast.stacked.layers.batch import DomainRun
@@ -29,8 +30,9 @@ class LayerRule(ABC):
     params: ClassVar[tuple[str, ...]] = ("weight", "bias")
     """The parameters that `gradients` yields. The rule does not apply to a module with others."""
 
-    keeps_dtype: ClassVar[bool] = False
-    """Whether the output is cast to the dtype of the module's input."""
+    def output_dtype(self, x: Tensor) -> torch.dtype | None:
+        """That the output is cast to, for the module's input x; None: it is not cast."""
+        return None
 
     def covers(self, module: Any) -> bool:
         """Whether the rule applies to this module of its class.
