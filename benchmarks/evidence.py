@@ -4,6 +4,7 @@
     python -m benchmarks.evidence unpack benchmarks/results/evidence-ood.json experiments/ood-again
     doge-fast report --runs experiments/ood-again
     python -m benchmarks.evidence compare experiments/universal
+    python -m benchmarks.evidence compare benchmarks/results/evidence-temperature-hidden.json
 
 What `doge-fast experiment` printed and drew can be made anew from such a file, without the corpus
 and without the models: it holds every record of every finished run as it is, but of the lines of a
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import temperature
 from doge_fast.pipeline import records
 from doge_fast.pipeline.records.shapes import PerplexityGroup
 from doge_fast.pipeline.reporting.statistics import change_text
@@ -55,8 +57,7 @@ def unpack(record: Record, out: Path) -> Path:
     """
     if "experiment" not in record:
         raise ValueError(
-            f"This is no experiment but a record of benchmarks.{record.get('benchmark')}. Of "
-            "temperature `python -m benchmarks.temperature FILE --table` prints it."
+            f"A record of benchmarks.{record['benchmark']} is no experiment; compare it."
         )
     if out.exists():
         raise ValueError(f"{out} exists; name a directory that does not.")
@@ -136,7 +137,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path, nargs="?", help="of pack and unpack")
     args = parser.parse_args(arguments)
     if args.do == "compare":
-        print(against_doge(args.source))
+        record = None if args.source.is_dir() else records.read_json(args.source)
+        print(temperature.table(record) if record else against_doge(args.source))
         return 0
     if args.out is None:
         parser.error(f"{args.do} needs the name of what it writes.")

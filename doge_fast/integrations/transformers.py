@@ -212,9 +212,9 @@ class DoGETrainer(_StepByDomain):
         super().__init__(*args, **kwargs)
         # Trainer does not recognise GPT-2, whose evaluation losses would be too small.
         known = getattr(self, "_loss_shifts_labels", False)  # Not in transformers 5.0.
-        self._loss_shifts_labels = known or self.shifts_labels()
-        name = type(self.model).__name__
-        if self.shifts_labels() or name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        is_shifted, name = self.shifts_labels(), type(self.model).__name__
+        self._loss_shifts_labels = known or is_shifted
+        if is_shifted or name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
             # Trainer goes by the name of the class when it smooths labels; fully_shard changes it.
             smoother = self.label_smoother
             self.label_smoother = cast(Any, smoother and partial(smoother, shift_labels=True))

@@ -1,7 +1,6 @@
 """Per-domain perplexity of a run's model on held-out documents, its own or others."""
 
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -114,9 +113,7 @@ def _check(config: EvaluateConfig, own: str, corpus: CorpusRecord) -> None:
                     f"{config.run / records.EVALUATION} holds {', '.join(lost)} too. Name another "
                     "file for these domains (--out), or leave out domains (--domains)."
                 )
-    elif os.path.realpath(Path(config.data).expanduser()) == os.path.realpath(
-        Path(own).expanduser()
-    ):
+    elif records.place_of(config.data) == records.place_of(own):
         raise ValueError(
             f"{config.run} was trained on {own}. Leave out data (--data) to measure what was held "
             "out of it."

@@ -103,8 +103,10 @@ def test_few_lines_of_a_training_are_kept_and_all_its_evaluations(tmp_path):
     }
 
 
-def test_a_record_of_no_experiment_is_told_from_one_and_nothing_is_overwritten(tmp_path):
+def test_a_record_of_no_experiment_is_told_from_one_and_nothing_is_overwritten(tmp_path, capsys):
     file = RESULTS / "evidence-temperature-ca.json"
+    assert evidence.main(["compare", str(file)]) == 0
+    assert f"{temperature.MEASURED}        438.3" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"benchmarks\.temperature"):
         evidence.main(["unpack", str(file), str(tmp_path / "again")])
     assert not (tmp_path / "again").exists()

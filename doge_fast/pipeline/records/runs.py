@@ -99,7 +99,7 @@ def check_run(config: StageConfig) -> ConfigRecord | None:
     for name, words in _INPUTS.items():
         # Said in several ways, or from another folder.
         are_paths = found[name] not in words and asked[name] not in words
-        if are_paths and _place(found[name]) == _place(asked[name]):
+        if are_paths and place_of(found[name]) == place_of(asked[name]):
             kept[name] = asked[name]
     check_same(out, kept, asked, _NOT_COMPARED)
     return recorded
@@ -211,7 +211,8 @@ def check_same(out: Path, recorded: Json, asked: Json, ignored: Sequence[str]) -
         )
 
 
-def _place(path: str) -> str:
+def place_of(path: str) -> str:
+    """The one name of what a path leads to, however it is said."""
     return os.path.realpath(os.path.expanduser(path))
 
 
@@ -219,7 +220,7 @@ def _is_same(name: str, recorded: Any, asked: Any) -> bool:
     """Equal, or one path said in two ways; a word without a slash, as `uniform`, is no path."""
     are_texts = isinstance(recorded, str) and isinstance(asked, str)
     if are_texts and (name in _RUNS or (os.sep in recorded and os.sep in asked)):
-        recorded, asked = os.path.abspath(recorded), os.path.abspath(asked)
+        recorded, asked = place_of(recorded), place_of(asked)
     return bool(recorded == asked)
 
 
