@@ -56,9 +56,7 @@ def unpack(record: Record, out: Path) -> Path:
         ValueError: `out` exists, or it is a record of something else.
     """
     if "experiment" not in record:
-        raise ValueError(
-            f"A record of benchmarks.{record['benchmark']} is no experiment; compare it."
-        )
+        raise ValueError(f"A record of benchmarks.{record['benchmark']} is no experiment: compare.")
     if out.exists():
         raise ValueError(f"{out} exists; name a directory that does not.")
     out.mkdir(parents=True)
