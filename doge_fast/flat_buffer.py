@@ -31,8 +31,6 @@ PAGE_BYTES = 4096
 PENDING_BYTES = {"cpu": 1 << 20}
 PENDING_BYTES_ELSEWHERE = 1 << 26
 
-# Of a block: it may be kept from the second step on, or a later one.
-MOST_WATCHED = 20
 # Other kinds of tensors have no memory of their own to compare.
 PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -56,10 +54,6 @@ class Block:
         self.combined: Tensor | None = None
         # Of the parameter when `combined` was made.
         self.strides: tuple[int, ...] = ()
-        # Whether the wrapped optimizer keeps it from step to step, as MARS does.
-        self.is_kept = False
-        # Steps after which that was looked for.
-        self.num_watched = 0
 
     def _allocate(self, num_rows: int, dtype: torch.dtype) -> None:
         stride = -(-self.num_columns // ALIGNMENT) * ALIGNMENT
@@ -96,7 +90,7 @@ class Block:
     def gradient(self) -> Tensor:
         """Memory of the combined gradient, in the shape and dtype of the parameter."""
         param = local_of(self.param)
-        if self.combined is None or self.is_kept or self.strides != param.stride():
+        if self.combined is None or self.strides != param.stride():
             # With its strides too: fused optimizers walk both in memory order.
             self.combined = torch.empty_like(param, requires_grad=False)
             self.strides = param.stride()
@@ -118,7 +112,7 @@ class Block:
 
     def combined_as(self, values_N: Tensor) -> Tensor:
         """The combined gradient, viewed in or copied from [numel] of the parameter's dtype."""
-        if self.param.is_contiguous() and not self.is_kept:
+        if self.param.is_contiguous():
             self.combined, self.strides = values_N.view(self.param.shape), self.param.stride()
             return self.combined
         return self.gradient().copy_(values_N.view(self.param.shape))
@@ -170,6 +164,8 @@ class FlatBuffer:
         self._forget_pending()
         # Of the last domain: parameters, their dtypes and number of rows, and blocks.
         self._found: tuple[Sequence[Tensor], object, list[Block]] = [], None, []
+        # Whether the wrapped optimizer keeps `p.grad` from step to step; None: it has not stepped.
+        self._keeps: bool | None = None
         # autograd runs the backward pass of each device on its own thread.
         self._lock = threading.RLock()
 
@@ -241,7 +237,7 @@ class FlatBuffer:
             if self._pending_bytes >= PENDING_BYTES.get(grad.device.type, PENDING_BYTES_ELSEWHERE):
                 self.flush()
 
-    def slots(
+    def claim(
         self, first_row: int, num_rows: int, param: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, bool]:
         """Neighbouring rows [num_rows, numel] of `param`'s block for the caller to write or add to.
@@ -268,7 +264,7 @@ class FlatBuffer:
     def reserve(self, row: int, param: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Memory of a row that holds no gradient in this step; None if it does, or is too narrow.
 
-        The row stays without a gradient until `slots` is called. Before that, `is_reserved` says
+        The row stays without a gradient until `claim` is called. Before that, `is_reserved` says
         whether what was written to the memory is still there.
         """
         with self._lock:
@@ -323,25 +319,18 @@ class FlatBuffer:
         is_view = own is not grad and own.data_ptr() == block.combined.data_ptr()
         return own is block.combined or is_view
 
-    def find_kept(self, optimizer: Any) -> bool:
-        """Spare combined gradients that an optimizer's state holds: from now on new memory.
-
-        They are looked for after the first steps of each block. Whether there are new ones.
-        """
-        watched = [b for b in self._blocks.values() if b.num_watched < MOST_WATCHED]
-        # A GradScaler may skip the first steps.
-        if not watched or not (state := optimizer.state):
-            return False
-        values = map(local_of, tree_leaves([*state.values()]))
-        plain = (x for x in values if type(x) in PLAIN and x.layout == torch.strided)
-        places = {tensor.untyped_storage().data_ptr() for tensor in plain}
-        for block in watched:
-            if block.combined is not None:
-                block.is_kept = block.combined.untyped_storage().data_ptr() in places
-                # It may be stepped later than others.
-                is_stepped = block.param in state or not isinstance(next(iter(state)), Tensor)
-                block.num_watched += MOST_WATCHED if block.is_kept else is_stepped
-        return any(block.is_kept for block in watched)
+    def forget_combined(self, optimizer: Any) -> bool:
+        """Give up the combined gradients if the optimizer's state holds one, as MARS's does."""
+        if self._keeps is None and (state := optimizer.state):
+            values = map(local_of, tree_leaves([*state.values()]))
+            plain = (x for x in values if type(x) in PLAIN and x.layout == torch.strided)
+            places = {tensor.untyped_storage().data_ptr() for tensor in plain}
+            ours = (block.combined for block in self._blocks.values() if block.combined is not None)
+            self._keeps = any(each.untyped_storage().data_ptr() in places for each in ours)
+        if self._keeps:
+            for block in self._blocks.values():
+                block.combined = None
+        return bool(self._keeps)
 
     def dtypes_of(self, params: Iterable[Tensor]) -> list[torch.dtype | None]:
         """The dtype of each parameter's rows; None without a gradient in this step."""

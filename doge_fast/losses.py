@@ -204,7 +204,7 @@ class _LinearLosses(torch.autograd.Function):
             grad_VH = torch.zeros_like(tensors[1], dtype=wide_dtype(dtype))
 
         def out_of(domain: int) -> tuple[Tensor, bool]:
-            # One row after another: `slots` may replace those that were given before.
+            # One row after another: `claim` may replace those that were given before.
             return _row(head, weight, domain, dtype) if grad_VH is None else (grad_VH, True)
 
         with without_autocast(grad_D):
@@ -251,7 +251,7 @@ def _row(head: _Head, weight: Tensor, domain: int, dtype: torch.dtype) -> tuple[
     """The weight's row of domain number `domain`, and whether it must be added to."""
     assert head.stacked is not None
     row = head.stacked.segments[domain].row
-    (row_VH,), adds = head.stacked.slots(weight, range(row, row + 1), dtype)
+    (row_VH,), adds = head.stacked.claim(weight, range(row, row + 1), dtype)
     return row_VH, adds
 
 

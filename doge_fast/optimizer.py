@@ -212,9 +212,9 @@ class DoGEOptimizer(OptimizerWrapper):
         return self.objective.domains
 
     @property
-    def rows(self) -> tuple[str, ...]:
-        """Names of the R rows: training domains, then held-out targets."""
-        return self.objective.rows
+    def names(self) -> tuple[str, ...]:
+        """Of all R domains that are entered: the training domains, then held-out targets."""
+        return self.objective.names
 
     @property
     def domains_of_step(self) -> tuple[str, ...]:
@@ -280,7 +280,7 @@ class DoGEOptimizer(OptimizerWrapper):
                 micro-batches add up.
 
         Raises:
-            ValueError: `name` is not one of this step's rows, or `count` is not positive and
+            ValueError: `name` is none of this step's, or `count` is not positive and
                 finite.
             RuntimeError: another domain is active; this one has been entered `micro_batches` times;
                 `p.grad` still holds a gradient; no parameter received a gradient inside; or the

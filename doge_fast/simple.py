@@ -52,7 +52,7 @@ class SimpleDoGE:
         self.optimizer = optimizer
         self.domains = list(domains)
         self.tau = dict.fromkeys(domains, 1.0) if target is None else dict(target)
-        self.rows = list(dict.fromkeys([*self.domains, *self.tau]))
+        self.names = list(dict.fromkeys([*self.domains, *self.tau]))
         lr = float(optimizer.param_groups[0]["lr"])
         self.mu = 20 * lr * (sum(self.tau.values()) + 1) / 2 if mu is None else mu
         self.domain_max_grad_norm = domain_max_grad_norm
@@ -65,8 +65,8 @@ class SimpleDoGE:
     @contextmanager
     def domain(self, name: str) -> Iterator[None]:
         """Gradients of the backward passes inside belong to domain `name`."""
-        if name not in self.rows or name in self._rows:
-            raise ValueError(f"a step enters each of {self.rows} once; got {name!r}.")
+        if name not in self.names or name in self._rows:
+            raise ValueError(f"a step enters each of {self.names} once; got {name!r}.")
         self.optimizer.zero_grad()
         yield
         params = self._params()
@@ -77,9 +77,9 @@ class SimpleDoGE:
 
     def step(self) -> None:
         """Move the domain weights, then the model by the newly weighted gradient (Algorithm 1)."""
-        if missing := [name for name in self.rows if name not in self._rows]:
+        if missing := [name for name in self.names if name not in self._rows]:
             raise RuntimeError(f"step() needs a gradient of every domain; missing {missing}.")
-        grads_RN = torch.stack([self._rows.pop(name) for name in self.rows])
+        grads_RN = torch.stack([self._rows.pop(name) for name in self.names])
         used, self._used = self._used, set()
         # A model in 16 bits too needs sums in float32; under autocast `@` would have 16 bits.
         grads_RN = grads_RN.to(torch.promote_types(grads_RN.dtype, torch.float32))
@@ -89,7 +89,7 @@ class SimpleDoGE:
         grads_KN = grads_RN[: len(self.domains)]
 
         # W_j = < g_j , sum_r tau_r g_r >, eq. (ge-decompose).
-        tau_R1 = grads_RN.new_tensor([[self.tau.get(name, 0.0)] for name in self.rows])
+        tau_R1 = grads_RN.new_tensor([[self.tau.get(name, 0.0)] for name in self.names])
         gain_K = (grads_KN * (tau_R1 * grads_RN).sum(0)).sum(1).double().cpu()
         if not gain_K.isfinite().all():
             return  # An overflow changes neither the weights nor the model.

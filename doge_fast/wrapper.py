@@ -187,42 +187,20 @@ def _read(flag: Tensor, arrival: torch.cuda.Event | None) -> bool:
 
 
 def _needing_the_host(inner: Optimizer) -> list[str]:
-    """Class names of the wrapped optimizers that are not fused: the host skips their steps."""
-    return [
-        type(each).__name__
-        for each in each_of(inner)
-        if not (
-            getattr(each, "_step_supports_amp_scaling", False)
-            and all(
-                group.get("fused") and not _is_dampened(each, group) for group in each.param_groups
-            )
-        )
-    ]
+    """Class names of the wrapped optimizers whose step the host skips."""
+    return [type(each).__name__ for each in each_of(inner) if not _is_skipped_on_device(each)]
 
 
-def _is_dampened(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether a first momentum of a group is to be another than `_begin_momentum` makes it."""
-    is_sgd = isinstance(optimizer, torch.optim.SGD)
-    if not is_sgd or not group["momentum"] * group["dampening"]:
-        return False
-    return any(_has_no_momentum(optimizer, param) for param in group["params"])
-
-
-def _has_no_momentum(optimizer: Optimizer, param: Tensor) -> bool:
-    return optimizer.state.get(param, {}).get("momentum_buffer") is None
-
-
-def _begin_momentum(optimizer: Optimizer) -> None:
-    """Give SGD its first momentum, which the step makes that of torch.
-
-    Torch makes it of uninitialised memory, and keeps that if the device skips the step.
-    """
-    if not isinstance(optimizer, torch.optim.SGD):
-        return
-    for group in optimizer.param_groups:
-        for param in group["params"] if group["momentum"] else ():
-            if param.grad is not None and _has_no_momentum(optimizer, param):
-                optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param.grad)
+def _is_skipped_on_device(optimizer: Optimizer) -> bool:
+    """Whether its step is fused. Not of SGD's first, whose momentum would be uninitialised memory."""
+    is_fused = all(group.get("fused") for group in optimizer.param_groups)
+    is_first = isinstance(optimizer, torch.optim.SGD) and any(
+        optimizer.state.get(param, {}).get("momentum_buffer") is None
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if group["momentum"] and param.grad is not None
+    )
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and is_fused and not is_first
 
 
 def each_of(inner: Optimizer) -> Sequence[Optimizer]:
@@ -246,7 +224,6 @@ def step_unless(
     if not needing and skipped.device.type != "cpu":
         fused: Sequence[Any] = each_of(inner)
         for each in fused:
-            _begin_momentum(each)
             each.grad_scale, each.found_inf = None, found_inf
         try:
             step_with(inner, loss)

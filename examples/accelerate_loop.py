@@ -65,7 +65,7 @@ def train(steps: int, stop_at: int, folder: Path) -> tuple[DoGEOptimizer, bool]:
     for number in range(start, MICRO_BATCHES * min(stop_at, steps)):
         with accelerator.accumulate(model):
             # DoGE: one backward pass per domain, and for the target; with ranks, for a rank's own
-            for domain, (first, last) in pieces(dict.fromkeys(doge.rows, BATCH), *place).items():
+            for domain, (first, last) in pieces(dict.fromkeys(doge.names, BATCH), *place).items():
                 features, labels = (
                     part[first:last].to(accelerator.device) for part in examples(domain, number)
                 )

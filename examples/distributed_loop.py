@@ -61,7 +61,7 @@ def train(steps: int, device: torch.device) -> DoGEOptimizer:
     optimizer = DoGEOptimizer(  # DoGE
         torch.optim.AdamW(model.parameters(), lr=1e-2), domains=DOMAINS, target=TARGET
     )
-    sizes = dict.fromkeys(optimizer.rows, BATCH)
+    sizes = dict.fromkeys(optimizer.names, BATCH)
     for step in range(steps):
         for domain, (first, last) in pieces(sizes, rank, size).items():  # DoGE: few for a rank
             tokens = sentences(domain, step)[first:last].to(device)

@@ -85,7 +85,7 @@ def train(steps: int, stop_at: int, checkpoint: Path, workers: int) -> dict[str,
         for mixture in (lessons, reading)
     )
     for step, (lesson, text) in enumerate(zip(*loaders, strict=True), start=start):
-        for name in weigher.rows:
+        for name in weigher.names:
             tokens = lesson["tokens"][lesson["domain"] == lessons.names.index(name)]
             with weigher.domain(name):
                 loss_of(proxy, tokens).backward()

@@ -70,9 +70,9 @@ def built(device: torch.device) -> tuple[nn.Module, DoGEOptimizer]:
 
 
 def train_step(model: nn.Module, optimizer: DoGEOptimizer, step: int) -> None:
-    for domain in optimizer.rows:  # DoGE: the same domains on all ranks
+    for domain in optimizer.names:  # DoGE: the same domains on all ranks
         tokens = sentences(domain, step).chunk(dist.get_world_size())[dist.get_rank()]
-        is_last = domain == optimizer.rows[-1]
+        is_last = domain == optimizer.names[-1]
         model.set_reshard_after_backward(is_last)  # DoGE: gathered once a step
         with optimizer.domain(domain):  # DoGE: whose
             loss_of(model, tokens.to(next(model.parameters()).device)).backward()

@@ -69,7 +69,7 @@ def train(steps: int, stop_at: int, checkpoint: Path) -> DoGEOptimizer:
     start = load(checkpoint, parts) if checkpoint.exists() else 0
 
     for step in range(start, min(stop_at, steps)):
-        for domain in optimizer.rows:  # DoGE: one backward pass per domain, and for the target
+        for domain in optimizer.names:  # DoGE: one backward pass per domain, and for the target
             tokens = sentences(domain, step).to(device)
             with optimizer.domain(domain):  # DoGE: whose gradient this is
                 with torch.autocast(device.type, torch.float16, enabled=is_half):

@@ -5,13 +5,10 @@ torch; on a GPU Triton, then CUDA, then plain torch, unless an operator's file h
 The choice is made on first use and kept. `DOGE_FAST_BACKEND=auto|torch|cpp|triton|cuda` or the
 argument `implementation=` forces an implementation; if it cannot run, the call raises. The variable
 applies to all operators; an operator without that implementation runs in plain torch. A warning,
-once per process, names a faster implementation and the reason why it cannot run. Where Triton was
-chosen and cannot compile or launch one of its kernels, plain torch takes over the operator, with a
-warning; where it was forced, its error is raised.
+once per process, names a faster implementation and the reason why it cannot run.
 """
 
 import os
-import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -52,8 +49,6 @@ _library = torch.library.Library("doge_fast", "DEF")  # type: ignore[no-untyped-
 _chosen: dict[tuple[str, torch.device, str | None, str | None, bool], Run] = {}
 _reasons: dict[tuple[str, torch.device], str | None] = {}
 _warned: set[str] = set()
-# Operators of which a kernel of Triton failed.
-_failed: set[str] = set()
 
 
 def register(operator: Operator, signature: str, *, run: Run, fake: Run) -> Any:
@@ -101,8 +96,6 @@ def choose(
             _warn_of_better_than(name, operator, device)
         entry = OPERATORS[operator]
         run = _checked(entry, name) if is_checked else entry.implementations[name]
-        if requested == AUTO and name == "triton":
-            run = _or_torch(entry, run)
         _chosen[key] = run
     return run
 
@@ -111,8 +104,7 @@ def instead_of_cuda(operator: str, device: torch.device) -> Run:
     """The implementation of what the CUDA kernels do not take: float64, and many rows."""
     others = [name for name in preference(operator, device) if name != "cuda"]
     best = next(name for name in others if unavailable_reason(name, device) is None)
-    run = choose(operator, device, best)
-    return _or_torch(OPERATORS[operator], run) if best == "triton" else run
+    return choose(operator, device, best)
 
 
 def chosen(device: torch.device | str = "cpu", operator: str = "gram") -> str:
@@ -231,39 +223,6 @@ def _failure_of_the_first_kernel(name: str, device: torch.device) -> str | None:
     except Exception as error:
         return f"Its first kernel failed: {type(error).__name__}: {_first_line(error)}"
     return None
-
-
-def _or_torch(operator: Operator, run: Run) -> Run:
-    """Triton's `run`, and plain torch from the first call on that fails inside Triton.
-
-    A launch that fails writes nothing, and the call begins again.
-    """
-
-    def run_or_torch(*args: Any) -> Any:
-        if operator.name not in _failed:
-            try:
-                return run(*args)
-            # Any exception: the compiler and the driver raise what they like.
-            except Exception as error:
-                if not _is_of_triton(error):
-                    raise
-                _failed.add(operator.name)
-                warnings.warn(
-                    f"doge_fast runs {operator.name} with torch from here on, which is slower: a "
-                    f"kernel of Triton failed. {type(error).__name__}: {_first_line(error)}",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-        return operator.implementations["torch"](*args)
-
-    return run_or_torch
-
-
-def _is_of_triton(error: Exception) -> bool:
-    """Whether Triton raised it: out of resources, or what its compiler or the driver says."""
-    last, _ = list(traceback.walk_tb(error.__traceback__))[-1]
-    modules = (type(error).__module__, last.f_globals.get("__name__", ""))
-    return any(module.split(".")[0] == "triton" for module in modules)
 
 
 def _first_line(error: Exception) -> str:

@@ -180,9 +180,9 @@ def reweight_cases(num_rows: int) -> Iterator[Case]:
     num_domains = max(1, num_rows - 1)
     options = {"num_warps": reweight.NUM_WARPS}
     # All domains and the paper's score; half of them and the published code's.
-    for num_slots, score in ((num_rows, "paper"), (max(1, num_rows // 2), "published")):
-        constants = reweight.constants_of(num_rows, num_domains, num_slots, score)
-        name = f"reweight of {num_slots} of {num_rows} rows, {score}"
+    for num_used, score in ((num_rows, "paper"), (max(1, num_rows // 2), "published")):
+        constants = reweight.constants_of(num_rows, num_domains, num_used, score)
+        name = f"reweight of {num_used} of {num_rows} rows, {score}"
         yield Case(name, reweight.reweight_once, constants, options)
 
 

@@ -101,9 +101,8 @@ class ColumnExchange(Exchange):
                     async_op=True,
                 )
             )
-        with self._ranks.naming_lost_ranks():
-            for work in works:
-                work.wait()
+        for work in works:
+            work.wait()
         return Columns([bucket.blocks for bucket in buckets], received)
 
     def gram(self, rows: Sequence[Tensor]) -> Tensor:
@@ -131,9 +130,8 @@ class ColumnExchange(Exchange):
         shares_BP = on_device(self._shares_BP, coefficients_B.device, torch.float64)
         weighted_sum(columns.rows, shares_BP.T @ coefficients_B, out=mine)
         self._ranks.broadcast(state_S)
-        with self._ranks.naming_lost_ranks():
-            for whole_nC, mine_C in zip(self._sums, mine, strict=True):
-                all_gather(whole_nC.view(-1), mine_C, group=self._ranks.group)
+        for whole_nC, mine_C in zip(self._sums, mine, strict=True):
+            all_gather(whole_nC.view(-1), mine_C, group=self._ranks.group)
         for blocks, whole_nC in zip(columns.blocks, self._sums, strict=True):
             sizes = [block.num_columns for block in blocks]
             parts = torch.split(whole_nC.view(-1)[: sum(sizes)], sizes)

@@ -1,4 +1,4 @@
-"""The six methods by which a step communicates, implemented for one process."""
+"""The five methods by which a step communicates, implemented for one process."""
 
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
@@ -30,7 +30,7 @@ class Columns(NamedTuple):
 class Exchange:
     """One process, which has all rows and all columns; base class of the others.
 
-    A step calls `agree`, `complete`, `gram` and `deliver`, in this order; or `fail`.
+    A step calls `agree`, `complete`, `gram` and `deliver`, in this order.
     """
 
     has_shards = False
@@ -74,13 +74,6 @@ class Exchange:
         blocks = [block for (block,) in columns.blocks]
         for block, gradient in zip(blocks, weighted_gradients(blocks, coefficients_B), strict=True):
             block.give(gradient)
-
-    def fail(self) -> str:
-        """Tell the other ranks that this one has dropped its step; they raise in `agree`.
-
-        Returns a sentence that names the ranks that did not answer; empty if all did.
-        """
-        return self._ranks.fail() if self.num_ranks > 1 else ""
 
     def release(self) -> None:
         """Free the memory kept from step to step."""

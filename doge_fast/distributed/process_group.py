@@ -1,10 +1,8 @@
-"""The collectives of a step in one process group, with errors that name missing ranks."""
+"""The collectives of a step in one process group, and checks that all ranks do the same."""
 
 import hashlib
 import json
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import NamedTuple
@@ -15,12 +13,6 @@ from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
 from doge_fast.kernels.schema import STORAGE_DTYPES
-
-# Seconds to wait before missing ranks are named, so that one that is merely slow is not named.
-STRAGGLER_SECONDS = 2.0
-# Largest number of settings. A message is padded to it: a rank that fails sends one of the same
-# length without knowing the settings.
-MOST_SETTINGS = 12
 
 # torch 2.13 introduced all_gather_single and deprecated all_gather_into_tensor.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -76,18 +68,13 @@ class Agreement(NamedTuple):
 
 
 class Communicator:
-    """The collectives of a step in a group of several ranks, with errors that name a lost rank."""
+    """The collectives of a step in a group of several ranks."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
         self.num_ranks, self.rank = group.size(), group.rank()
         # Made with the first message, since making a group is a collective.
         self._cpu_group: ProcessGroup | None = None
-        self._store = dist.distributed_c10d._get_process_group_store(group)
-        self._num_messages = 0
-        # Several optimizers may use one group; each counts its own messages.
-        self._place = self._store.add(f"doge_fast/communicators/{self.rank}", 1)
-        self._store.set(self._key(self.rank), "0")
 
     def agree(self, rows: Sequence[str], report: Report) -> tuple[Tensor, Agreement]:
         """As `Exchange.agree`; and [n, B] float64 on the CPU, the counts of every rank."""
@@ -100,85 +87,31 @@ class Communicator:
         seen = frozenset(name for name, is_seen in zip(rows, is_seen_B, strict=True) if is_seen)
         return counts_nB, Agreement(seen, [_widest(codes) for codes in codes_nU.int().T.tolist()])
 
-    def fail(self) -> str:
-        """As `Exchange.fail`."""
-        try:
-            self._gather([1.0] + [0.0] * MOST_SETTINGS)
-        except RuntimeError as lost:
-            return str(lost)
-        return ""
-
     def _compare(self, settings: Mapping[str, object]) -> None:
-        """Raise the same RuntimeError on all ranks if one has failed or a setting differs."""
-        digests = [_digest(value) for value in settings.values()]
-        assert len(digests) <= MOST_SETTINGS
-        padding = [0.0] * (MOST_SETTINGS - len(digests))
-        has_failed_n, *digests_Dn = self._gather([0.0, *digests, *padding]).T.tolist()
-        if any(has_failed_n):
-            ranks = [rank for rank, has_failed in enumerate(has_failed_n) if has_failed]
-            raise RuntimeError(
-                f"this step was dropped on all ranks, since {_named(ranks)} raised an exception "
-                "inside a domain or before combine(); see the output there. Call "
-                "optimizer.zero_grad() on all ranks and run the domains of the step again."
-            )
-        for name, digests_n in zip(settings, digests_Dn, strict=False):
+        """Raise the same RuntimeError on all ranks if a setting differs."""
+        digests_Dn = self._gather([*map(_digest, settings.values())]).T.tolist()
+        for name, digests_n in zip(settings, digests_Dn, strict=True):
             refuse_difference(digests_n, name)
 
     def sum(self, part: Tensor) -> Tensor:
         """The sum over ranks, added in their order, so that all ranks get the same bits."""
         parts = part.new_empty(self.num_ranks, *part.shape)
-        with self.naming_lost_ranks():
-            all_gather(parts.view(-1), part.flatten(), group=self.group)
+        all_gather(parts.view(-1), part.flatten(), group=self.group)
         total: Tensor = reduce(torch.add, parts)
         return total
 
     def broadcast(self, state_S: Tensor) -> None:
         """Overwrite the domain weights by rank 0's, since machines may round differently."""
-        with self.naming_lost_ranks():
-            dist.broadcast(state_S, group=self.group, group_src=0)
-
-    @contextmanager
-    def naming_lost_ranks(self) -> Iterator[None]:
-        """If a collective inside fails, raise a RuntimeError that names the missing rank."""
-        try:
-            yield
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"{self._missing_ranks()} did not answer, so this step cannot be combined. See the "
-                "output there, and resume the run from its last checkpoint. (torch: "
-                f"{str(error).splitlines()[0]})"
-            ) from error
+        dist.broadcast(state_S, group=self.group, group_src=0)
 
     def _gather(self, words: list[float]) -> Tensor:
         """[n, words] float64 on the CPU: the numbers of every rank, all of one length."""
         mine = torch.tensor(words, dtype=torch.float64, device="cpu")
         messages = mine.new_empty(self.num_ranks * len(words))
-        self._num_messages += 1
-        with self.naming_lost_ranks():
-            if self._cpu_group is None:
-                self._cpu_group = _cpu_group_of(self.group)
-            # For `_missing_ranks` on other ranks; setting it waits for none of them.
-            self._store.set(self._key(self.rank), str(self._num_messages))
-            all_gather(messages, mine, group=self._cpu_group)
+        if self._cpu_group is None:
+            self._cpu_group = _cpu_group_of(self.group)
+        all_gather(messages, mine, group=self._cpu_group)
         return messages.view(self.num_ranks, -1)
-
-    def _missing_ranks(self) -> str:
-        """The ranks that have sent fewer messages than this one."""
-        time.sleep(STRAGGLER_SECONDS)
-        try:
-            numbers = [
-                # `get` would wait for a rank that has never begun.
-                int(self._store.get(key)) if self._store.check([key]) else -1
-                for key in map(self._key, range(self.num_ranks))
-            ]
-        except RuntimeError:
-            # The store lives in the process of rank 0.
-            return "rank 0, or the process that keeps the group's store,"
-        missing = [rank for rank, number in enumerate(numbers) if number < self._num_messages]
-        return _named(missing) if missing else "a rank"
-
-    def _key(self, rank: int) -> str:
-        return f"doge_fast/messages/{self._place}/{rank}"
 
 
 def default_group() -> ProcessGroup | None:

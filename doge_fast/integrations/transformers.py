@@ -327,12 +327,12 @@ class DoGETrainer(_StepByDomain):
             )
 
     @property
-    def rows(self) -> tuple[str, ...]:
+    def names(self) -> tuple[str, ...]:
         """The training domains and the held-out targets."""
         optimizer = self._doge or self.optimizer
         if isinstance(optimizer, DoGEOptimizer):
-            return optimizer.rows
-        return Objective.of(self._doge_options["domains"], self._doge_options["target"]).rows
+            return optimizer.names
+        return Objective.of(self._doge_options["domains"], self._doge_options["target"]).names
 
     @property
     def _are_steps_partial(self) -> bool:
@@ -360,10 +360,10 @@ class DoGETrainer(_StepByDomain):
         num_ranks, column = self.args.world_size, self.domain_column
         batch_size = self._train_batch_size * num_ranks
         collate = self._get_collator_with_removed_columns(self.data_collator, "training")
-        dataset = domain_data.by_domain(self.train_dataset, column, self.rows)
+        dataset = domain_data.by_domain(self.train_dataset, column, self.names)
         if isinstance(dataset, IterableDataset):
             batches = domain_data.DomainStream(
-                dataset, column, self.rows, batch_size=batch_size, collate=collate
+                dataset, column, self.names, batch_size=batch_size, collate=collate
             )
             stream: Any = DataLoader(batches, batch_size=None, **options)
             # Trainer calls it when an epoch begins.
@@ -433,11 +433,11 @@ class DoGETrainer(_StepByDomain):
             self.shares = dict.fromkeys(self.shares, 1 / self.args.world_size)
         if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
             return parts, None
-        rows, is_shifted = self.rows, self._loss_shifts_labels
-        counts_R = causal_lm.num_targets(parts, rows, device, is_shifted=is_shifted)
+        names, is_shifted = self.names, self._loss_shifts_labels
+        counts_R = causal_lm.num_targets(parts, names, device, is_shifted=is_shifted)
         # A domain whose tokens are all masked has loss zero, not 0/0.
         summed_R = cast(Tensor, self.accelerator.reduce(counts_R))
-        counts = zip(rows, summed_R.clamp(min=1).unbind(), strict=True)
+        counts = zip(names, summed_R.clamp(min=1).unbind(), strict=True)
         labelled = {name for part in parts for name in part if "labels" in part[name]}
         return parts, {name: count for name, count in counts if name in labelled}
 

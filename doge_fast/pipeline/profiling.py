@@ -115,11 +115,11 @@ class ProfiledStep:
             self.inner.zero_grad()
             return
         if self.is_stacked:
-            sizes = dict.fromkeys(optimizer.rows, self.config.sequences)
+            sizes = dict.fromkeys(optimizer.names, self.config.sequences)
             with optimizer.stacked(self.model, sizes):
                 self.learn(self.batches[0])
         else:
-            for name, batch in zip(optimizer.rows, self.batches, strict=True):
+            for name, batch in zip(optimizer.names, self.batches, strict=True):
                 with optimizer.domain(name):
                     self.learn(batch)
         optimizer.step()

@@ -72,7 +72,7 @@ def prepare(config: ProxyConfig, existing: ExistingRun) -> "ProxyTrainer":
         return Objective.of(names, parse_target(config.target))
 
     corpus, model = stage.corpus_and_model(
-        config, existing, rows_of=lambda names: len(objective_of(names).rows), check=check
+        config, existing, rows_of=lambda names: len(objective_of(names).names), check=check
     )
     if len(corpus.names) == 1:
         _log.warning(
@@ -102,7 +102,7 @@ class ProxyTrainer(RecordedTrainer, DoGETrainer):
         mu: float | None,
         selection: Sequence[str] | None,
     ) -> None:
-        self.num_rows = len(objective.rows)
+        self.num_rows = len(objective.names)
         size, seed = config.sequences_per_domain, config.training.seed
         self.mix = mix_sampler(corpus, size=size, seed=seed)
         super().__init__(
@@ -141,16 +141,16 @@ class ProxyTrainer(RecordedTrainer, DoGETrainer):
         """What a step leaves in the records; everything K x K, read when the line is written."""
         doge, last = self.doge, self.doge.last
         assert last is not None
-        losses_R = torch.stack([self.domain_losses[name] for name in doge.rows])
+        losses_R = torch.stack([self.domain_losses[name] for name in doge.names])
         return {
-            "loss": ByName(doge.rows, losses_R),
+            "loss": ByName(doge.names, losses_R),
             "alpha": ByName(doge.domains, last.alpha),
             "alpha_mean": ByName(doge.domains, doge.alpha_mean),
             "gain": ByName(doge.domains, last.gain),
             "influence": ByName(doge.domains, last.influence),
             "difficulty": ByName(doge.domains, last.difficulty),
-            "grad_norm": ByName(doge.rows, last.grad_norms),
-            "rows": list(doge.rows),
+            "grad_norm": ByName(doge.names, last.grad_norms),
+            "rows": list(doge.names),
             "cosine": cosine(last.gram),
             "combined_norm": last.combined_norm,
             "skipped": last.skipped,
@@ -171,7 +171,7 @@ class ProxyTrainer(RecordedTrainer, DoGETrainer):
         """Rows of which the last step has no numbers."""
         last, losses = self.doge.last, self.domain_losses
         assert last is not None
-        norms = ByName(self.doge.rows, last.grad_norms).read()
+        norms = ByName(self.doge.names, last.grad_norms).read()
         return [name for name in norms if not math.isfinite(norms[name] + float(losses[name]))]
 
 

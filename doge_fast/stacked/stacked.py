@@ -132,13 +132,13 @@ class StackedModel:
         """Whether `param` is trained, and has rows."""
         return id(param) in self._tracked
 
-    def slots(self, param: Tensor, rows: range, dtype: torch.dtype) -> tuple[Tensor, bool]:
+    def claim(self, param: Tensor, rows: range, dtype: torch.dtype) -> tuple[Tensor, bool]:
         """Neighbouring rows of a parameter, which the caller must write or add to.
 
         Returns [len(rows), *param.shape] in the buffer's dtype, and whether they hold gradients.
         """
         self.has_written = True
-        rows_GN, adds = self.buffer.slots(rows.start, len(rows), param, dtype)
+        rows_GN, adds = self.buffer.claim(rows.start, len(rows), param, dtype)
         return rows_GN.view(-1, *param.shape), adds
 
     def _receive(self, examples: ExampleAxis, row: int, param: Tensor, grad: Tensor) -> None:
@@ -216,7 +216,7 @@ def pass_of(param: Tensor) -> StackedModel | None:
     """The innermost stacked pass under way that trains `param`; None if there is none.
 
     For functions that use a parameter without its module, as `linear_domain_losses` does. They
-    write the parameter's rows (`StackedModel.slots`) and return no gradient of it to autograd.
+    write the parameter's rows (`StackedModel.claim`) and return no gradient of it to autograd.
     """
     passes = [each for each in reversed(_recording) if each.is_tracked(param)]
     return passes[0] if passes and not param._backward_hooks else None
@@ -260,7 +260,7 @@ class _StackedLayer:
         ]
         for run in runs:
             # One after another: a second gradient of a parameter may move its rows.
-            places = (stacked.slots(param, run.rows, each.dtype) for param, each in gradients)
+            places = (stacked.claim(param, run.rows, each.dtype) for param, each in gradients)
             self.rule.write([gradient for _, gradient in gradients], run, places)
 
 

@@ -1,24 +1,18 @@
 """Mistakes with several optimizers that would otherwise pass in silence.
 
-Two DoGEOptimizers inside one `with` each learn a mixture from a part of the gradient: refused. If
-only one of two optimizers is wrapped, the other steps with the unweighted sum over domains: warned
-of once, since it may train another model on purpose. A loop that steps the wrapper and the wrapped
+Two DoGEOptimizers inside one `with` each learn a mixture from a part of the gradient: refused. A loop that steps the wrapper and the wrapped
 optimizer moves the parameters twice: refused.
 """
 
-import gc
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from doge_fast.step.parameters import weakly
-from doge_fast.tracing import outside_graphs, warn
-
-NUM_NAMED = 3
-
+from doge_fast.tracing import outside_graphs
 
 # `owner` is the Step whose domain is open on this thread. Two threads may train two models.
 _open = threading.local()
@@ -42,68 +36,6 @@ def opened(owner: object) -> Iterator[None]:
         yield
     finally:
         _open.owner = None
-
-
-@contextmanager
-def watching(
-    groups: Sequence[dict[str, list[Tensor]]], model: nn.Module | None, *, is_whole: bool
-) -> Iterator[None]:
-    """Warn if parameters that no wrapped optimizer owns receive a gradient inside.
-
-    The backward pass inside trains `model`; None: every module with a parameter of `groups`, the
-    wrapped optimizer's. A gradient that is not `is_whole` is of this rank's examples alone.
-    """
-    unowned = _unowned(groups, model)
-    yield
-    _warn_of(unowned, is_whole)
-
-
-@outside_graphs
-def _unowned(
-    groups: Sequence[dict[str, list[Tensor]]], model: nn.Module | None
-) -> dict[str, Tensor]:
-    """{name: parameter} of trained parameters that no group has and that have no gradient yet."""
-    owned = {id(param) for group in groups for param in group["params"]}
-    found: dict[int, tuple[str, Tensor]] = {}
-    for module in _modules_with(owned) if model is None else [model]:
-        for name, param in module.named_parameters():
-            if param.requires_grad and param.grad is None and id(param) not in owned:
-                # A submodule gives a shorter name than the whole model.
-                known = found.get(id(param))
-                if known is None or len(known[0]) < len(name):
-                    found[id(param)] = name, param
-    return dict(found.values())
-
-
-def _modules_with(owned: set[int]) -> Iterable[nn.Module]:
-    """All living modules that have one of these parameters, directly or in a submodule."""
-    # The garbage collector knows all modules. A hook on every forward would find them too, but
-    # compiled models would be compiled again.
-    # Not isinstance, for which a lazy proxy would import its module.
-    # Without `_parameters` its __init__ has failed, and a traceback keeps it.
-    modules = [
-        each
-        for each in gc.get_objects()
-        if issubclass(type(each), nn.Module) and "_parameters" in vars(each)
-    ]
-    return [
-        module for module in modules if any(id(param) in owned for param in module.parameters())
-    ]
-
-
-@outside_graphs
-def _warn_of(unowned: dict[str, Tensor], is_whole: bool) -> None:
-    names = [name for name, param in unowned.items() if param.grad is not None]
-    if not names:
-        return
-    seen = "the unweighted sum over domains" if is_whole else "the gradient of this rank alone"
-    warn(
-        f"parameters that no wrapped optimizer owns received a gradient inside a domain: "
-        f"{', '.join(names[:NUM_NAMED])} ({len(names)} in all). The optimizer that steps them sees "
-        f"{seen}, and W does not see them. Wrap both, "
-        "DoGEOptimizer([optimizer, other], domains=...); or freeze them, or run their backward "
-        "pass outside the domain."
-    )
 
 
 class OneStep:

@@ -6,8 +6,7 @@ replaces the list, and a layer may be frozen.
 On a CPU a hook passes each gradient on as soon as autograd has finished it, while it is in the
 cache. On a GPU one Python call for each parameter and domain would take longer than the device's
 work. There the hook is the `append` of a deque of length one, which runs no Python and notes only
-that a gradient has come. The hooks of the first and the last parameter also keep that gradient.
-Gradients stay in `p.grad` until `take` collects them all.
+that a gradient has come. Gradients stay in `p.grad` until `take` collects them all.
 """
 
 import math
@@ -80,16 +79,6 @@ class TrackedParameters:
         self._noted: deque[Tensor] = deque(maxlen=1)
         self.note: Receive = self._noted.append
         """Notes that a gradient is in `p.grad`."""
-        # {id of a parameter: its gradient when autograd had finished it, and the version then}
-        self._finished: dict[int, tuple[Tensor, int]] = {}
-        self._watch: Receive = torch.compiler.disable(weakly(self._finish))  # type: ignore[no-untyped-call]
-
-    def _finish(self, param: Tensor) -> None:
-        """Note the gradient and its version as well."""
-        grad = param.grad
-        if type(grad) is Tensor:
-            self._finished[id(param)] = grad, grad._version
-        self._noted.append(param)
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -127,12 +116,8 @@ class TrackedParameters:
     def scan(self) -> list[Tensor]:
         """Look the parameters up again, and keep a hook on each of them only."""
         self.params = self.look_up()
-        ends = {id(param) for param in (*self.params[:1], *self.params[-1:])}
         wanted = {
-            id(param): self.receive
-            if takes_at_once(param)
-            else (self._watch if id(param) in ends else self.note)
-            for param in self.params
+            id(param): self.receive if takes_at_once(param) else self.note for param in self.params
         }
         for param, handle in list(self._hooks.values()):
             if wanted.get(id(param)) is self.receive and _last_hook(param) != handle.id:
@@ -169,16 +154,10 @@ class TrackedParameters:
 
     @property
     def has_foreign(self) -> bool:
-        """Whether something has set or changed a `p.grad` that autograd had finished.
-
-        Of gradients that stay there only those of the first and the last parameter are watched, and
-        no DTensor's.
-        """
+        """Whether something has set a `p.grad` whose gradient was taken during the backward pass."""
         return any(
-            self._hooked.get(id(param)) is self.receive
-            or _is_foreign(grad, self._finished.get(id(param)))
+            param.grad is not None and self._hooked.get(id(param)) is self.receive
             for param in self.params
-            if (grad := param.grad) is not None
         )
 
     def take(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -195,7 +174,6 @@ class TrackedParameters:
     def forget(self) -> None:
         """Forget that gradients have come."""
         self._noted.clear()
-        self._finished.clear()
 
     def release(self) -> None:
         """Remove all hooks."""
@@ -254,17 +232,6 @@ def have_other_hooks(params: Iterable[Any]) -> bool:
 def _last_hook(param: Any) -> int:
     last: int = next(reversed(param._post_accumulate_grad_hooks))
     return last
-
-
-def _is_foreign(grad: Tensor, finished: tuple[Tensor, int] | None) -> bool:
-    """Whether something other than autograd has replaced a gradient, or changed it in place."""
-    if finished is None:
-        return False
-    known, version = finished
-    # Parts of one tensor, such as the gradients of what torch.cat() joins, share a version, which
-    # autograd moves on when it adds to another part.
-    is_part = grad.untyped_storage().nbytes() > grad.nbytes
-    return grad is not known or (grad._version != version and not is_part)
 
 
 def on_host(value: object) -> float | None:

@@ -11,7 +11,6 @@ backward pass outside any domain leaves a gradient that the next `domain()` or `
 A data-parallel rank learns what the others have entered when the step is combined.
 """
 
-import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -69,9 +68,7 @@ class Received:
     counts: dict[str, float] = field(default_factory=dict)
     """{domain: weight in the mean over ranks; 0 until it is left}, in the order of own rows."""
     is_dropped: bool = False
-    """Whether an exception has dropped the step: in a domain, or on several ranks before one."""
-    is_reported: bool = False
-    """Whether this rank has reported that to the others."""
+    """Whether an exception inside a domain has dropped the step."""
 
 
 class Step:
@@ -111,14 +108,12 @@ class Step:
         self._start()
 
     def _start(self) -> None:
-        self.buffer = FlatBuffer(len(self.subset.rows), self._buffer_dtype)
+        self.buffer = FlatBuffer(len(self.subset.names), self._buffer_dtype)
         self._exchange: Exchange | None = None
         # The default group and the kinds of parameters that the exchange was made for.
         self._made_for: object = None
         self._has_agreed = False
         self._stacked_model: StackedModel | None = None
-        # Only the first domain is watched.
-        self._has_watched = False
         # Whether the weighted gradient is in `p.grad`. Until a domain is left the step is empty.
         self._is_combined = False
         self._open: OpenDomain | None = None
@@ -150,46 +145,33 @@ class Step:
     @contextmanager
     def domain(self, name: str, count: float = 1.0) -> Iterator[None]:
         """Gradients of backward passes inside belong to domain `name`."""
-        with self._entering():
-            if not simplex.is_number(count) or not 0 < count < float("inf"):
-                raise ValueError(
-                    f"count must be positive and finite; domain {name!r} has {count!r}."
-                )
-            self._enter((name,))
+        if not simplex.is_number(count) or not 0 < count < float("inf"):
+            raise ValueError(f"count must be positive and finite; domain {name!r} has {count!r}.")
+        self._enter((name,))
         with self._opened({name: count}, self._row_of(name)):
             yield
 
     @contextmanager
     def stacked(self, model: nn.Module, sizes: Mapping[str, int]) -> Iterator[None]:
         """One backward pass inside, on a batch sorted by domain, gives each domain its gradient."""
-        with self._entering():
-            sizes_here = sizes_of(sizes)
-            self._enter(tuple(sizes_here))
-            if self.exchange.has_shards:
-                raise RuntimeError(
-                    "stacked() needs whole parameters, and those of a sharded model are divided "
-                    "over ranks. Run one domain after another, with optimizer.domain(name)."
-                )
-            if have_other_hooks(self.parameters.params):
-                raise RuntimeError(
-                    "stacked() runs no post-accumulate hook of a parameter beside its own. Use "
-                    "register_hook, or run one domain after another, with optimizer.domain(name)."
-                )
-            segments = segments_of(sizes_here, self._row_of)
-            stacked_model = self._stacked_model_of(bare(model))
-        with self._opened(sizes_here, None, model) as opened:
+        sizes_here = sizes_of(sizes)
+        self._enter(tuple(sizes_here))
+        if self.exchange.has_shards:
+            raise RuntimeError(
+                "stacked() needs whole parameters, and those of a sharded model are divided "
+                "over ranks. Run one domain after another, with optimizer.domain(name)."
+            )
+        if have_other_hooks(self.parameters.params):
+            raise RuntimeError(
+                "stacked() runs no post-accumulate hook of a parameter beside its own. Use "
+                "register_hook, or run one domain after another, with optimizer.domain(name)."
+            )
+        segments = segments_of(sizes_here, self._row_of)
+        stacked_model = self._stacked_model_of(bare(model))
+        with self._opened(sizes_here, None) as opened:
             with stacked_model.recording(segments):
                 yield
             opened.has_received = stacked_model.has_written
-
-    def _entering(self) -> AbstractContextManager[None]:
-        # Inside an open domain, `_opened` reports the failure. Between combine() and step() the
-        # other ranks have no step to drop: they would drop their next one.
-        is_due = self._is_combined and any(
-            param.grad is not None for param in self.parameters.params
-        )
-        is_silent = self._open is not None or is_due
-        return nullcontext() if is_silent else self._failure_reaches_all_ranks()
 
     def _stacked_model_of(self, model: nn.Module) -> StackedModel:
         tracked = {id(param): param for param in self.parameters.params}
@@ -200,10 +182,10 @@ class Step:
     @outside_graphs
     def _enter(self, names: Sequence[str]) -> None:
         """Check that these domains may be entered now, and begin the step with the first."""
-        if unknown := [name for name in names if name not in self.subset.slots]:
+        if unknown := [name for name in names if name not in self.subset.row_of]:
             raise ValueError(
-                f"domain {unknown[0]!r} is none of this step's, {list(self.subset.rows)}, of "
-                f"{list(self._weights.objective.rows)}. Name it in domains= or target=; with "
+                f"domain {unknown[0]!r} is none of this step's, {list(self.subset.names)}, of "
+                f"{list(self._weights.objective.names)}. Name it in domains= or target=; with "
                 "domains_per_step run those in optimizer.domains_of_step."
             )
         self.refuse_inside_a_domain(f"domain({names[0]!r})")
@@ -212,7 +194,6 @@ class Step:
         if self._is_combined or not self._received.times:
             self._begin()
         for name in names:
-            _refuse_division(name, self.micro_batches)
             if self.micro_batches is not None and self._received.times[name] >= self.micro_batches:
                 raise RuntimeError(
                     f"domain {name!r} has been entered micro_batches={self.micro_batches} times in "
@@ -248,25 +229,17 @@ class Step:
     def _row_of(self, name: str) -> int:
         self._received.counts.setdefault(name, 0.0)
         if not self.exchange.has_own_rows:
-            return self.subset.slots[name]
+            return self.subset.row_of[name]
         self.buffer.num_rows = max(self.buffer.num_rows, len(self._received.counts))
         return list(self._received.counts).index(name)
 
     @contextmanager
-    def _opened(
-        self, counts: Mapping[str, float], row: int | None, model: nn.Module | None = None
-    ) -> Iterator[OpenDomain]:
+    def _opened(self, counts: Mapping[str, float], row: int | None) -> Iterator[OpenDomain]:
         opened = self._open = OpenDomain(counts, row)
         try:
-            with self._dropped_on_failure(), self._failure_reaches_all_ranks(), without_reduction():
-                watching: AbstractContextManager[None] = nullcontext()
-                if not self._has_watched:
-                    watching = ownership.watching(
-                        *(self.parameters.groups, model), is_whole=not self.exchange.has_own_rows
-                    )
-                with ownership.opened(self), watching:
+            with self._dropped_on_failure(), without_reduction():
+                with ownership.opened(self):
                     yield opened
-                    self._has_watched = True
                 if self.exchange.num_ranks > 1 and self.parameters.has_foreign:
                     # A wrapper has reduced gradients and put them back after our hooks ran.
                     raise RuntimeError(
@@ -341,7 +314,7 @@ class Step:
         """
         if self.micro_batches is None or not self._received.times or self.exchange.has_own_rows:
             return False
-        return all(self._received.times[name] == self.micro_batches for name in self.subset.rows)
+        return all(self._received.times[name] == self.micro_batches for name in self.subset.names)
 
     def combine(self, grad_scale: float | Tensor | None) -> None:
         """As `DoGEOptimizer.combine`; does nothing if the last domain has combined."""
@@ -367,9 +340,8 @@ class Step:
         selected = self.parameters.selected_ids
         lr = self.parameters.lr
 
-        with self._failure_reaches_all_ranks():
-            params = self._params_to_combine()
-            scale = loss_scale(grad_scale, self._scaler, self.parameters.params[0].device)
+        params = self._params_to_combine()
+        scale = loss_scale(grad_scale, self._scaler, self.parameters.params[0].device)
         agreement = self._agree(params, scale)
         # All rows of this rank's columns.
         blocks = self.buffer.touched(params, agreement.dtypes)
@@ -382,7 +354,7 @@ class Step:
             last = self._weights.move(
                 gram_BB,
                 full_BB,
-                rows_B=self.subset.rows,
+                names_B=self.subset.names,
                 present=agreement.seen,
                 lr=lr,
                 grad_scale=scale,
@@ -428,9 +400,9 @@ class Step:
             settings=self._settings(params, scale) if self.exchange.num_ranks > 1 else {},
             is_first=not self._has_agreed,
         )
-        agreement = self.exchange.agree(self.subset.rows, report)
+        agreement = self.exchange.agree(self.subset.names, report)
         self._has_agreed = True
-        missing = [name for name in self.subset.rows if name not in agreement.seen]
+        missing = [name for name in self.subset.names if name not in agreement.seen]
         if missing and (self._absent == "error" or not agreement.seen):
             needed, way = "at least one", ""
             if self._absent == "error":
@@ -438,7 +410,7 @@ class Step:
                 way = ", or pass absent='keep' to allow a step without some domains"
             raise RuntimeError(
                 f"step() needs a gradient from {needed} domain; missing {missing} of "
-                f"{list(self.subset.rows)}. Run backward for them inside optimizer.domain(name)"
+                f"{list(self.subset.names)}. Run backward for them inside optimizer.domain(name)"
                 f"{way}."
             )
         return agreement
@@ -455,7 +427,7 @@ class Step:
             "the learning rate": [on_host(group.get("lr")) for group in self.parameters.groups],
             "micro_batches or absent": [self.micro_batches, self._absent],
             "their number of steps, or the draw of domains_per_step": (
-                f"{self.subset.draws} {self.subset.rows}"
+                f"{self.subset.draws} {self.subset.names}"
             ),
             "the parameters that are trained": [list(param.shape) for param in params],
             "the selection": selected and [id(param) in selected for param in params],
@@ -466,35 +438,33 @@ class Step:
         # torch.distributed.checkpoint makes an optimizer create its state by a step on zero
         # gradients at learning rate zero, even between two domains.
         self.refuse_inside_a_domain("combine() and step()")
-        with self._failure_reaches_all_ranks():
-            self.refuse_stray()
-            if self._is_combined:
-                return False
-            # A rate on a device counts as not zero: reading it would wait for the device.
-            has_rate = any(on_host(group.get("lr", 1)) != 0 for group in self.parameters.groups)
-            if has_rate:
-                self._may_be_loaded = False
-            if has_rate and (self._received.times or self._received.is_dropped):
-                return False
-            given = [param for param in self.parameters.look_up() if param.grad is not None]
-            if not given and not self._has_entered:
-                # As when a schedule is run through without training. On several ranks another one
-                # may have entered a domain.
-                return self.exchange.num_ranks == 1
-            return not all(map(self.buffer.is_combined, given))
+        self.refuse_stray()
+        if self._is_combined:
+            return False
+        # A rate on a device counts as not zero: reading it would wait for the device.
+        has_rate = any(on_host(group.get("lr", 1)) != 0 for group in self.parameters.groups)
+        if has_rate:
+            self._may_be_loaded = False
+        if has_rate and (self._received.times or self._received.is_dropped):
+            return False
+        given = [param for param in self.parameters.look_up() if param.grad is not None]
+        if not given and not self._has_entered:
+            # As when a schedule is run through without training. On several ranks another one
+            # may have entered a domain.
+            return self.exchange.num_ranks == 1
+        return not all(map(self.buffer.is_combined, given))
 
     def finish(self, loss: Any) -> None:
         """Combine unless that is done; step the wrapped optimizer unless the step is skipped."""
         if not self._is_combined:
             most = self.micro_batches or 1
             partial = [name for name, times in self._received.times.items() if times < most]
-            with self._failure_reaches_all_ranks():
-                if partial and self._absent == "error":
-                    raise RuntimeError(
-                        f"step() needs every domain micro_batches={most} times; {partial} were "
-                        "entered less often. To end a step early call combine(), or pass "
-                        "micro_batches=None."
-                    )
+            if partial and self._absent == "error":
+                raise RuntimeError(
+                    f"step() needs every domain micro_batches={most} times; {partial} were "
+                    "entered less often. To end a step early call combine(), or pass "
+                    "micro_batches=None."
+                )
             self.combine(None)
         last = self._weights.last
         assert last is not None
@@ -510,7 +480,7 @@ class Step:
     @outside_graphs
     def _spare_kept(self) -> None:
         """Leave alone what the wrapped optimizer keeps of `p.grad`."""
-        if self.buffer.find_kept(self.parameters.optimizer) and self._exchange is not None:
+        if self.buffer.forget_combined(self.parameters.optimizer) and self._exchange is not None:
             self._exchange.release()
 
     @outside_graphs
@@ -539,13 +509,12 @@ class Step:
     def _dropped_on_failure(self) -> Iterator[None]:
         try:
             yield
-        except BaseException as error:
+        except BaseException:
             if self.parameters.has_noted:
                 # Clear `p.grad` of what backward passes inside the domain have left.
                 self.parameters.take()
             self.clear()
-            # An Exception has reached the other ranks; an interruption ends this rank unreported.
-            self._received = Received(is_dropped=True, is_reported=isinstance(error, Exception))
+            self._received = Received(is_dropped=True)
             raise
 
     # Other ranks.
@@ -564,22 +533,8 @@ class Step:
             self._exchange, self._made_for = exchange_of(self._ranks, params), made_for
             self._has_agreed = False
             # A data-parallel rank adds a row for each domain that it enters.
-            self.buffer.num_rows = 0 if self._exchange.has_own_rows else len(self.subset.rows)
+            self.buffer.num_rows = 0 if self._exchange.has_own_rows else len(self.subset.names)
         return self._exchange
-
-    @contextmanager
-    def _failure_reaches_all_ranks(self) -> Iterator[None]:
-        """If the block raises, make the other ranks raise too: they would wait for this one."""
-        try:
-            yield
-        except Exception as error:
-            # One report for a step: the others would take a second one for their next step.
-            if not self._received.is_reported and (unreachable := self.exchange.fail()):
-                error.add_note(unreachable)
-            if self.exchange.num_ranks > 1:
-                # A loop that catches this must not combine a step that the others have dropped.
-                self._received.is_dropped = self._received.is_reported = True
-            raise
 
     # What is refused.
 
@@ -600,7 +555,7 @@ class Step:
         if any(param.grad is not None for param in self.parameters.params):
             raise RuntimeError(
                 "a backward pass ran outside any domain, so its gradient belongs to none of "
-                f"{list(self._weights.objective.rows)}. Call optimizer.zero_grad() and run it "
+                f"{list(self._weights.objective.names)}. Call optimizer.zero_grad() and run it "
                 "inside optimizer.domain(name), or call optimizer.release() to train without "
                 "domains."
             )
@@ -625,19 +580,3 @@ def _gram_matrices(
         return gram_BB, gram_BB
     # The other parameters may be on another device.
     return gram_BB, gram_BB + exchange.gram(outside).to(gram_BB.device)
-
-
-def _refuse_division(name: str, micro_batches: int | None) -> None:
-    """Refuse losses that accelerate divides by another number of micro-batches than ours."""
-    accelerate = sys.modules.get("accelerate.state")
-    if accelerate is None or micro_batches is None:
-        return
-    # Shared by all Accelerators of the process.
-    accumulation = accelerate.GradientState()
-    # sync_gradients is False in the middle of an accumulation.
-    if not accumulation.sync_gradients and accumulation.num_steps not in (1, micro_batches):
-        raise RuntimeError(
-            f"accelerate divides losses by gradient_accumulation_steps={accumulation.num_steps}, "
-            f"and domain {name!r} is entered micro_batches={micro_batches} times in a step. Enter "
-            "every domain inside each `accelerator.accumulate`, and make both numbers equal."
-        )

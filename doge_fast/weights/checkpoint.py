@@ -42,7 +42,7 @@ def named(
     return {
         "version": VERSION,
         "domains": list(objective.domains),
-        "rows": list(objective.rows),
+        "names": list(objective.names),
         "draws": draws,
         "mu": mu,
         **parts,
@@ -64,7 +64,7 @@ def unpacked(values: tuple[float, ...], objective: Objective) -> dict[str, Any]:
     """
     _check_version(values[0])
     head, numbers, mu = values[:3], values[3:-1], values[-1]
-    num_domains, num_rows = len(objective.domains), len(objective.rows)
+    num_domains, num_rows = len(objective.domains), len(objective.names)
     sizes = [num_domains] * len(VECTORS) + [1] * len(COUNTS)
     is_ours = head[1:2] == (fingerprint(objective),) and all(map(math.isfinite, head))
     num_further = len(numbers) - sum(sizes)
@@ -74,7 +74,7 @@ def unpacked(values: tuple[float, ...], objective: Objective) -> dict[str, Any]:
         raise ValueError(
             "the parameter groups of the checkpoint hold weights of other domains or another "
             f"target than those of this optimizer, {list(objective.domains)} with the rows "
-            f"{list(objective.rows)}. Build it with the same ones in the same order."
+            f"{list(objective.names)}. Build it with the same ones in the same order."
         )
     pieces = torch.split(torch.tensor(numbers, dtype=torch.float64), sizes)
     parts = dict(zip((*VECTORS, *COUNTS), pieces, strict=True))
@@ -84,7 +84,7 @@ def unpacked(values: tuple[float, ...], objective: Objective) -> dict[str, Any]:
 
 def fingerprint(objective: Objective) -> float:
     """A hash of the names in their order: 48 bits, which a float holds exactly."""
-    names = json.dumps([objective.domains, objective.rows])
+    names = json.dumps([objective.domains, objective.names])
     return float(int.from_bytes(hashlib.sha256(names.encode()).digest()[:6], "big"))
 
 
@@ -165,7 +165,7 @@ def check(ours: Mapping[str, Any], objective: Objective) -> None:
     finite.
     """
     check_is_dict(ours)
-    needed = ("version", "domains", "rows", "draws", "mu", *VECTORS, *COUNTS)
+    needed = ("version", "domains", "names", "draws", "mu", *VECTORS, *COUNTS)
     if missing := [name for name in needed if name not in ours]:
         raise ValueError(
             f"the checkpoint's DoGE state lacks {missing}; it was not written by state_dict()."
@@ -178,7 +178,7 @@ def check(ours: Mapping[str, Any], objective: Objective) -> None:
     _check_version(ours["version"])
     for name in filter(ours.__contains__, _REMOVED):
         _refuse_removed(name)
-    for name, expected in (("domains", objective.domains), ("rows", objective.rows)):
+    for name, expected in (("domains", objective.domains), ("names", objective.names)):
         value = ours[name]
         if not isinstance(value, list | tuple) or tuple(value) != expected:
             raise ValueError(

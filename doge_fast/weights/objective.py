@@ -21,7 +21,7 @@ class Objective:
 
     domains: tuple[str, ...]
     """The K training domains, in the order of the simplex."""
-    rows: tuple[str, ...]
+    names: tuple[str, ...]
     """The training domains, then the M held-out targets."""
     tau: tuple[float, ...]
     """[R] weights >= 0, one per row."""
@@ -58,18 +58,18 @@ class Objective:
                 raise ValueError(f"target weights must be finite and >= 0; {name!r} has {value!r}.")
         if not any(value > 0 for value in tau.values()):
             raise ValueError(f"a target must have a positive weight; got {target!r}.")
-        rows = names + tuple(name for name in targets if name not in names)
+        every = names + tuple(name for name in targets if name not in names)
         return cls(
             domains=names,
-            rows=rows,
-            tau=tuple(float(tau.get(name, 0.0)) for name in rows),
+            names=every,
+            tau=tuple(float(tau.get(name, 0.0)) for name in every),
             is_universal=is_universal,
         )
 
     @property
     def measured(self) -> tuple[str, ...]:
         """The M rows that are measured and never trained on."""
-        return self.rows[len(self.domains) :]
+        return self.names[len(self.domains) :]
 
     @property
     def target(self) -> str | dict[str, float]:
@@ -83,7 +83,7 @@ class Objective:
         return tuple(name for name in self.measured if name in weighed) or tuple(weighed)
 
     def _weighed(self) -> dict[str, float]:
-        return {name: tau for name, tau in zip(self.rows, self.tau, strict=True) if tau > 0}
+        return {name: tau for name, tau in zip(self.names, self.tau, strict=True) if tau > 0}
 
 
 def _checked_names(names: Iterable[str], what: str) -> tuple[str, ...]:

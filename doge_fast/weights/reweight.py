@@ -60,7 +60,7 @@ class LastStep(NamedTuple):
     """The record of a step; tensors on the device.
 
     Values are those of unscaled gradients, after per-domain clipping (`grad_norms`: before). `gram`
-    and `grad_norms` have the rows of `optimizer.rows`: training domains, then held-out targets;
+    and `grad_norms` have the rows of `optimizer.names`: training domains, then held-out targets;
     absent rows are zero.
     """
 
@@ -95,7 +95,7 @@ class StepTensors(NamedTuple):
     full_BB: Tensor
     state_S: Tensor
     tau_R: Tensor
-    slot_R: Tensor
+    row_R: Tensor
     settings_F: Tensor
 
     @property
@@ -123,7 +123,7 @@ def reweight(
     state_S: Tensor,
     *,
     tau_R: Tensor,
-    slot_R: Tensor,
+    row_R: Tensor,
     settings_F: Tensor,
     score: Score = PAPER,
     implementation: str | None = None,
@@ -150,7 +150,7 @@ def reweight(
         full_BB: [B, B] float64, over all columns, for norms and clipping; may be `gram_BB`.
         state_S: [3 K + 2] float64, made by `new_state`.
         tau_R: [R] float64 >= 0, the target weights.
-        slot_R: [R] int32: index of each row in the buffer; -1: not drawn, or absent.
+        row_R: [R] int32: index of each row in the buffer; -1: not drawn, or absent.
         settings_F: [6] float64, the fields of `StepSettings`. Their ranges are not checked.
         score: any other than `PAPER` and `PUBLISHED` runs in plain torch on any device.
         implementation: "torch" or "triton"; None: the dispatcher chooses.
@@ -161,7 +161,7 @@ def reweight(
 
     Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), eq. (update_dw), Algorithm 1.
     """
-    tensors = StepTensors(gram_BB, full_BB, state_S, tau_R, slot_R, settings_F)
+    tensors = StepTensors(gram_BB, full_BB, state_S, tau_R, row_R, settings_F)
     if score not in NAMED_SCORES.values():
         implementation = "torch"
     outputs = choose("reweight", gram_BB.device, implementation)(tensors, score)
@@ -174,16 +174,16 @@ def in_torch(tensors: StepTensors, score: Score) -> tuple[Tensor, Tensor, Tensor
     Returns:
         The [V] values that `LastStep` views, and `skipped` and `found_inf`.
     """
-    gram_BB, full_BB, state_S, tau_R, slot_R, settings_F = tensors
-    num_rows, num_domains, num_slots = tensors.sizes
-    num_drawn = num_slots - (num_rows - num_domains)
+    gram_BB, full_BB, state_S, tau_R, row_R, settings_F = tensors
+    num_names, num_domains, num_rows = tensors.sizes
+    num_drawn = num_rows - (num_names - num_domains)
     state, settings = state_views(state_S), StepSettings(*settings_F.unbind())
-    present_R = slot_R >= 0
+    present_R = row_R >= 0
     square = settings.grad_scale**2
-    full_RR = _scatter(full_BB, slot_R, present_R) / square
+    full_RR = _scatter(full_BB, row_R, present_R) / square
     norms_R = full_RR.diagonal().sqrt()
     clip_R = scores.clip_factors(norms_R, settings.domain_max_grad_norm)
-    clipped_RR = clip_R[:, None] * (_scatter(gram_BB, slot_R, present_R) / square) * clip_R
+    clipped_RR = clip_R[:, None] * (_scatter(gram_BB, row_R, present_R) / square) * clip_R
 
     present_K = present_R[:num_domains]
     estimate_RR = _with_all_pairs(clipped_RR, num_domains, num_drawn)
@@ -206,7 +206,7 @@ def in_torch(tensors: StepTensors, score: Score) -> tuple[Tensor, Tensor, Tensor
     factor = torch.where(finite, 1.0, torch.nan).to(coefficients_R)
     factor = factor * scores.clip_factors(combined_norm, settings.max_grad_norm)
     # A row of the buffer whose domain is absent gets coefficient zero.
-    is_at_BR = slot_R == torch.arange(num_slots, device=slot_R.device)[:, None]
+    is_at_BR = row_R == torch.arange(num_rows, device=row_R.device)[:, None]
     coefficients_B = is_at_BR.to(coefficients_R) @ coefficients_R
 
     num_steps = state.num_steps + finite
@@ -229,9 +229,9 @@ def in_torch(tensors: StepTensors, score: Score) -> tuple[Tensor, Tensor, Tensor
     return values_V, ~finite, (~finite).to(torch.float32)
 
 
-def _scatter(matrix_BB: Tensor, slot_R: Tensor, present_R: Tensor) -> Tensor:
+def _scatter(matrix_BB: Tensor, row_R: Tensor, present_R: Tensor) -> Tensor:
     """[R, R] from the buffer's [B, B]; zeros for absent rows."""
-    index_R = slot_R.clamp(min=0).long()
+    index_R = row_R.clamp(min=0).long()
     return torch.where(present_R[:, None] & present_R, matrix_BB[index_R][:, index_R], 0.0)
 
 
@@ -247,13 +247,13 @@ def _with_all_pairs(gram_RR: Tensor, num_domains: int, num_drawn: int) -> Tensor
 def _step_views(
     tensors: StepTensors, values_V: Tensor, skipped: Tensor, found_inf: Tensor
 ) -> LastStep:
-    num_rows, _, num_slots = tensors.sizes
-    sizes = [num_rows**2, num_slots, num_rows]
+    num_names, _, num_rows = tensors.sizes
+    sizes = [num_names**2, num_rows, num_names]
     sizes += [len(values_V) - sum(sizes) - 1, 1]
     gram, coefficients, norms, vectors, combined_norm = torch.split(values_V, sizes)
     gain, influence, difficulty, alpha = vectors.view(4, -1).unbind()
     return LastStep(
-        gram=gram.view(num_rows, num_rows),
+        gram=gram.view(num_names, num_names),
         coefficients=coefficients,
         grad_norms=norms,
         gain=gain,
@@ -268,15 +268,17 @@ def _step_views(
 
 def check_arguments(tensors: StepTensors, score: Score) -> None:
     """Raise ValueError unless the shapes, dtypes and devices belong together."""
-    num_rows, num_domains, num_slots = tensors.sizes
-    are_rows_right = 1 <= num_domains <= num_rows and num_rows - num_domains < num_slots <= num_rows
-    square, row = (num_slots, num_slots), (num_rows,)
+    num_names, num_domains, num_rows = tensors.sizes
+    are_sizes_right = (
+        1 <= num_domains <= num_names and num_names - num_domains < num_rows <= num_names
+    )
+    square, row = (num_rows, num_rows), (num_names,)
     shapes = square, square, (3 * num_domains + 2,), row, row, (len(StepSettings._fields),)
     device = tensors.gram_BB.device
     for (name, tensor), shape in zip(tensors._asdict().items(), shapes, strict=True):
-        dtype = torch.int32 if name == "slot_R" else torch.float64
+        dtype = torch.int32 if name == "row_R" else torch.float64
         is_right = tensor.shape == shape and tensor.dtype == dtype and tensor.is_contiguous()
-        if not are_rows_right or not is_right or tensor.device != device:
+        if not are_sizes_right or not is_right or tensor.device != device:
             raise ValueError(
                 f"reweight() needs {name} contiguous, of shape {list(shape)} and {dtype} on "
                 f"{device}, where 1 <= K <= R and R - K < B <= R; it has shape "

@@ -36,9 +36,9 @@ SMOOTHING = tl.constexpr(_ORDER("smoothing"))
 
 def reweight(tensors: StepTensors, score: scores.Score) -> tuple[Tensor, Tensor, Tensor]:
     """As `doge_fast.weights.reweight.in_torch`, for "paper" and "published"."""
-    num_rows, num_domains, num_slots = tensors.sizes
+    num_names, num_domains, num_rows = tensors.sizes
     # What `LastStep` views: [V] float64, a bool and a float32 scalar.
-    size = num_rows**2 + num_slots + num_rows + 4 * num_domains + 1
+    size = num_names**2 + num_rows + num_names + 4 * num_domains + 1
     empty = tensors.gram_BB.new_empty
     outputs = empty(size), empty((), dtype=torch.bool), empty((), dtype=torch.float32)
     constants = constants_of(*tensors.sizes, score.name)
@@ -48,14 +48,14 @@ def reweight(tensors: StepTensors, score: scores.Score) -> tuple[Tensor, Tensor,
 
 
 def constants_of(
-    num_rows: int, num_domains: int, num_slots: int, score: str = scores.PAPER.name
+    num_names: int, num_domains: int, num_rows: int, score: str = scores.PAPER.name
 ) -> dict[str, int | bool]:
     """Compile-time arguments."""
-    padded = max(2, 1 << (num_rows - 1).bit_length())
+    padded = max(2, 1 << (num_names - 1).bit_length())
     return {
-        "R": num_rows,
+        "R": num_names,
         "K": num_domains,
-        "B": num_slots,
+        "B": num_rows,
         "IS_PUBLISHED": score == scores.PUBLISHED.name,
         "PADDED_R": padded,
         "BLOCK_R": max(1, min(padded, SLAB // padded)),
@@ -81,7 +81,7 @@ def reweight_once(
     full,
     state,
     tau,
-    slot,
+    row,
     settings,
     values,
     skipped,
@@ -108,9 +108,9 @@ def reweight_once(
     r = tl.arange(0, PADDED_R)
     is_row = r < R
     is_domain = r < K
-    slot_R = tl.load(slot + r, mask=is_row, other=-1)
-    present_R = slot_R >= 0
-    squares_R = tl.load(full + slot_R * (B + 1), mask=present_R, other=0.0) * unit
+    row_R = tl.load(row + r, mask=is_row, other=-1)
+    present_R = row_R >= 0
+    squares_R = tl.load(full + row_R * (B + 1), mask=present_R, other=0.0) * unit
     norms_R = tl.sqrt(squares_R)
     clip_R = clip_factor(norms_R, tl.load(settings + DOMAIN_MAX))
     tau_R = tl.load(tau + r, mask=is_row, other=0.0)
@@ -122,12 +122,12 @@ def reweight_once(
         entries = i[:, None] * R + r[None, :]
         # [BLOCK_R, PADDED_R]
         is_entry = is_slab[:, None] & is_row[None, :]
-        slot_i = tl.load(slot + i, mask=is_slab, other=-1)
-        is_there = (slot_i[:, None] >= 0) & present_R[None, :]
-        slots = slot_i[:, None] * B + slot_R[None, :]
-        norm_i = tl.sqrt(tl.load(full + slot_i * (B + 1), mask=slot_i >= 0, other=0.0) * unit)
+        row_i = tl.load(row + i, mask=is_slab, other=-1)
+        is_there = (row_i[:, None] >= 0) & present_R[None, :]
+        places = row_i[:, None] * B + row_R[None, :]
+        norm_i = tl.sqrt(tl.load(full + row_i * (B + 1), mask=row_i >= 0, other=0.0) * unit)
         clip_i = clip_factor(norm_i, tl.load(settings + DOMAIN_MAX))
-        square = tl.load(gram + slots, mask=is_there, other=0.0) * unit
+        square = tl.load(gram + places, mask=is_there, other=0.0) * unit
         square = clip_i[:, None] * square * clip_R[None, :]
         tl.store(values + entries, square, mask=is_entry)
         # The pairs of training domains in the step stand for all pairs.
@@ -181,11 +181,11 @@ def reweight_once(
     for first in range(0, R, BLOCK_R):
         i = first + tl.arange(0, BLOCK_R)
         is_slab = i < R
-        slot_i = tl.load(slot + i, mask=is_slab, other=-1)
-        is_there = (slot_i[:, None] >= 0) & present_R[None, :]
-        slots = slot_i[:, None] * B + slot_R[None, :]
+        row_i = tl.load(row + i, mask=is_slab, other=-1)
+        is_there = (row_i[:, None] >= 0) & present_R[None, :]
+        places = row_i[:, None] * B + row_R[None, :]
         # [BLOCK_R, PADDED_R]
-        square = tl.load(full + slots, mask=is_there, other=0.0) * unit
+        square = tl.load(full + places, mask=is_there, other=0.0) * unit
         c_i = tl.load(alphas + i, mask=i < K, other=0.0)
         squared_norm += tl.sum(c_i * tl.sum(square * coefficients_R[None, :], axis=1), axis=0)
     squared_norm = tl.where(squared_norm < 0, 0.0, squared_norm)
@@ -201,7 +201,7 @@ def reweight_once(
     # A row of the buffer whose domain is absent gets coefficient zero.
     tl.store(coefficients + r, 0.0 * factor, mask=r < B)
     tl.debug_barrier()
-    tl.store(coefficients + slot_R, coefficients_R * factor, mask=present_R)
+    tl.store(coefficients + row_R, coefficients_R * factor, mask=present_R)
 
     num_steps = tl.load(state + 3 * K)
     num_skipped = tl.load(state + 3 * K + 1)

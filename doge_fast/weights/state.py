@@ -103,7 +103,7 @@ class DomainWeights:
         self.state_S: Tensor = new_state(self._start_K.to(device))
         """[3 K + 2], not a copy: the exchange overwrites it by rank 0's."""
         self._tau_R = torch.tensor(objective.tau, dtype=torch.float64, device=device)
-        self._slot_R = KeptVector(len(objective.rows), torch.int32)
+        self._row_R = KeptVector(len(objective.names), torch.int32)
         self._settings_F = KeptVector(len(StepSettings._fields), torch.float64)
 
     def read(self, name: str) -> Tensor:
@@ -142,14 +142,14 @@ class DomainWeights:
         gram_BB: Tensor,
         full_BB: Tensor,
         *,
-        rows_B: Sequence[str],
+        names_B: Sequence[str],
         present: Collection[str],
         lr: float | Tensor,
         grad_scale: float | Tensor,
     ) -> LastStep:
         """One K x K step: lines 7 and 8 of Algorithm 1.
 
-        `gram_BB` and `full_BB` are those of `reweight`, and `rows_B` are the names of their rows,
+        `gram_BB` and `full_BB` are those of `reweight`, and `names_B` are the names of their rows,
         of which `present` have a gradient.
 
         Raises:
@@ -161,8 +161,8 @@ class DomainWeights:
         self._note_rate(lr)
         # The model may have moved to another device since they were made.
         self.state_S, self._tau_R = self.state_S.to(device), self._tau_R.to(device)
-        slots = {name: slot for slot, name in enumerate(rows_B) if name in present}
-        slot_R = [slots.get(name, -1) for name in self.objective.rows]
+        row_of = {name: row for row, name in enumerate(names_B) if name in present}
+        row_R = [row_of.get(name, -1) for name in self.objective.names]
         settings = StepSettings(
             lr=lr,
             mu=rule.mu,
@@ -176,7 +176,7 @@ class DomainWeights:
             full_BB,
             self.state_S,
             tau_R=self._tau_R,
-            slot_R=self._slot_R.write(slot_R, device),
+            row_R=self._row_R.write(row_R, device),
             settings_F=self._settings_F.write(settings, device),
             score=rule.score,
         )

@@ -55,7 +55,7 @@ class Subset:
             names = tuple(names[index] for index in sorted(chosen))
         self.domains: tuple[str, ...] = names
         """The S training domains of the step."""
-        self.rows: tuple[str, ...] = names + self._objective.measured
-        """Names of the buffer's rows."""
-        self.slots = {name: slot for slot, name in enumerate(self.rows)}
+        self.names: tuple[str, ...] = names + self._objective.measured
+        """Of the B rows of the buffer: these, then the M held-out targets."""
+        self.row_of = {name: row for row, name in enumerate(self.names)}
         """{name: its row of the buffer}."""

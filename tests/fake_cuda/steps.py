@@ -46,14 +46,14 @@ def train(
         generator = torch.Generator().manual_seed(step)
         draws = {
             name: torch.randint(VOCABULARY, (SIZES.get(name, 2), LENGTH), generator=generator)
-            for name in optimizer.rows
+            for name in optimizer.names
         }
         tokens = {name: each.to(device) for name, each in draws.items()}
         whole = torch.cat(list(tokens.values()))
         fake_cuda.waits()
         for _ in range(micro_batches):
             if mode == "sequential":
-                rows = [*optimizer.domains_of_step, *optimizer.rows[len(SIZES) :]]
+                rows = [*optimizer.domains_of_step, *optimizer.names[len(SIZES) :]]
                 for name in rows:
                     with optimizer.domain(name):
                         logits = model.head(model.hidden(tokens[name]))

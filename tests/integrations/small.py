@@ -73,7 +73,7 @@ def collect(
     backward: Callable[[Tensor], object] = Tensor.backward,
 ) -> None:
     """One backward pass for each domain of the step; losses of `spoilt` ones are infinite."""
-    for row, name in enumerate(optimizer.rows):
+    for row, name in enumerate(optimizer.names):
         is_measured = name not in optimizer.domains
         if name not in absent and (is_measured or name in optimizer.domains_of_step):
             factor = float("inf") if name in spoilt else 1.0

@@ -426,7 +426,7 @@ def test_a_scaler_changes_nothing_and_skips_what_overflows(name, options, way):
         plain.zero_grad()
     assert_same(everything(model, optimizer), everything(twin, plain))
     before = everything(model, optimizer)
-    scaled_step(model, optimizer, scaler, 99, way, spoilt=optimizer.rows)
+    scaled_step(model, optimizer, scaler, 99, way, spoilt=optimizer.names)
     # The last two: steps skipped, and the number of the draw.
     assert_same(everything(model, optimizer)[:-2], before[:-2])
     assert scaler.get_scale() == 2.0**9

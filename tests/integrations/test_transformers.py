@@ -143,7 +143,7 @@ def by_hand(model: GPT2LMHeadModel, args: TrainingArguments, **doge: Any) -> DoG
     schedule = get_scheduler("linear", optimizer, 0, args.max_steps)
     model.train()
     for step in range(args.max_steps):
-        for name, batch in batch_of(step, list(optimizer.rows)).items():
+        for name, batch in batch_of(step, list(optimizer.names)).items():
             with optimizer.domain(name):
                 targets = torch.tensor(batch["labels"][:, 1:].numel())
                 model(**batch, num_items_in_batch=targets).loss.backward()
@@ -889,7 +889,7 @@ def test_a_ready_optimizer_and_the_arguments_must_agree(tmp_path):
         return DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), domains=["x", "y"])
 
     options: dict[str, Any] = {"model": model, "args": arguments(tmp_path)}
-    assert DoGETrainer(**options, optimizers=(ready(), None)).rows == ("x", "y")
+    assert DoGETrainer(**options, optimizers=(ready(), None)).names == ("x", "y")
     with pytest.raises(ValueError, match=r"domains would .* over \['x', 'y'\]"):
         DoGETrainer(**options, optimizers=(ready(), None), domains=["y", "x"])
     with pytest.raises(ValueError, match="mu, absent would have no effect"):

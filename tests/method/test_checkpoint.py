@@ -31,7 +31,9 @@ def state(**parts: Any) -> dict[str, Any]:
 
 def test_numbers_go_there_and_back():
     named = state()
-    assert named.items() >= {"version": 2, "rows": ["a", "b", "far"], "draws": 9, "mu": 0.5}.items()
+    assert (
+        named.items() >= {"version": 2, "names": ["a", "b", "far"], "draws": 9, "mu": 0.5}.items()
+    )
     checkpoint.check(named, OBJECTIVE)
     # weights_only=True reads no numbers and strings of numpy.
     assert {type(each) for each in (named["mu"], *named["domains"])} == {float, str}
@@ -95,7 +97,7 @@ def test_weights_are_not_negative_and_sum_to_one_within_a_billionth(name):
         ({"version": True}, "version must be a count; it is True"),
         ({"version": -1}, "version must be a count; it is -1"),
         ({"draws": torch.tensor(2)}, "draws must be a count; it is tensor"),
-        ({"rows": ["a", "b"]}, r"has the rows \['a', 'b'\]"),
+        ({"names": ["a", "b"]}, r"has the names \['a', 'b'\]"),
         ({"domains": ["b", "a"]}, r"has the domains \['b', 'a'\]"),
         ({"num_steps": torch.ones(2)}, "num_steps must be a count"),
         ({"num_steps": torch.tensor(math.nan)}, "num_steps must be a count"),
@@ -109,7 +111,7 @@ def test_parts_of_another_kind_are_refused(parts, message):
 
 
 def test_parts_that_are_missing_are_named():
-    for part in ("domains", "rows", "draws", "mu", "alpha"):
+    for part in ("domains", "names", "draws", "mu", "alpha"):
         ours = state()
         del ours[part]
         with pytest.raises(ValueError, match=rf"lacks \['{part}'\]; it was not written by"):

@@ -35,12 +35,12 @@ def move(
     lr: float | Tensor = 0.01,
     *,
     grad_scale: float = 1.0,
-    rows_B: tuple[str, ...] | None = None,
+    names_B: tuple[str, ...] | None = None,
     present: tuple[str, ...] | None = None,
 ) -> LastStep:
-    names = rows_B or weights.objective.rows
+    names = names_B or weights.objective.names
     return weights.move(
-        *(gram_RR, gram_RR), rows_B=names, present=present or names, lr=lr, grad_scale=grad_scale
+        *(gram_RR, gram_RR), names_B=names, present=present or names, lr=lr, grad_scale=grad_scale
     )
 
 

@@ -94,7 +94,7 @@ def test_what_waits_is_written_before_its_row_is_used_otherwise():
     assert buffer.touched([narrow])[0].rows_BN.tolist() == [[1.0] * 3, [2.0] * 3]
     buffer.clear()
     buffer.receive(0, narrow, torch.ones(3))
-    buffer.slots(0, 1, narrow, torch.float32)[0].add_(1)
+    buffer.claim(0, 1, narrow, torch.float32)[0].add_(1)
     assert buffer.touched([narrow])[0].rows_BN[0].tolist() == [2.0] * 3
 
 
@@ -104,7 +104,7 @@ def test_rows_of_16_bits_that_are_lent_twice_become_wide(dtype):
     p = param(4, dtype=torch.bfloat16)
     buffer = FlatBuffer(2, dtype)
     for times in range(2):
-        rows_RN, adds = buffer.slots(0, 1, p, torch.bfloat16)
+        rows_RN, adds = buffer.claim(0, 1, p, torch.bfloat16)
         assert adds == (times == 1)
         assert rows_RN.dtype == (torch.float32 if adds and dtype is None else torch.bfloat16)
         rows_RN.fill_(2.0)
@@ -114,8 +114,8 @@ def test_rows_of_16_bits_that_are_lent_twice_become_wide(dtype):
         assert buffer.touched([p])[0].rows_BN.dtype == dtype
     # Single precision is wide enough.
     wide = param(4)
-    first, _ = buffer.slots(0, 1, wide, torch.float32)
-    again, _ = buffer.slots(0, 1, wide, torch.float32)
+    first, _ = buffer.claim(0, 1, wide, torch.float32)
+    again, _ = buffer.claim(0, 1, wide, torch.float32)
     assert again.data_ptr() == first.data_ptr()
 
 
@@ -169,7 +169,7 @@ def test_a_parameter_that_has_moved_is_refused_by_everything():
     said = r"had rows of 3 elements on cpu for torch.float32 and is now torch.float64, \[3\] on cpu"
     for use in (
         lambda: buffer.receive(0, p, torch.zeros(3, dtype=torch.float64)),
-        lambda: buffer.slots(0, 1, p, torch.float64),
+        lambda: buffer.claim(0, 1, p, torch.float64),
         lambda: buffer.receive_all(0, [p], [torch.zeros(3, dtype=torch.float64)]),
     ):
         with pytest.raises(RuntimeError, match=said):

@@ -27,7 +27,7 @@ def build(model: nn.Module | None = None, **kwargs: Any) -> tuple[nn.Module, DoG
 
 
 def fill(model: nn.Module, optimizer: DoGEOptimizer, step: int = 0) -> None:
-    rows = {name: row for row, name in enumerate(optimizer.rows)}
+    rows = {name: row for row, name in enumerate(optimizer.names)}
     enter(optimizer, rows, lambda name: model(domain_tokens(rows[name], step)))
 
 

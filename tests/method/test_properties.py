@@ -84,7 +84,7 @@ def test_other_names_and_targets_are_refused_in_a_sentence(domains, target):
             assert message.endswith((".", "]"))
         else:
             assert any(tau > 0 for tau in objective.tau)
-            assert all(isinstance(name, str) and name for name in objective.rows)
+            assert all(isinstance(name, str) and name for name in objective.names)
 
 
 @given(st.dictionaries(st.text(max_size=4), json_values, max_size=4))

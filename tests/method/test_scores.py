@@ -77,7 +77,7 @@ def test_scores_have_names():
 
 def test_an_objective_orders_rows_and_names_the_target():
     objective = Objective.of(["a", "b"], {"x": 0.7, "b": 2.0, "y": 0.0})
-    assert objective.rows == ("a", "b", "x", "y")
+    assert objective.names == ("a", "b", "x", "y")
     assert objective.tau == (0.0, 2.0, 0.7, 0.0)
     assert objective.measured == ("x", "y")
     assert objective.needed == ("x",)

@@ -56,9 +56,9 @@ def test_both_take_the_same_steps(target, inner, options):
     readable = SimpleDoGE(plain_inner, DOMAINS, target=target, **options)
     optimizer = DoGEOptimizer(fast_inner, domains=DOMAINS, target=target or "universal", **options)
     assert readable.mu == optimizer.mu
-    assert readable.rows == list(optimizer.rows)
-    run(plain, plain_inner, readable, readable.rows)
-    run(fast, fast_inner, optimizer, readable.rows)
+    assert readable.names == list(optimizer.names)
+    run(plain, plain_inner, readable, readable.names)
+    run(fast, fast_inner, optimizer, readable.names)
     # The weights have left uniform, else the comparison would say nothing.
     assert (optimizer.alpha - 1 / len(DOMAINS)).abs().max() > 1e-3
     torch.testing.assert_close(readable.alpha_K, optimizer.alpha, rtol=0, atol=TOLERANCE)

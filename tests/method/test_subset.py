@@ -69,13 +69,13 @@ def test_the_rows_of_a_step_are_those_of_its_domains(target):
     model = model_of()
     objective = Objective.of(NAMES, target)
     params = list(model.parameters())
-    grads = [torch.autograd.grad(loss_of(model, name), params) for name in objective.rows]
+    grads = [torch.autograd.grad(loss_of(model, name), params) for name in objective.names]
     grads_RN = torch.stack([torch.cat([g.flatten() for g in parts]) for parts in grads])
     optimizer = optimizer_of(model, target=target, max_grad_norm=0.01)
     names = (*optimizer.domains_of_step, *objective.measured)
     fill(optimizer, model, *names)
     optimizer.combine()
-    there = [objective.rows.index(name) for name in names]
+    there = [objective.names.index(name) for name in names]
     rows_BN = grads_RN[there]
     torch.testing.assert_close(optimizer.last.gram[there][:, there], rows_BN @ rows_BN.T)
     combined_N = torch.cat([p.grad.flatten() for p in params])

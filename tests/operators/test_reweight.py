@@ -49,17 +49,17 @@ class Problem:
         self.tau_R = torch.rand(num_rows, dtype=torch.float64, device=device)
         self.state_S = new_state(self.alpha_K)
         of_domains = range(num_domains) if drawn is None else drawn
-        self.rows_B = [*of_domains, *range(num_domains, num_rows)]
+        self.names_B = [*of_domains, *range(num_domains, num_rows)]
         self.absent: set[int] = set()
 
     @property
-    def slot_R(self) -> Tensor:
-        slots = {row: slot for slot, row in enumerate(self.rows_B) if row not in self.absent}
-        listed = [slots.get(row, -1) for row in range(len(self.tau_R))]
+    def row_R(self) -> Tensor:
+        row_of = {name: row for row, name in enumerate(self.names_B) if name not in self.absent}
+        listed = [row_of.get(name, -1) for name in range(len(self.tau_R))]
         return torch.tensor(listed, dtype=torch.int32, device=self.tau_R.device)
 
     def gram(self, columns: slice = slice(None), scale: float = 1.0) -> Tensor:
-        rows_BN = self.grads_RN[self.rows_B][:, columns]
+        rows_BN = self.grads_RN[self.names_B][:, columns]
         return scale**2 * rows_BN @ rows_BN.T
 
     def step(
@@ -77,7 +77,7 @@ class Problem:
             full_BB,
             self.state_S,
             tau_R=self.tau_R,
-            slot_R=self.slot_R,
+            row_R=self.row_R,
             settings_F=self.settings(grad_scale=scale, **rule),
             score=score,
             implementation=implementation,
@@ -140,7 +140,7 @@ def test_a_few_of_many_domains_stand_for_all(num_drawn, implementation, device):
         some.state_S = new_state(whole.alpha_K)
         step = some.step(implementation, lr=0.0)
         assert step.coefficients.shape == (num_drawn + 2,)
-        gradient_N = step.coefficients @ some.grads_RN[some.rows_B]
+        gradient_N = step.coefficients @ some.grads_RN[some.names_B]
         torch.testing.assert_close(step.combined_norm, gradient_N.norm(), **TOLERANCE)
         combined.append(gradient_N)
         for j in range(5):
@@ -150,7 +150,7 @@ def test_a_few_of_many_domains_stand_for_all(num_drawn, implementation, device):
                 assert step.gain[j] == step.grad_norms[j] == 0
                 assert (step.gram[j] == 0).all()
         # Products as they are, without the factor that makes up for others.
-        there = torch.tensor(some.rows_B)
+        there = torch.tensor(some.names_B)
         torch.testing.assert_close(step.gram[there][:, there], some.gram(), **TOLERANCE)
     mean_K = torch.stack([torch.stack(each).mean() for each in raw_KD])
     torch.testing.assert_close(mean_K, everything.gain, rtol=1e-11, atol=1e-11)
@@ -226,12 +226,12 @@ def test_two_runs_give_the_same_bits(implementation, device):
         ({"state_S": torch.ones(7, dtype=torch.float64)}, r"state_S .* has shape \[7\]"),
         ({"settings_F": torch.ones(6)}, r"settings_F contiguous, of shape \[6\] and torch.float64"),
         ({"tau_R": torch.ones(4)}, r"tau_R contiguous, of shape \[4\] and torch.float64"),
-        ({"slot_R": torch.ones(4)}, r"slot_R contiguous, of shape \[4\] and torch.int32"),
+        ({"row_R": torch.ones(4)}, r"row_R contiguous, of shape \[4\] and torch.int32"),
         ({"full_BB": torch.ones(4, 3)}, r"full_BB contiguous, of shape \[4, 4\]"),
         ({"gram_BB": torch.ones(1, 1)}, r"gram_BB .* B <= R; it has shape \[1, 1\]"),
         ({"gram_BB": torch.ones(5, 5)}, r"gram_BB .* B <= R; it has shape \[5, 5\]"),
     ],
-    ids=["state", "settings", "tau", "slots", "full", "few", "many"],
+    ids=["state", "settings", "tau", "rows", "full", "few", "many"],
 )
 # Twins of steps with such a score: test_optimizer_twins.
 @pytest.mark.parametrize("score", [PAPER, Bounded(0.0, 1.0)], ids=["named", "of yours"])
@@ -242,7 +242,7 @@ def test_misuse_speaks(spoil, message, score, device):
         "full_BB": problem.gram(),
         "state_S": problem.state_S,
         "tau_R": problem.tau_R,
-        "slot_R": problem.slot_R,
+        "row_R": problem.row_R,
         "settings_F": problem.settings(),
     } | {name: tensor.to(device) for name, tensor in spoil.items()}
     with pytest.raises(ValueError, match=message):
