@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from doge_fast import tracing
 from doge_fast.kernels import accumulate, fill, weighted_sum
 from doge_fast.kernels.schema import STORAGE_DTYPES
-from doge_fast.tracing import phase
 
 # Elements: 256 bytes of float32, so that every row starts on a cache line and a 16-byte vector.
 ALIGNMENT = 64
@@ -34,7 +34,7 @@ PENDING_BYTES_ELSEWHERE = 1 << 26
 # Other kinds of tensors have no memory of their own to compare.
 PLAIN = (Tensor, torch.nn.Parameter)
 
-_dtype_of, _place_of = attrgetter("dtype"), attrgetter("device", "dtype", "shape")
+_dtype_of, _kind_of = attrgetter("dtype"), attrgetter("device", "dtype", "shape")
 
 
 class Block:
@@ -42,8 +42,7 @@ class Block:
 
     def __init__(self, param: Tensor, num_rows: int, dtype: torch.dtype) -> None:
         self.param = param
-        # A parameter may be cast or moved to another device.
-        self.made_for = _place_of(param)
+        self.kind = _kind_of(param)
         # Dtype of the last gradient; the rows can hold it.
         self.grad_dtype = dtype
         self._allocate(num_rows, dtype)
@@ -59,15 +58,7 @@ class Block:
         stride = -(-self.num_columns // ALIGNMENT) * ALIGNMENT
         if stride * dtype.itemsize % PAGE_BYTES == 0:
             stride += ALIGNMENT
-        try:
-            memory = torch.empty(num_rows, stride, dtype=dtype, device=self.param.device)
-        except RuntimeError as error:
-            error.add_note(
-                f"doge_fast was about to store the gradients of {num_rows} domains. Less memory is "
-                "needed with buffer_dtype=torch.bfloat16, domains_per_step, smaller micro-batches, "
-                "domain() for stacked(), or more ranks (docs/how-to/memory.md)."
-            )
-            raise
+        memory = torch.empty(num_rows, stride, dtype=dtype, device=self.param.device)
         memory[:, self.num_columns :] = 0
         self.rows_BN = memory[:, : self.num_columns]
         # In the shape of the gradients, so that none is reshaped when it comes.
@@ -189,7 +180,7 @@ class FlatBuffer:
             adds = [block.written & bit > 0 for block in blocks]
             for block in blocks:
                 block.written |= bit
-            with phase("accumulate"):
+            with tracing.phase("doge_fast.accumulate"):
                 for add in set(adds):
                     these = [each == add for each in adds]
                     fill(list(compress(grads, these)), list(compress(rows, these)), add=add)
@@ -200,22 +191,12 @@ class FlatBuffer:
         kind = dtypes, _ = list(map(_dtype_of, grads)), self.num_rows
         is_known = params is known or list(map(id, params)) == list(map(id, known))
         if not is_known or kind != was:
-            for param, grad in zip(params, grads, strict=True):
-                if grad.layout != torch.strided:
-                    raise _refusal_of_sparse(param, grad)
             blocks = list(map(self._block, params, dtypes))
             self._found = params, kind, blocks
         return blocks
 
     def receive(self, row: int, param: Tensor, grad: Tensor) -> None:
-        """Add `grad` to row `row` of `param`'s block; the first of a step replaces what was there.
-
-        Raises:
-            RuntimeError: the gradient is sparse, or the parameter has moved since its block was
-                made.
-        """
-        if grad.layout != torch.strided:
-            raise _refusal_of_sparse(param, grad)
+        """Add `grad` to a row of the block of `param`; the first in a step replaces what is there."""
         # Runs for every parameter and domain of a step, so it makes few calls.
         with self._lock:
             block = self._blocks.get(id(param))
@@ -286,7 +267,7 @@ class FlatBuffer:
         """Write the gradients that wait."""
         if self._pending:
             grads, rows = zip(*self._pending.values(), strict=True)
-            with phase("accumulate"):
+            with tracing.phase("doge_fast.accumulate"):
                 accumulate(grads, rows, add=self._pending_kind[0])
         self._forget_pending()
 
@@ -367,16 +348,10 @@ class FlatBuffer:
 
     def _block(self, param: Tensor, dtype: torch.dtype) -> Block:
         block = self._blocks.get(id(param))
-        if block is None:
-            block = Block(param, self.num_rows, self.dtype or dtype)
-            self._blocks[id(param)] = block
-        elif _place_of(param) != block.made_for:
-            raise RuntimeError(
-                f"the model was moved or cast after its first gradient: a parameter had rows of "
-                f"{block.rows_BN.shape[1]} elements on {block.rows_BN.device} for "
-                f"{block.made_for[1]} and is now {param.dtype}, {list(param.shape)} on "
-                f"{param.device}. Move the model first and build the optimizer after that."
-            )
+        has_moved = block is not None and not block.written and _kind_of(param) != block.kind
+        if block is None or has_moved:
+            # The parameter may have been cast or moved since the last step.
+            block = self._blocks[id(param)] = Block(param, self.num_rows, self.dtype or dtype)
         else:
             both = self.dtype or torch.promote_types(block.rows_BN.dtype, dtype)
             if both != block.rows_BN.dtype or len(block.rows) < self.num_rows:
@@ -384,13 +359,6 @@ class FlatBuffer:
                 block.remake(self.num_rows, both)
         block.grad_dtype = dtype
         return block
-
-
-def _refusal_of_sparse(param: Tensor, grad: Tensor) -> RuntimeError:
-    return RuntimeError(
-        f"domain gradients must be dense; a parameter of shape {list(param.shape)} got one of "
-        f"layout {grad.layout}. Build its module with sparse=False."
-    )
 
 
 def weighted_gradients(blocks: Sequence[Block], coefficients_B: Tensor) -> list[Tensor]:

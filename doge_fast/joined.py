@@ -213,15 +213,11 @@ def step_with(optimizer: Optimizer, loss: Any) -> None:
     optimizer.step(closure)
 
 
-def step_parameters(optimizer: Optimizer) -> list[inspect.Parameter]:
-    """The parameters of its step, without `self`, which a scheduler's patch shows."""
-    parameters = inspect.signature(optimizer.step).parameters.values()
-    return [parameter for parameter in parameters if parameter.name != "self"]
-
-
 def takes_closure(optimizer: Optimizer) -> bool:
     """Whether the first argument of its step is a closure, whatever its name."""
-    first = next(iter(step_parameters(optimizer)), None)
+    # A scheduler's patch of `step` shows `self`.
+    parameters = inspect.signature(optimizer.step).parameters.values()
+    first = next((each for each in parameters if each.name != "self"), None)
     # `step(*args)` hands on what it is given.
     return first is not None and (
         "closure" in first.name or first.kind is inspect.Parameter.VAR_POSITIONAL

@@ -15,7 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from doge_fast.distributed.process_group import Ranks
+from doge_fast.distributed.process_group import GroupArgument
 from doge_fast.flat_buffer import FlatBuffer
 from doge_fast.joined import loading, refuse_other_optimizers, saved, step_with
 from doge_fast.step.parameters import TrackedParameters
@@ -123,9 +123,7 @@ class DoGEOptimizer(OptimizerWrapper):
             group once there is one.
 
     Raises:
-        TypeError: `optimizer` is not a torch optimizer, its step evaluates the loss several times
-            (LBFGS), its first group has no number for `lr`, or `scaler` is no GradScaler.
-        ValueError: an argument is outside its range.
+        ValueError: an argument is outside its range, or two optimizers share a parameter.
 
     Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), Algorithms 1 and 2, eq. (update_dw).
     """
@@ -177,7 +175,7 @@ class DoGEOptimizer(OptimizerWrapper):
             absent=absent,
             micro_batches=micro_batches,
             scaler=scaler,
-            ranks=Ranks(process_group),
+            process_group=GroupArgument(process_group),
         )
         checkpoint.mark(self.param_groups)
 
@@ -321,7 +319,7 @@ class DoGEOptimizer(OptimizerWrapper):
     def combine(self, *, grad_scale: float | Tensor | None = None) -> None:
         """Weigh the domains and write sum_j alpha'_j g_j into `p.grad`.
 
-        Runs by itself when the last domain of a step is left; another call then does nothing. With
+        Runs by itself when the last domain of a step is left; a second call does nothing. With
         `micro_batches=None`, or if domains are missing, `step()` calls it; call it yourself if
         something must see `p.grad` before. The domain weights move even if `step()` is skipped.
 
@@ -333,8 +331,8 @@ class DoGEOptimizer(OptimizerWrapper):
         Raises:
             ValueError: `grad_scale` is not positive and finite.
             RuntimeError: a domain is missing and `absent` is "error"; called inside a domain;
-                called twice in one step; something else has set a `p.grad`; or the last domain has
-                combined already, without `grad_scale`.
+                something else has set a `p.grad`; or the step is combined already, without this
+                `grad_scale`.
         """
         self._step.combine(grad_scale)
 
@@ -350,20 +348,14 @@ class DoGEOptimizer(OptimizerWrapper):
                 wrapped optimizer whose step takes a closure.
 
         Raises:
-            RuntimeError: as `combine`; the wrapped optimizer needs a closure; a backward pass has
-                run outside any domain; a domain was entered fewer than `micro_batches` times; or
-                `lr` has changed since combining.
+            RuntimeError: as `combine`; a backward pass has run outside any domain; a domain was
+                entered fewer than `micro_batches` times; or `lr` has changed since combining.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        elif self._needing_a_loss:
-            raise RuntimeError(
-                f"{' and '.join(self._needing_a_loss)} needs the loss: call step(closure), with a "
-                "function that runs the domains and returns it."
-            )
-        if self._step.is_of_others():
+        if self._step.is_plain():
             step_with(self.inner, loss)
             return loss
         self._step.finish(loss)

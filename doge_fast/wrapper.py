@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from doge_fast.joined import JoinedOptimizer, step_parameters, step_with, takes_closure
+from doge_fast.joined import JoinedOptimizer, step_with
 from doge_fast.tracing import outside_graphs
-from doge_fast.weights.simplex import is_number
 
 _HOOKS = tuple(
     f"_optimizer_{what}_{when}_hooks"
     for what in ("step", "state_dict", "load_state_dict")
     for when in ("pre", "post")
 )
+# Methods that torch's optimizers do not have, and that are handed on: schedule-free optimizers
+# switch between the weights that are trained and those that are evaluated.
+_MODES = ("train", "eval")
 
 
 def _shared(name: str) -> Any:
@@ -36,14 +37,7 @@ def _shared(name: str) -> Any:
 
 
 class OptimizerWrapper(Optimizer):
-    """A torch optimizer around another one, or around several, which `doge_fast.joined` joins.
-
-    Raises:
-        TypeError: one is not a torch optimizer or is a wrapper already; its step evaluates the loss
-            several times (LBFGS) or needs more than a closure; or its state_dict is not torch's
-            (Lookahead).
-        ValueError: two of them share a parameter, or the list is empty.
-    """
+    """A torch optimizer around another one, or around several, which `doge_fast.joined` joins."""
 
     param_groups: list[dict[str, Any]] = _shared("param_groups")
     state: Any = _shared("state")
@@ -52,10 +46,9 @@ class OptimizerWrapper(Optimizer):
     _step_supports_amp_scaling = False
 
     def __init__(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
-        self._inner = _one_of(optimizer)
-        self._needing_a_loss = [
-            type(each).__name__ for each in each_of(self._inner) if _needed(each)
-        ]
+        if isinstance(optimizer, list | tuple):
+            optimizer = JoinedOptimizer(optimizer) if len(optimizer) > 1 else optimizer[0]
+        self._inner: Optimizer = optimizer  # type: ignore[assignment]
         # Not super().__init__, which would copy the parameter groups.
         self._set_up()
 
@@ -88,12 +81,16 @@ class OptimizerWrapper(Optimizer):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """A public name that only the wrapped optimizer has, such as `train` and `eval`."""
+            """A public attribute that only the wrapped optimizer has; of its methods, `_MODES`.
+
+            Another method may step the parameters, as SAM's `first_step` does, past the domains.
+            """
             inner = self.__dict__.get("_inner")
             if inner is not None and not name.startswith("_"):
                 for owner in (inner, *each_of(inner)):
-                    if hasattr(owner, name):
-                        return getattr(owner, name)
+                    value = getattr(owner, name, None)
+                    if hasattr(owner, name) and (name in _MODES or not inspect.ismethod(value)):
+                        return value
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
         def __setattr__(self, name: str, value: Any) -> None:
@@ -109,60 +106,6 @@ class OptimizerWrapper(Optimizer):
                 super().__setattr__(name, value)
             for owner in owners or others:
                 setattr(owner, name, value)
-
-
-def _one_of(optimizer: Optimizer | Sequence[Optimizer]) -> Optimizer:
-    """The optimizer to wrap; several become one."""
-    if isinstance(optimizer, Optimizer) or not isinstance(optimizer, list | tuple):
-        return _checked(optimizer)
-    if not optimizer:
-        raise ValueError("DoGEOptimizer needs an optimizer to wrap; got an empty list.")
-    each = [_checked(one) for one in optimizer]
-    return each[0] if len(each) == 1 else JoinedOptimizer(each)
-
-
-def _checked(optimizer: object) -> Optimizer:
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            "DoGEOptimizer wraps a torch.optim.Optimizer, for example "
-            "torch.optim.AdamW(model.parameters()), or a list of several; "
-            f"got {type(optimizer).__name__}."
-        )
-    if isinstance(optimizer, OptimizerWrapper):
-        raise TypeError("the optimizer is a DoGEOptimizer already; wrap the one inside it.")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise TypeError(
-            f"{type(optimizer).__name__} evaluates the loss several times in a step, while the "
-            "domain weights move once, with one gradient of each domain. Wrap an optimizer that "
-            "takes one gradient a step, such as torch.optim.AdamW."
-        )
-    needed = _needed(optimizer)
-    if needed[1:] or (needed and not takes_closure(optimizer)):
-        raise TypeError(
-            f"{type(optimizer).__name__}.step() needs {' and '.join(needed)}, and DoGEOptimizer "
-            "hands on a closure alone. Wrap a subclass whose step() takes no more than that."
-        )
-    cause = None
-    try:
-        saved: Any = optimizer.state_dict()
-    except Exception as error:
-        saved, cause = None, error
-    if not isinstance(saved, dict) or not saved.keys() >= {"state", "param_groups"}:
-        raise TypeError(
-            f"{type(optimizer).__name__}.state_dict() lacks `state` or `param_groups`, so no "
-            "checkpoint of it could be written. If it wraps another optimizer, wrap that one."
-        ) from cause
-    return optimizer
-
-
-def _needed(optimizer: Optimizer) -> list[str]:
-    """Names of the arguments that its step cannot do without."""
-    return [
-        parameter.name
-        for parameter in step_parameters(optimizer)
-        if parameter.default is inspect.Parameter.empty
-        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
 
 
 def skip_reader(skipped: Tensor, inner: Optimizer) -> Callable[[], bool]:
@@ -192,7 +135,10 @@ def _needing_the_host(inner: Optimizer) -> list[str]:
 
 
 def _is_skipped_on_device(optimizer: Optimizer) -> bool:
-    """Whether its step is fused. Not of SGD's first, whose momentum would be uninitialised memory."""
+    """Whether the device can skip its step: it is fused, and not the first of SGD with momentum.
+
+    That one makes the momentum of uninitialised memory, and keeps it if the device skips the step.
+    """
     is_fused = all(group.get("fused") for group in optimizer.param_groups)
     is_first = isinstance(optimizer, torch.optim.SGD) and any(
         optimizer.state.get(param, {}).get("momentum_buffer") is None
@@ -238,24 +184,3 @@ def step_unless(
         )
     elif not is_skipped():
         step_with(inner, loss)
-
-
-def loss_scale(
-    grad_scale: float | Tensor | None, scaler: GradScaler | None, device: torch.device
-) -> float | Tensor:
-    """The factor that multiplied the losses of a step: `grad_scale`, or the scaler's, or 1.
-
-    ValueError if `grad_scale` is a number that is not positive and finite.
-    """
-    if grad_scale is None:
-        # Not get_scale(), for which the host would wait.
-        return 1.0 if scaler is None else scaler.scale(torch.ones((), device=device))
-    # The host would wait for the value of a tensor.
-    if not isinstance(grad_scale, Tensor) and not (
-        is_number(grad_scale) and 0 < grad_scale < float("inf")
-    ):
-        raise ValueError(
-            f"grad_scale must be positive and finite; got {grad_scale!r}. Pass the factor that the "
-            "losses were multiplied by, scaler.get_scale()."
-        )
-    return grad_scale

@@ -11,17 +11,17 @@ from torch import Tensor
 
 from doge_fast.distributed.columns import ColumnExchange
 from doge_fast.distributed.exchange import Exchange
-from doge_fast.distributed.process_group import Communicator, Ranks, default_group, group_of
+from doge_fast.distributed.process_group import Communicator, GroupArgument, default_group, group_of
 from doge_fast.distributed.shards import ShardExchange, ranks_of_mesh
 from doge_fast.flat_buffer import local_of
 
 
-def exchange_of(ranks: Ranks, params: Sequence[Tensor]) -> Exchange:
+def exchange_of(argument: GroupArgument, params: Sequence[Tensor]) -> Exchange:
     """The exchange that these parameters need; that of DTensors is over the ranks of their mesh."""
     world = default_group()
     if world is None:
         return Exchange()
     if any(local_of(param) is not param for param in params):
         return ShardExchange(Communicator(group_of(ranks_of_mesh(params), world)))
-    group = ranks.group or world
+    group = argument.group or world
     return Exchange() if group.size() == 1 else ColumnExchange(Communicator(group))

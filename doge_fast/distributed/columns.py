@@ -63,11 +63,11 @@ class ColumnExchange(Exchange):
         # [n, columns of a shard] of each bucket: memory of the sums, which p.grad views.
         self._sums: list[Tensor] = []
 
-    def agree(self, rows: Sequence[str], report: Report) -> Agreement:
+    def agree(self, names: Sequence[str], report: Report) -> Agreement:
         """As `Exchange.agree`; the first time, the parameters' values must be the same too."""
         values = [_checksum(param) for param in report.params] if report.is_first else None
         settings = {**report.settings, "the values of the parameters": values}
-        counts_nB, agreement = self._ranks.agree(rows, report._replace(settings=settings))
+        counts_nB, agreement = self._communicator.agree(names, report._replace(settings=settings))
         # The dtype in which each block's rows are sent.
         self._dtypes = [dtype for dtype in agreement.dtypes if dtype is not None]
         # Pieces of this step: the number on each rank, the share of each in its row, and the rows
@@ -76,11 +76,11 @@ class ColumnExchange(Exchange):
         self._pieces_n: list[int] = has_piece_nB.sum(1).tolist()
         # Pieces are sorted by rank, then by row.
         rows_P = has_piece_nB.nonzero()[:, 1]
-        self._shares_BP = counts_nB.new_zeros(len(rows), len(rows_P))
+        self._shares_BP = counts_nB.new_zeros(len(names), len(rows_P))
         shares_P = (counts_nB / counts_nB.sum(0))[has_piece_nB]
         self._shares_BP[rows_P, torch.arange(len(rows_P))] = shares_P
-        place = {name: row for row, name in enumerate(dict.fromkeys(report.order))}
-        self._rows_here = [place[name] for name in rows if report.counts.get(name, 0.0) > 0]
+        row_of = {name: row for row, name in enumerate(report.entries)}
+        self._rows_here = [row_of[name] for name in names if name in row_of]
         return agreement
 
     def complete(self, blocks: Sequence[Block], apart: Collection[int]) -> Columns:
@@ -97,7 +97,7 @@ class ColumnExchange(Exchange):
                     sent.view(-1),
                     [number * bucket.num_columns for number in self._pieces_n],
                     [len(self._rows_here) * bucket.num_columns] * self.num_ranks,
-                    group=self._ranks.group,
+                    group=self._communicator.group,
                     async_op=True,
                 )
             )
@@ -109,7 +109,7 @@ class ColumnExchange(Exchange):
         """The sum of the shards' Gram matrices."""
         gram_PP = gram(rows)
         shares_BP = on_device(self._shares_BP, gram_PP.device, torch.float64)
-        gram_BB = self._ranks.sum(shares_BP @ gram_PP @ shares_BP.T)
+        gram_BB = self._communicator.sum(shares_BP @ gram_PP @ shares_BP.T)
         # A product of three matrices need not be symmetric to the bit, and where the pieces of a
         # row cancel, its square may be negative.
         gram_BB.diagonal().clamp_(min=0)
@@ -126,12 +126,12 @@ class ColumnExchange(Exchange):
                 torch.empty(shape, dtype=dtype, device=device) for dtype, device, shape in kinds
             ]
         # A rank writes its shard at its place in the memory of all shards.
-        mine = [whole_nC[self._ranks.rank] for whole_nC in self._sums]
+        mine = [whole_nC[self._communicator.rank] for whole_nC in self._sums]
         shares_BP = on_device(self._shares_BP, coefficients_B.device, torch.float64)
         weighted_sum(columns.rows, shares_BP.T @ coefficients_B, out=mine)
-        self._ranks.broadcast(state_S)
+        self._communicator.broadcast(state_S)
         for whole_nC, mine_C in zip(self._sums, mine, strict=True):
-            all_gather(whole_nC.view(-1), mine_C, group=self._ranks.group)
+            all_gather(whole_nC.view(-1), mine_C, group=self._communicator.group)
         for blocks, whole_nC in zip(columns.blocks, self._sums, strict=True):
             sizes = [block.num_columns for block in blocks]
             parts = torch.split(whole_nC.view(-1)[: sum(sizes)], sizes)

@@ -36,22 +36,20 @@ class Exchange:
     has_shards = False
     """Whether parameters and gradients are DTensors."""
     has_own_rows = False
-    """Whether a rank has rows only for the domains that it entered, in order of entry."""
+    """Whether a rank has rows for the domains that it entered alone, in the order of entry."""
     num_ranks = 1
 
     def __init__(self, communicator: Communicator | None = None) -> None:
         if communicator is not None:
-            self._ranks, self.num_ranks = communicator, communicator.num_ranks
+            self._communicator, self.num_ranks = communicator, communicator.num_ranks
 
-    def agree(self, rows: Sequence[str], report: Report) -> Agreement:
-        """Gather what all ranks have received; `rows` are the names of the rows of this step.
+    def agree(self, names: Sequence[str], report: Report) -> Agreement:
+        """Gather what all ranks have collected; `names` are the domains of this step's B rows.
 
         Raises:
-            RuntimeError: ranks differ in a setting, or one has dropped its step. Raised on all
-                ranks, with the same message.
+            RuntimeError: ranks differ in a setting. Raised on all ranks, with the same message.
         """
-        seen = frozenset(name for name, count in report.counts.items() if count > 0)
-        return Agreement(seen, report.dtypes)
+        return Agreement(frozenset(report.entries), report.dtypes)
 
     def complete(self, blocks: Sequence[Block], apart: Collection[int]) -> Columns:
         """All rows of this rank's columns.

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from typing import NamedTuple
 
@@ -19,35 +19,32 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """The processes that learn together, as the user gives them.
-
-    Raises:
-        ValueError: this process is not in `group`.
-    """
+class GroupArgument:
+    """The argument `process_group` of `DoGEOptimizer`, in an object that can be copied."""
 
     group: ProcessGroup | None
-    """None: the default group, or the mesh of sharded parameters."""
+    """The ranks that learn together; None: the default group, or the mesh of DTensors."""
 
-    def __post_init__(self) -> None:
-        if not (self.group is None or isinstance(self.group, ProcessGroup)):
-            raise ValueError(
-                "process_group must be a group of torch.distributed that this process is in; got "
-                f"{self.group!r}. Build the optimizer on the group's ranks alone."
-            )
-
-    def __deepcopy__(self, memo: object) -> "Ranks":
+    def __deepcopy__(self, memo: object) -> "GroupArgument":
         """The same object: a process group cannot be copied."""
         return self
+
+
+@dataclass
+class Entry:
+    """What a rank has collected of one domain in a step."""
+
+    places: list[int] = field(default_factory=list)
+    """Its places in the sequence of this step's domains: one for each time that it was left."""
+    count: float = 0.0
+    """Weight of this rank's gradient in the mean over ranks."""
 
 
 class Report(NamedTuple):
     """What a rank has received in a step."""
 
-    counts: Mapping[str, float]
-    """{domain: count}; 0 for a domain that was entered and not left."""
-    order: Sequence[str]
-    """Names of the domains in order of entry, one for each micro-batch."""
+    entries: Mapping[str, Entry]
+    """{domain: what was collected of it}, in the order in which they were first left."""
     params: Sequence[Tensor]
     """The parameters that are trained."""
     dtypes: Sequence[torch.dtype | None]
@@ -76,15 +73,15 @@ class Communicator:
         # Made with the first message, since making a group is a collective.
         self._cpu_group: ProcessGroup | None = None
 
-    def agree(self, rows: Sequence[str], report: Report) -> tuple[Tensor, Agreement]:
+    def agree(self, names: Sequence[str], report: Report) -> tuple[Tensor, Agreement]:
         """As `Exchange.agree`; and [n, B] float64 on the CPU, the counts of every rank."""
-        lengths = [len(rows), len(report.dtypes)]
+        lengths = [len(names), len(report.dtypes)]
         self._compare({"the number of domains or of parameters": lengths, **report.settings})
-        counts_B = [report.counts.get(name, 0.0) for name in rows]
+        counts_B = [report.entries.get(name, Entry()).count for name in names]
         codes = [0 if dtype is None else 1 + STORAGE_DTYPES.index(dtype) for dtype in report.dtypes]
         counts_nB, codes_nU = torch.split(self._gather([*counts_B, *codes]), lengths, dim=1)
         is_seen_B = (counts_nB > 0).any(0).tolist()
-        seen = frozenset(name for name, is_seen in zip(rows, is_seen_B, strict=True) if is_seen)
+        seen = frozenset(name for name, is_seen in zip(names, is_seen_B, strict=True) if is_seen)
         return counts_nB, Agreement(seen, [_widest(codes) for codes in codes_nU.int().T.tolist()])
 
     def _compare(self, settings: Mapping[str, object]) -> None:

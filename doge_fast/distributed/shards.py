@@ -19,12 +19,13 @@ class ShardExchange(Exchange):
 
     has_shards = True
 
-    def agree(self, rows: Sequence[str], report: Report) -> Agreement:
+    def agree(self, names: Sequence[str], report: Report) -> Agreement:
         """As `Exchange.agree`; also refuse ranks that differ in domains, order or counts."""
-        settings = {**report.settings, "the order of their domains": report.order}
-        counts_nB, agreement = self._ranks.agree(rows, report._replace(settings=settings))
+        order = {name: entry.places for name, entry in report.entries.items()}
+        settings = {**report.settings, "the order of their domains": order}
+        counts_nB, agreement = self._communicator.agree(names, report._replace(settings=settings))
         for row, counts in enumerate(counts_nB.T.tolist()):
-            refuse_difference(counts, f"how often or with which count they entered {rows[row]!r}")
+            refuse_difference(counts, f"how often or with which count they entered {names[row]!r}")
         return agreement
 
     def complete(self, blocks: Sequence[Block], apart: Collection[int]) -> Columns:
@@ -44,11 +45,11 @@ class ShardExchange(Exchange):
         """The sum over shards; replicated columns count once."""
         counted = [rows_BC for rows_BC in rows if id(rows_BC) in self._counted]
         zeros_BB = rows[0].new_zeros(len(rows[0]), len(rows[0]), dtype=torch.float64)
-        return self._ranks.sum(super().gram(counted) if counted else zeros_BB)
+        return self._communicator.sum(super().gram(counted) if counted else zeros_BB)
 
     def deliver(self, columns: Columns, coefficients_B: Tensor, state_S: Tensor) -> None:
         """The weighted sums of this rank's shards."""
-        self._ranks.broadcast(state_S)
+        self._communicator.broadcast(state_S)
         super().deliver(columns, coefficients_B, state_S)
 
 

@@ -1,32 +1,12 @@
-"""Model wrappers that reduce gradients over ranks: switched off or refused inside a domain."""
+"""DistributedDataParallel, which reduces gradients over ranks, switched off inside a domain."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from doge_fast.distributed.process_group import default_group
-
-# Wrappers that keep gradients in their own buffers: prefixes of module and class name, and the name
-# for messages. Base classes are compared too.
-_OWNERS = (
-    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel", "FSDP1"),
-    ("deepspeed.", "DeepSpeedEngine", "DeepSpeed's engine"),
-    ("megatron.core.distributed", "", "Megatron's wrapper"),
-)
-
-
-@cache
-def _owner(kind: type[nn.Module]) -> str | None:
-    """The name, for messages, of a wrapper that keeps gradients; None for other classes."""
-    for base in kind.__mro__:
-        for package, name, owner in _OWNERS:
-            if base.__module__.startswith(package) and base.__name__.startswith(name):
-                return owner
-    return None
 
 
 def bare(model: nn.Module) -> nn.Module:
@@ -34,26 +14,19 @@ def bare(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-@contextmanager
-def without_reduction() -> Iterator[None]:
+def without_reduction() -> AbstractContextManager[None]:
     """Keep DistributedDataParallel from reducing the gradients of backward passes inside.
 
-    RuntimeError if a model with `static_graph`, FSDP1, DeepSpeed's engine or one of Megatron's
-    wrappers runs inside.
+    RuntimeError if a model with `static_graph` runs inside.
     """
-    if default_group() is None:
-        yield
-        return
+    return nullcontext() if default_group() is None else _without_reduction()
+
+
+@contextmanager
+def _without_reduction() -> Iterator[None]:
     before: dict[DistributedDataParallel, bool] = {}
 
     def switch_off(module: nn.Module, _: object) -> None:
-        kind: Any = type(module)
-        if (owner := _owner(kind)) is not None:
-            raise RuntimeError(
-                f"{owner} reduces gradients into buffers of its own, so no domain's gradient ever "
-                "exists. Use torch.distributed.fsdp.fully_shard(model) instead, or learn the "
-                "weights with a proxy outside of it."
-            )
         if not isinstance(module, DistributedDataParallel):
             return
         if module.static_graph:

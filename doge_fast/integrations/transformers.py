@@ -32,10 +32,10 @@ from doge_fast.integrations import causal_lm, domain_data
 from doge_fast.integrations.domain_data import Batch, RankBatch, examples_of_rank
 from doge_fast.optimizer import DoGEOptimizer
 from doge_fast.step.parameters import have_other_hooks
+from doge_fast.step.step import loss_scale
 from doge_fast.weights.defaults import DOMAIN_MAX_GRAD_NORM
 from doge_fast.weights.objective import Objective
 from doge_fast.weights.scores import Score
-from doge_fast.wrapper import loss_scale
 
 Mode = Literal["auto", "sequential", "stacked"]
 

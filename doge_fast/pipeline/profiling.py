@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from doge_fast import atomic_file
+from doge_fast import atomic_file, tracing
 from doge_fast.alternation import alternated, ratio_of, synchronize
 from doge_fast.flat_buffer import FlatBuffer
 from doge_fast.info import device_name, versions
@@ -35,7 +35,6 @@ from doge_fast.pipeline.records import check_out
 from doge_fast.pipeline.roofline import Bandwidth, bandwidth
 from doge_fast.pipeline.sizes import SIZES
 from doge_fast.pipeline.training import device_of
-from doge_fast.tracing import observed, phase
 from doge_fast.weights.weights_file import plain
 
 _log = logging.getLogger(__name__)
@@ -110,7 +109,7 @@ class ProfiledStep:
             for batch in self.batches:
                 # The mean over all rows is learned from.
                 self.learn(batch, self.num_rows)
-            with phase("inner_step"):
+            with tracing.phase("doge_fast.inner_step"):
                 self.inner.step()
             self.inner.zero_grad()
             return
@@ -128,7 +127,10 @@ class ProfiledStep:
     def learn(self, tokens: Tensor, num_losses: int = 1) -> None:
         """Forward and backward: the mean loss of a token, summed over a stacked batch's domains."""
         is_mixed = self.config.dtype == "bfloat16"
-        with phase("forward"), torch.autocast(self.device.type, torch.bfloat16, is_mixed):
+        with (
+            tracing.phase("doge_fast.forward"),
+            torch.autocast(self.device.type, torch.bfloat16, is_mixed),
+        ):
             logits = self.model(input_ids=tokens, use_cache=False).logits[:, :-1]
             # One mean per domain; all have as many sequences.
             num_parts = self.num_rows if self.is_stacked else 1
@@ -136,7 +138,7 @@ class ProfiledStep:
                 logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none"
             )
             loss = losses.view(num_parts, -1).mean(1).sum() / num_losses
-        with phase("backward"):
+        with tracing.phase("doge_fast.backward"):
             loss.backward()  # type: ignore[no-untyped-call]
 
     @property
@@ -339,7 +341,9 @@ def _timed(
 
     @contextmanager
     def timed(name: str) -> Iterator[None]:
-        mark = _Mark(name, open_marks[-1] if open_marks else None, _now(device))
+        mark = _Mark(
+            name.removeprefix("doge_fast."), open_marks[-1] if open_marks else None, _now(device)
+        )
         open_marks.append(mark)
         try:
             yield
@@ -350,7 +354,7 @@ def _timed(
     for _ in range(num_rounds):
         plain_step()
         recorded.append([])
-        with observed(timed), timed("step"):
+        with tracing.observed(timed), timed("step"):
             doge_step()
     synchronize(device)
     rounds = []

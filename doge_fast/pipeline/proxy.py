@@ -131,7 +131,7 @@ class ProxyTrainer(RecordedTrainer, DoGETrainer):
     def tokens(self, steps: int) -> dict[str, int]:
         """As many of every row, targets and "mix" among them."""
         each = steps * self.config.sequences_per_domain * self.corpus.block_size
-        return dict.fromkeys(self.rows, each)
+        return dict.fromkeys(self.names, each)
 
     def first_weights(self) -> dict[str, float]:
         """Uniform ones."""

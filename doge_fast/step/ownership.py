@@ -1,26 +1,30 @@
-"""Mistakes with several optimizers that would otherwise pass in silence.
+"""Several optimizers on one model: mistakes that would otherwise give wrong numbers in silence.
 
-Two DoGEOptimizers inside one `with` each learn a mixture from a part of the gradient: refused. A loop that steps the wrapper and the wrapped
-optimizer moves the parameters twice: refused.
+Two DoGEOptimizers inside one `with` would each learn a mixture from a part of the gradient. A loop
+that steps the wrapper and the wrapped optimizer would move the parameters twice.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from doge_fast.step.parameters import weakly
+from doge_fast.step.parameters import weak_hook
 from doge_fast.tracing import outside_graphs
 
-# `owner` is the Step whose domain is open on this thread. Two threads may train two models.
-_open = threading.local()
+
+class _ThisThread(threading.local):
+    owner: object = None
+    """The `Step` whose domain is open on this thread: two threads may train two models."""
+
+
+this_thread = _ThisThread()
 
 
 def refuse_second(owner: object) -> None:
     """Raise RuntimeError if another DoGEOptimizer has a domain open on this thread."""
-    if getattr(_open, "owner", None) not in (None, owner):
+    if this_thread.owner not in (None, owner):
         raise RuntimeError(
             "a domain of another DoGEOptimizer is open; the two would learn separate mixtures, "
             "each from a part of the gradient. Pass both optimizers to one: "
@@ -28,18 +32,8 @@ def refuse_second(owner: object) -> None:
         )
 
 
-@contextmanager
-def opened(owner: object) -> Iterator[None]:
-    """Mark `owner` as having a domain open, for `refuse_second`."""
-    _open.owner = owner
-    try:
-        yield
-    finally:
-        _open.owner = None
-
-
 class OneStep:
-    """Refuses a second step of a wrapped optimizer with one combined gradient, and notes the first.
+    """Refuses a second step of a wrapped optimizer with one combined gradient.
 
     Args:
         optimizers: the wrapped ones.
@@ -54,25 +48,26 @@ class OneStep:
         for optimizer in optimizers:
             # A class that does not call torch's __init__ has no hooks.
             if hasattr(optimizer, "_optimizer_step_pre_hooks"):
-                optimizer.register_step_pre_hook(weakly(self._enter))
-                optimizer.register_step_post_hook(weakly(self._leave))
+                optimizer.register_step_pre_hook(weak_hook(self._enter))
+                optimizer.register_step_post_hook(weak_hook(self._leave))
 
     def begin(self) -> None:
-        """A new gradient is in `p.grad`."""
-        self._stepped: set[int] = set()
+        """A step begins, which will put a new combined gradient into `p.grad`."""
+        self.stepped: set[int] = set()
+        """The ids of the optimizers that have stepped with it."""
         self.is_ours = False
-        """Whether the step ended as one of the DoGEOptimizer."""
+        """Whether the DoGEOptimizer has stepped them."""
         # A step may call that of its base class, whose hooks run too.
         self._depth = 0
 
-    def ended_alone(self) -> bool:
-        """Whether wrapped optimizers have stepped with the last gradient by themselves; once."""
-        is_alone, self.is_ours = bool(self._stepped) and not self.is_ours, True
-        return is_alone
+    @property
+    def is_alone(self) -> bool:
+        """Whether a wrapped optimizer has stepped, and the DoGEOptimizer has not."""
+        return bool(self.stepped) and not self.is_ours
 
     @outside_graphs
     def _enter(self, optimizer: Optimizer) -> None:
-        if not self._depth and id(optimizer) in self._stepped and self._is_given(optimizer):
+        if not self._depth and id(optimizer) in self.stepped and self._has_combined(optimizer):
             raise RuntimeError(
                 f"{type(optimizer).__name__} has stepped with this combined gradient already, and "
                 "would move the parameters twice. Call step() of the DoGEOptimizer alone, which "
@@ -83,10 +78,10 @@ class OneStep:
     @outside_graphs
     def _leave(self, optimizer: Optimizer) -> None:
         self._depth -= 1
-        if not self._depth and self._is_given(optimizer):
-            self._stepped.add(id(optimizer))
+        if not self._depth and self._has_combined(optimizer):
+            self.stepped.add(id(optimizer))
 
-    def _is_given(self, optimizer: Optimizer) -> bool:
+    def _has_combined(self, optimizer: Optimizer) -> bool:
         """Whether `p.grad` of its parameters is the combined gradient."""
         params = (param for group in optimizer.param_groups for param in group["params"])
         return any(map(self._is_combined, params))

@@ -17,12 +17,10 @@ from itertools import compress
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from doge_fast.tracing import outside_graphs
-from doge_fast.weights import simplex
 from doge_fast.weights.reweight import LastStep
 
 Receive = Callable[[Tensor], None]
@@ -154,7 +152,7 @@ class TrackedParameters:
 
     @property
     def has_foreign(self) -> bool:
-        """Whether something has set a `p.grad` whose gradient was taken during the backward pass."""
+        """Whether a `p.grad` is set whose gradient was taken during the backward pass."""
         return any(
             param.grad is not None and self._hooked.get(id(param)) is self.receive
             for param in self.params
@@ -202,19 +200,6 @@ class TrackedParameters:
         }
 
     def _check(self) -> None:
-        lr = self.groups[0].get("lr")
-        if not simplex.is_number(lr):
-            raise TypeError(
-                "the lr of the wrapped optimizer's first parameter group is the eta by which "
-                "domain weights move, so it must be a number or a tensor; "
-                f"{type(self.optimizer).__name__} has {lr!r} there. Give it a learning rate, and "
-                "switch off its own choice of one."
-            )
-        if not self.params:
-            raise ValueError(
-                "the wrapped optimizer has no parameter that requires a gradient; give it "
-                "model.parameters() before wrapping it."
-            )
         if any(param.is_complex() for param in self.params):
             raise ValueError(
                 "domain gradients must be real; the wrapped optimizer has complex parameters. "
@@ -270,7 +255,7 @@ def resolve(
     return selected
 
 
-def weakly(method: Callable[[Any], None]) -> Callable[..., None]:
+def weak_hook(method: Callable[[Any], None]) -> Callable[..., None]:
     """A hook that calls a method with its first argument, and does not keep the owner alive."""
     ref, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
 

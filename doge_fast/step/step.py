@@ -1,49 +1,70 @@
 """The step under way, from the hook that sees a gradient to the combined one in `p.grad`.
 
-A step is empty until its first domain is entered, open while one is, collected between domains,
-and combined once the weighted gradient is in `p.grad`::
-
-    empty -> open -> collected -> open -> collected -> ... -> combined -> empty
-
-While a domain is open its gradients go to a row of the flat buffer (`parameters` says when). A
-backward pass outside any domain leaves a gradient that the next `domain()` or `step()` refuses.
+`StepState` has the states of a step, and what moves it from one to the next. While a domain is open
+its gradients go to a row of the flat buffer (`parameters` says when). A backward pass outside any
+domain leaves a gradient that the next `domain()` or `step()` refuses.
 
 A data-parallel rank learns what the others have entered when the step is combined.
 """
 
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import partial
+from itertools import count
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
+from doge_fast import tracing
 from doge_fast.distributed import exchange_of
 from doge_fast.distributed.exchange import Columns, Exchange
-from doge_fast.distributed.process_group import Agreement, Ranks, Report, default_group
+from doge_fast.distributed.process_group import (
+    Agreement,
+    Entry,
+    GroupArgument,
+    Report,
+    default_group,
+)
 from doge_fast.distributed.wrappers import bare, without_reduction
 from doge_fast.flat_buffer import FlatBuffer, local_gradient
 from doge_fast.stacked.stacked import StackedModel, segments_of, sizes_of
 from doge_fast.step import ownership
-from doge_fast.step.parameters import TrackedParameters, have_other_hooks, on_host, weakly
-from doge_fast.tracing import outside_graphs, phase
-from doge_fast.weights import checkpoint, simplex
+from doge_fast.step.parameters import TrackedParameters, have_other_hooks, on_host, weak_hook
+from doge_fast.tracing import outside_graphs
+from doge_fast.weights import checkpoint
 from doge_fast.weights.state import DomainWeights
 from doge_fast.weights.subset import Subset
-from doge_fast.wrapper import each_of, loss_scale, skip_reader, step_unless
+from doge_fast.wrapper import each_of, skip_reader, step_unless
 
 WAY_TO_ACCUMULATE = (
     "To accumulate micro-batches, pass their number, DoGEOptimizer(..., micro_batches=N), or None "
     "for any number, with which combine() or step() ends the step."
 )
 
-DROPPED = (
-    "an exception inside a domain dropped this step's gradients. Call optimizer.zero_grad() and "
-    "run the domains of this step again."
-)
+
+class StepState(Enum):
+    """Where a step stands. `Step` changes it in the methods that are named here."""
+
+    EMPTY = auto()
+    """No domain has been entered.
+    `_open` -> OPEN."""
+    OPEN = auto()
+    """Inside a domain, or inside the domains of a stacked pass.
+    Left -> COLLECTED; left as the last domain -> COMBINED; an exception -> DROPPED."""
+    COLLECTED = auto()
+    """Between two domains; the rows of those that were left hold their gradients.
+    `_open` -> OPEN; `combine` -> COMBINED; `clear` -> EMPTY."""
+    COMBINED = auto()
+    """The domain weights have moved, and the weighted gradient is in `p.grad`.
+    `finish` and `clear` -> EMPTY; `_begin` -> EMPTY if `p.grad` was cleared without a step."""
+    DROPPED = auto()
+    """An exception in a domain has lost gradients of this step.
+    `clear` -> EMPTY. Domains may be entered, `_open` -> OPEN -> DROPPED; if all of them have been,
+    nothing is missing -> COMBINED."""
 
 
 @dataclass
@@ -55,20 +76,6 @@ class OpenDomain:
     row: int | None
     """Row of the buffer; None in a stacked pass, whose modules write the rows themselves."""
     has_received: bool = False
-
-
-@dataclass
-class Received:
-    """What this rank has received in this step so far."""
-
-    order: list[str] = field(default_factory=list)
-    """Names of the domains in order of entry, one for each micro-batch."""
-    times: Counter[str] = field(default_factory=Counter)
-    """{domain: how often it has been left}."""
-    counts: dict[str, float] = field(default_factory=dict)
-    """{domain: weight in the mean over ranks; 0 until it is left}, in the order of own rows."""
-    is_dropped: bool = False
-    """Whether an exception inside a domain has dropped the step."""
 
 
 class Step:
@@ -84,19 +91,10 @@ class Step:
         absent: Literal["error", "keep"],
         micro_batches: int | None,
         scaler: GradScaler | None,
-        ranks: Ranks,
+        process_group: GroupArgument,
     ) -> None:
         if absent not in ("error", "keep"):
             raise ValueError(f"absent must be 'error' or 'keep'; got {absent!r}.")
-        if micro_batches is not None and not (
-            simplex.is_integer(micro_batches) and micro_batches > 0
-        ):
-            raise ValueError(
-                "micro_batches must be the number of times that each domain is entered in a step, "
-                f"at least 1, or None for any number; got {micro_batches!r}."
-            )
-        if scaler is not None and not isinstance(scaler, GradScaler):
-            raise TypeError(f"scaler must be a torch.amp.GradScaler or None; got {scaler!r}.")
         self.micro_batches = micro_batches
         self.parameters = parameters
         self.subset = subset
@@ -104,31 +102,32 @@ class Step:
         self._weights = weights
         self._absent = absent
         self._scaler = scaler
-        self._ranks = ranks
+        self._process_group = process_group
         self._start()
 
     def _start(self) -> None:
+        self.state = StepState.EMPTY
+        self._open_domain: OpenDomain | None = None
+        # Domains that have been left in this step, in the order of the first time. On a
+        # data-parallel rank this is also the order of the buffer's rows.
+        self._entries: dict[str, Entry] = {}
+        self._places = count()
         self.buffer = FlatBuffer(len(self.subset.names), self._buffer_dtype)
         self._exchange: Exchange | None = None
         # The default group and the kinds of parameters that the exchange was made for.
         self._made_for: object = None
         self._has_agreed = False
         self._stacked_model: StackedModel | None = None
-        # Whether the weighted gradient is in `p.grad`. Until a domain is left the step is empty.
-        self._is_combined = False
-        self._open: OpenDomain | None = None
-        self._received = Received()
-        self._has_entered = False
         inner = self.parameters.optimizer
         # Whether state that appears in the wrapped optimizer may have been loaded into it directly.
         self._may_be_loaded = not inner.state
         self._one_step = ownership.OneStep(each_of(inner), self.buffer.is_combined)
-        self.parameters.receive = torch.compiler.disable(weakly(self.receive))  # type: ignore[no-untyped-call]
+        self.parameters.receive = torch.compiler.disable(weak_hook(self.receive))  # type: ignore[no-untyped-call]
         self.parameters.scan()
 
     _LASTING = (
         *("micro_batches", "parameters", "subset"),
-        *("_weights", "_buffer_dtype", "_absent", "_scaler", "_ranks"),
+        *("_weights", "_buffer_dtype", "_absent", "_scaler", "_process_group"),
     )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -145,10 +144,10 @@ class Step:
     @contextmanager
     def domain(self, name: str, count: float = 1.0) -> Iterator[None]:
         """Gradients of backward passes inside belong to domain `name`."""
-        if not simplex.is_number(count) or not 0 < count < float("inf"):
+        if not 0 < count < float("inf"):
             raise ValueError(f"count must be positive and finite; domain {name!r} has {count!r}.")
         self._enter((name,))
-        with self._opened({name: count}, self._row_of(name)):
+        with self._open({name: count}, self._assign_rows((name,))[name]):
             yield
 
     @contextmanager
@@ -158,20 +157,20 @@ class Step:
         self._enter(tuple(sizes_here))
         if self.exchange.has_shards:
             raise RuntimeError(
-                "stacked() needs whole parameters, and those of a sharded model are divided "
-                "over ranks. Run one domain after another, with optimizer.domain(name)."
+                "stacked() needs whole parameters, and those of a sharded model are divided over "
+                "ranks. Run one domain after another, with optimizer.domain(name)."
             )
         if have_other_hooks(self.parameters.params):
             raise RuntimeError(
                 "stacked() runs no post-accumulate hook of a parameter beside its own. Use "
                 "register_hook, or run one domain after another, with optimizer.domain(name)."
             )
-        segments = segments_of(sizes_here, self._row_of)
+        segments = segments_of(sizes_here, self._assign_rows(sizes_here).__getitem__)
         stacked_model = self._stacked_model_of(bare(model))
-        with self._opened(sizes_here, None) as opened:
+        with self._open(sizes_here, None) as domain:
             with stacked_model.recording(segments):
                 yield
-            opened.has_received = stacked_model.has_written
+            domain.has_received = stacked_model.has_written
 
     def _stacked_model_of(self, model: nn.Module) -> StackedModel:
         tracked = {id(param): param for param in self.parameters.params}
@@ -181,7 +180,7 @@ class Step:
 
     @outside_graphs
     def _enter(self, names: Sequence[str]) -> None:
-        """Check that these domains may be entered now, and begin the step with the first."""
+        """Check that these domains may be entered now; begin the step with the first."""
         if unknown := [name for name in names if name not in self.subset.row_of]:
             raise ValueError(
                 f"domain {unknown[0]!r} is none of this step's, {list(self.subset.names)}, of "
@@ -191,16 +190,14 @@ class Step:
         self.refuse_inside_a_domain(f"domain({names[0]!r})")
         ownership.refuse_second(self)
         self.refuse_stray()
-        if self._is_combined or not self._received.times:
+        if self.state is StepState.COMBINED or not self._entries:
             self._begin()
         for name in names:
-            if self.micro_batches is not None and self._received.times[name] >= self.micro_batches:
+            if self.micro_batches is not None and self._times(name) >= self.micro_batches:
                 raise RuntimeError(
                     f"domain {name!r} has been entered micro_batches={self.micro_batches} times in "
                     f"this step already. {WAY_TO_ACCUMULATE}"
                 )
-        self._has_entered = True
-        self._received.order.extend(names)
 
     def _begin(self) -> None:
         # First, since fully_shard() may have replaced the parameters by shards.
@@ -213,7 +210,9 @@ class Step:
                 + WAY_TO_ACCUMULATE
             )
         is_drawn = len(self.subset.domains) < len(self._weights.objective.domains)
-        if self._one_step.ended_alone() and is_drawn:
+        is_alone = self._one_step.is_alone
+        self._one_step.begin()
+        if is_alone and is_drawn:
             raise RuntimeError(
                 "the wrapped optimizer has stepped alone, and would see the same few domains in "
                 "every step. Call step() of the DoGEOptimizer, which draws the next ones."
@@ -221,56 +220,70 @@ class Step:
         if self._may_be_loaded:
             self._may_be_loaded = False
             checkpoint.warn_of_loading_in_place(self.parameters.optimizer)
-        if self._is_combined:
+        # The user may have loaded a state_dict of ours into the wrapped optimizer.
+        checkpoint.mark(self.parameters.groups)
+        if self.state is StepState.COMBINED:
             # p.grad was cleared without a step, as a scaler does on overflow. The draw of domains
             # stays: the loop has read `domains_of_step`.
             self.clear()
 
-    def _row_of(self, name: str) -> int:
-        self._received.counts.setdefault(name, 0.0)
+    def _times(self, name: str) -> int:
+        return len(self._entries[name].places) if name in self._entries else 0
+
+    def _assign_rows(self, names: Collection[str]) -> Mapping[str, int]:
+        """{name: its row of the buffer}; a data-parallel rank gives a new domain the next row."""
         if not self.exchange.has_own_rows:
-            return self.subset.row_of[name]
-        self.buffer.num_rows = max(self.buffer.num_rows, len(self._received.counts))
-        return list(self._received.counts).index(name)
+            return self.subset.row_of
+        entered = dict.fromkeys([*self._entries, *names])
+        self.buffer.num_rows = max(self.buffer.num_rows, len(entered))
+        return {name: row for row, name in enumerate(entered)}
 
     @contextmanager
-    def _opened(self, counts: Mapping[str, float], row: int | None) -> Iterator[OpenDomain]:
-        opened = self._open = OpenDomain(counts, row)
+    def _open(self, counts: Mapping[str, float], row: int | None) -> Iterator[OpenDomain]:
+        """Collect the gradients of a domain, or of a stacked pass; combine after the last one."""
+        has_dropped = self.state is StepState.DROPPED
+        domain = self._open_domain = OpenDomain(counts, row)
+        self.state, ownership.this_thread.owner = StepState.OPEN, self
         try:
-            with self._dropped_on_failure(), without_reduction():
-                with ownership.opened(self):
-                    yield opened
-                if self.exchange.num_ranks > 1 and self.parameters.has_foreign:
-                    # A wrapper has reduced gradients and put them back after our hooks ran.
-                    raise RuntimeError(
-                        "something has set p.grad inside a domain, as torch's replicate() does, or "
-                        "DistributedDataParallel after a forward pass before it. Run forward and "
-                        "backward inside the domain, in DistributedDataParallel or no wrapper."
-                    )
-                if self.parameters.has_noted:
-                    self._collect(opened)
-                self.buffer.flush()
-                if not opened.has_received:
-                    raise RuntimeError(
-                        "no parameter of the optimizer received a gradient inside "
-                        f"domain {' or '.join(map(repr, counts))}. Run forward and "
-                        "loss.backward() inside it, in stacked() on the model that it was given. "
-                        "If the model's parameters were replaced, build the optimizer again. "
-                        "Under fully_shard the last backward pass of each domain must reduce."
-                    )
-        finally:
-            self._open = None
-        for name, count in counts.items():
-            self._received.times[name] += 1
-            self._received.counts[name] += count
-        if self._is_complete:
-            with self._dropped_on_failure():
+            with without_reduction():
+                yield domain
+                self._refuse_foreign()
+            if self.parameters.has_noted:
+                self._collect(domain)
+            self.buffer.flush()
+            if not domain.has_received:
+                raise RuntimeError(
+                    "no parameter of the optimizer received a gradient inside "
+                    f"domain {' or '.join(map(repr, counts))}. Run forward and loss.backward() "
+                    "inside it, in stacked() on the model that it was given. If the model's "
+                    "parameters were replaced, build the optimizer again. Under fully_shard the "
+                    "last backward pass of each domain must reduce."
+                )
+            for name, count in counts.items():
+                entry = self._entries.setdefault(name, Entry())
+                entry.places.append(next(self._places))
+                entry.count += count
+            self.state = StepState.DROPPED if has_dropped else StepState.COLLECTED
+            if self._is_complete:
                 self._combine(None)
+        except BaseException:
+            self._drop()
+            raise
+        finally:
+            self._open_domain = ownership.this_thread.owner = None
+
+    def _drop(self) -> None:
+        """Lose the gradients of this step, after an exception."""
+        if self.parameters.has_noted:
+            # Clear `p.grad` of what backward passes inside the domain have left.
+            self.parameters.take()
+        self.clear()
+        self.state = StepState.DROPPED
 
     def receive(self, param: Tensor) -> None:
         """Take the gradient that autograd has just put into `param.grad`."""
-        opened = self._open
-        if opened is None:
+        domain = self._open_domain
+        if domain is None:
             # Another DoGEOptimizer on the same parameters may still take it.
             if param.grad is not None:
                 self.parameters.note(param)
@@ -281,28 +294,28 @@ class Step:
             return
         if self.exchange.has_shards:
             grad = local_gradient(param, grad)
-        self.buffer.receive(self._row_for(param, opened), param, grad)
-        opened.has_received = True
+        self.buffer.receive(self._row_for(param, domain), param, grad)
+        domain.has_received = True
 
     @outside_graphs
     @torch.no_grad()
-    def _collect(self, opened: OpenDomain) -> None:
+    def _collect(self, domain: OpenDomain) -> None:
         """Take the gradients that are in `p.grad`."""
         params, grads = self.parameters.take()
         if self.exchange.has_shards:
             grads = list(map(local_gradient, params, grads))
         if params:
-            self.buffer.receive_all(self._row_for(params[0], opened), params, grads)
-            opened.has_received = True
+            self.buffer.receive_all(self._row_for(params[0], domain), params, grads)
+            domain.has_received = True
 
-    def _row_for(self, param: Tensor, opened: OpenDomain) -> int:
-        if opened.row is None:
+    def _row_for(self, param: Tensor, domain: OpenDomain) -> int:
+        if domain.row is None:
             raise RuntimeError(
                 f"{self.parameters.name_of(param)} received a gradient of the whole batch, since "
                 "it is used outside its own module's forward, where domains are not separate. Run "
                 "one domain after another, with optimizer.domain(name)."
             )
-        return opened.row
+        return domain.row
 
     # The end of a step.
 
@@ -312,19 +325,19 @@ class Step:
 
         Never on a data-parallel rank: the other ranks may still be inside their domains.
         """
-        if self.micro_batches is None or not self._received.times or self.exchange.has_own_rows:
+        if self.micro_batches is None or not self._entries or self.exchange.has_own_rows:
             return False
-        return all(self._received.times[name] == self.micro_batches for name in self.subset.names)
+        return all(self._times(name) == self.micro_batches for name in self.subset.names)
 
     def combine(self, grad_scale: float | Tensor | None) -> None:
-        """As `DoGEOptimizer.combine`; does nothing if the last domain has combined."""
+        """As `DoGEOptimizer.combine`."""
         self.refuse_inside_a_domain("combine() and step()")
-        if not self._is_combined or not self._is_complete:
+        if self.state is not StepState.COMBINED:
             self._combine(grad_scale)
         elif grad_scale is not None:
             raise RuntimeError(
-                "the gradients were combined at the end of the last domain, without this "
-                "grad_scale. Pass scaler=scaler to DoGEOptimizer, or micro_batches=None."
+                "the gradients of this step are combined already, without this grad_scale. Pass "
+                "scaler=scaler to DoGEOptimizer, or micro_batches=None."
             )
 
     @outside_graphs
@@ -337,20 +350,19 @@ class Step:
 
         Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), Algorithms 1 and 2, eq. (update_dw).
         """
-        selected = self.parameters.selected_ids
+        exchange, selected = self.exchange, self.parameters.selected_ids
         lr = self.parameters.lr
-
         params = self._params_to_combine()
         scale = loss_scale(grad_scale, self._scaler, self.parameters.params[0].device)
         agreement = self._agree(params, scale)
         # All rows of this rank's columns.
         blocks = self.buffer.touched(params, agreement.dtypes)
-        columns = self.exchange.complete(blocks, selected or ())
+        columns = exchange.complete(blocks, selected or ())
 
-        with phase("gram"):
-            gram_BB, full_BB = _gram_matrices(columns, self.exchange, selected)
+        with tracing.phase("doge_fast.gram"):
+            gram_BB, full_BB = _gram_matrices(columns, exchange, selected)
 
-        with phase("reweight"):
+        with tracing.phase("doge_fast.reweight"):
             last = self._weights.move(
                 gram_BB,
                 full_BB,
@@ -359,42 +371,46 @@ class Step:
                 lr=lr,
                 grad_scale=scale,
             )
-        self._is_skipped = skip_reader(last.skipped, self.parameters.optimizer)
+        self._read_skipped: Callable[[], bool]
+        if last.skipped.is_cpu:
+            self._read_skipped = partial(bool, last.skipped)
+        else:
+            # Before the weighted sum is queued, so that the host waits for the flag alone.
+            self._read_skipped = skip_reader(last.skipped, self.parameters.optimizer)
 
-        with phase("weighted_sum"):
+        with tracing.phase("doge_fast.weighted_sum"):
             # The sum goes into `p.grad` on all ranks.
-            self.exchange.deliver(columns, last.coefficients, self._weights.state_S)
+            exchange.deliver(columns, last.coefficients, self._weights.state_S)
 
         self._weights.last = last
-        self._is_combined = True
-        self._one_step.begin()
-        # The user may have loaded a state_dict of ours into the wrapped optimizer.
-        checkpoint.mark(self.parameters.groups)
+        self.state = StepState.COMBINED
+        # Here too, for a rank that has entered no domain.
+        self._one_step.stepped.clear()
 
     def _params_to_combine(self) -> list[Tensor]:
         """The parameters to combine; refuses a step that may not be combined."""
-        if self._is_combined:
-            raise RuntimeError("combine() has been called in this step; call step() next.")
         self.refuse_stray()
         # One that was frozen after its gradient came has its rows all the same.
         params = self.parameters.look_up({id(b.param) for b in self.buffer.blocks if b.written})
         given = next((param for param in params if param.grad is not None), None)
-        if self._received.counts and given is not None:
+        if self._entries and given is not None:
             raise RuntimeError(
                 f"{self.parameters.name_of(given)} has a p.grad from outside the domains, or one "
                 "that was assigned. Run that backward pass inside a domain, or step before. "
                 "Unfreeze parameters between steps."
             )
-        if self._received.is_dropped and (self.exchange.num_ranks > 1 or not self._is_complete):
-            # Before the ranks agree. Of micro-batches nobody would miss those that were dropped.
-            raise RuntimeError(DROPPED)
+        is_whole = self._is_complete and self.exchange.num_ranks == 1
+        if self.state is StepState.DROPPED and not is_whole:
+            raise RuntimeError(
+                "an exception inside a domain dropped this step's gradients. Call "
+                "optimizer.zero_grad() and run the domains of this step again."
+            )
         return params
 
     def _agree(self, params: list[Tensor], scale: float | Tensor) -> Agreement:
         """What all ranks together have; refuses a step without some domain."""
         report = Report(
-            counts=self._received.counts,
-            order=self._received.order,
+            entries=self._entries,
             params=params,
             dtypes=self.buffer.dtypes_of(params),
             settings=self._settings(params, scale) if self.exchange.num_ranks > 1 else {},
@@ -433,35 +449,35 @@ class Step:
             "the selection": selected and [id(param) in selected for param in params],
         }
 
-    def is_of_others(self) -> bool:
-        """Whether `step()` should run the wrapped optimizer alone, on gradients of no domain."""
-        # torch.distributed.checkpoint makes an optimizer create its state by a step on zero
-        # gradients at learning rate zero, even between two domains.
+    def is_plain(self) -> bool:
+        """Whether `step()` is the wrapped optimizer's own, on gradients that no domain has."""
         self.refuse_inside_a_domain("combine() and step()")
         self.refuse_stray()
-        if self._is_combined:
+        if self.state is StepState.COMBINED:
             return False
         # A rate on a device counts as not zero: reading it would wait for the device.
+        # torch.distributed.checkpoint makes an optimizer create its state by a step on zero
+        # gradients at learning rate zero, even between two domains.
         has_rate = any(on_host(group.get("lr", 1)) != 0 for group in self.parameters.groups)
         if has_rate:
             self._may_be_loaded = False
-        if has_rate and (self._received.times or self._received.is_dropped):
+        if has_rate and self.state is not StepState.EMPTY:
             return False
         given = [param for param in self.parameters.look_up() if param.grad is not None]
-        if not given and not self._has_entered:
-            # As when a schedule is run through without training. On several ranks another one
-            # may have entered a domain.
+        if not given and not self.buffer.blocks:
+            # As when a schedule is run through without training. On several ranks another one may
+            # have entered a domain.
             return self.exchange.num_ranks == 1
         return not all(map(self.buffer.is_combined, given))
 
     def finish(self, loss: Any) -> None:
         """Combine unless that is done; step the wrapped optimizer unless the step is skipped."""
-        if not self._is_combined:
-            most = self.micro_batches or 1
-            partial = [name for name, times in self._received.times.items() if times < most]
+        if self.state is not StepState.COMBINED:
+            least = self.micro_batches or 1
+            partial = [name for name in self._entries if self._times(name) < least]
             if partial and self._absent == "error":
                 raise RuntimeError(
-                    f"step() needs every domain micro_batches={most} times; {partial} were "
+                    f"step() needs every domain micro_batches={least} times; {partial} were "
                     "entered less often. To end a step early call combine(), or pass "
                     "micro_batches=None."
                 )
@@ -470,16 +486,16 @@ class Step:
         assert last is not None
         self.parameters.refuse_other_lr(last)
         inner = self.parameters.optimizer
-        with phase("inner_step"):
-            step_unless(last.skipped, last.found_inf, inner, self._is_skipped, loss)
-        self._spare_kept()
+        with tracing.phase("doge_fast.inner_step"):
+            step_unless(last.skipped, last.found_inf, inner, self._read_skipped, loss)
+        self._give_up_combined()
         self.subset.draw(self.subset.draws + 1)
         self._one_step.is_ours = True
         self.clear()
 
     @outside_graphs
-    def _spare_kept(self) -> None:
-        """Leave alone what the wrapped optimizer keeps of `p.grad`."""
+    def _give_up_combined(self) -> None:
+        """Leave the combined gradients to a wrapped optimizer that keeps `p.grad`, as MARS does."""
         if self.buffer.forget_combined(self.parameters.optimizer) and self._exchange is not None:
             self._exchange.release()
 
@@ -488,8 +504,8 @@ class Step:
         """Start an empty step."""
         self.buffer.clear()
         self.parameters.forget()
-        self._is_combined = False
-        self._received = Received()
+        self._entries, self._places = {}, count()
+        self.state = StepState.EMPTY
 
     def begin_loaded(self) -> None:
         """Start an empty step after `load_state_dict`."""
@@ -505,18 +521,6 @@ class Step:
             self._exchange.release()
         self.parameters.release()
 
-    @contextmanager
-    def _dropped_on_failure(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            if self.parameters.has_noted:
-                # Clear `p.grad` of what backward passes inside the domain have left.
-                self.parameters.take()
-            self.clear()
-            self._received = Received(is_dropped=True)
-            raise
-
     # Other ranks.
 
     @property
@@ -530,7 +534,7 @@ class Step:
         params = self.parameters.look_up()
         made_for = default_group(), frozenset(map(type, params))
         if self._exchange is None or self._made_for != made_for:
-            self._exchange, self._made_for = exchange_of(self._ranks, params), made_for
+            self._exchange, self._made_for = exchange_of(self._process_group, params), made_for
             self._has_agreed = False
             # A data-parallel rank adds a row for each domain that it enters.
             self.buffer.num_rows = 0 if self._exchange.has_own_rows else len(self.subset.names)
@@ -540,18 +544,17 @@ class Step:
 
     def refuse_inside_a_domain(self, what: str) -> None:
         """Raise RuntimeError if a domain is open."""
-        if self._open is not None:
+        if self.state is StepState.OPEN:
+            assert self._open_domain is not None
             raise RuntimeError(
-                f"{what} must be called outside domain(...); {list(self._open.counts)} is active. "
-                "Leave it first."
+                f"{what} must be called outside domain(...); {list(self._open_domain.counts)} is "
+                "active. Leave it first."
             )
 
     def refuse_stray(self) -> None:
         """Raise RuntimeError if a backward pass outside any domain has left a gradient."""
         if not self.parameters.has_noted:
             return
-        # Inside a domain, `p.grad` may belong to that domain.
-        self.refuse_inside_a_domain("combine() and step()")
         if any(param.grad is not None for param in self.parameters.params):
             raise RuntimeError(
                 "a backward pass ran outside any domain, so its gradient belongs to none of "
@@ -560,6 +563,15 @@ class Step:
                 "domains."
             )
         self.parameters.forget()
+
+    def _refuse_foreign(self) -> None:
+        """Raise RuntimeError if something has put reduced gradients back after our hooks ran."""
+        if self.exchange.num_ranks > 1 and self.parameters.has_foreign:
+            raise RuntimeError(
+                "something has set p.grad inside a domain, as torch's replicate() does, or "
+                "DistributedDataParallel after a forward pass before it. Run forward and backward "
+                "inside the domain, in DistributedDataParallel or no wrapper."
+            )
 
 
 def _gram_matrices(
@@ -580,3 +592,22 @@ def _gram_matrices(
         return gram_BB, gram_BB
     # The other parameters may be on another device.
     return gram_BB, gram_BB + exchange.gram(outside).to(gram_BB.device)
+
+
+def loss_scale(
+    grad_scale: float | Tensor | None, scaler: GradScaler | None, device: torch.device
+) -> float | Tensor:
+    """The factor that multiplied the losses of a step: `grad_scale`, or the scaler's, or 1.
+
+    ValueError if `grad_scale` is a number that is not positive and finite.
+    """
+    if grad_scale is None:
+        # Not get_scale(), for which the host would wait.
+        return 1.0 if scaler is None else scaler.scale(torch.ones((), device=device))
+    # The host would wait for the value of a tensor.
+    if not isinstance(grad_scale, Tensor) and not 0 < grad_scale < float("inf"):
+        raise ValueError(
+            f"grad_scale must be positive and finite; got {grad_scale!r}. Pass the factor that the "
+            "losses were multiplied by, scaler.get_scale()."
+        )
+    return grad_scale

@@ -27,7 +27,7 @@ from tests.packages import installed
 Build = Callable[[nn.Module], Optimizer]
 
 # The first takes sparse gradients only, the other evaluates the loss by itself.
-REFUSED = {torch.optim.SparseAdam, torch.optim.LBFGS}
+UNSUPPORTED = {torch.optim.SparseAdam, torch.optim.LBFGS}
 # Takes matrices only.
 MATRICES = {torch.optim.Muon}
 
@@ -38,7 +38,7 @@ def kinds() -> Iterator[tuple[type[Optimizer], dict[str, Any]]]:
     """Every optimizer of torch, in each of its implementations that a CPU has."""
     for found in vars(torch.optim).values():
         is_one = inspect.isclass(found) and issubclass(found, Optimizer)
-        if is_one and found is not Optimizer and found not in REFUSED:
+        if is_one and found is not Optimizer and found not in UNSUPPORTED:
             yield found, {}
             for name in sorted({"foreach", "fused"} & inspect.signature(found).parameters.keys()):
                 yield found, {name: True}
@@ -77,11 +77,6 @@ def test_optimizers_of_torch(kind, options):
         lambda model: kind(model.parameters(), **options),
         lambda: small_model(bias=kind not in MATRICES),
     )
-
-
-def test_what_takes_no_single_gradient_is_refused():
-    with pytest.raises(TypeError, match="evaluates the loss several times in a step"):
-        wrapped(lambda model: torch.optim.LBFGS(model.parameters()))
 
 
 # Blocks of quantised ones begin at 4096 elements.

@@ -26,7 +26,6 @@ from tests.integrations.small import (
     assert_same,
     collect,
     everything,
-    loss_of,
     pair,
     sgd,
     small_model,
@@ -180,26 +179,6 @@ def check_loaders() -> None:
             torch.testing.assert_close(doge.alpha_mean, plain.alpha_mean)
 
 
-def check_division() -> None:
-    """Losses are not divided by more micro-batches than a domain has, where that can be seen."""
-    micro = 2
-    num_steps = len(DOMAINS) * micro
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=num_steps)
-    for micro_batches, is_refused in ((micro, True), (num_steps, False), (None, False)):
-        model, doge = wrapped(sgd, micro_batches=micro_batches)
-        model, _ = accelerator.prepare(model, doge)
-        words = "divides losses by gradient_accumulation_steps=6"
-        expected = pytest.raises(RuntimeError, match=words) if is_refused else nullcontext()
-        accelerator.step = 0
-        with expected, accelerator.accumulate(model), doge.domain(DOMAINS[0]):
-            accelerator.backward(loss_of(model, 0, 0))
-    # An Accelerator that accumulates nothing now.
-    accelerator.step = num_steps - 1
-    model, doge = wrapped(sgd, micro_batches=micro)
-    with accelerator.accumulate(model), doge.domain(DOMAINS[0]):
-        loss_of(model, 0, 0).backward()
-
-
 def check_accelerate_scaler() -> None:
     """Its scaler is handed the wrapper, and a closure of None."""
     accelerator = Accelerator(cpu=True)
@@ -228,7 +207,7 @@ def check_accelerate_scaler() -> None:
         (check_accelerate, ("wrapper", 1, None)),
         (check_accelerate, ("inner", 2, None)),
         (check_accelerate, ("wrapper", 2, 0.01)),
-        *((check, ()) for check in (check_loaders, check_division, check_accelerate_scaler)),
+        *((check, ()) for check in (check_loaders, check_accelerate_scaler)),
     ],
 )
 def test_accelerate(check, given):

@@ -314,17 +314,3 @@ def test_no_sync_of_the_loop_inside_a_domain(ranks):
     torch.testing.assert_close(theta_N, values(model), rtol=0, atol=1e-13)
     assert torch.equal(theta_N, other_N)
     assert torch.equal(grad, other_grad)
-
-
-def wrap_one_of_two_optimizers() -> str:
-    model = small_model()
-    optimizer = DoGEOptimizer(*adamw(model[3]), domains=["a", "b"], mu=5.0)
-    with pytest.warns(UserWarning, match="rank alone") as warned, optimizer.domain("a"):
-        losses(model(examples("a", 0, 2)), "a").mean().backward()
-    return str(warned[0].message)
-
-
-def test_another_optimizer_would_step_with_a_rank_s_own_gradient(ranks):
-    for said in ranks.run(2, wrap_one_of_two_optimizers):
-        assert "0.weight" in said
-        assert "of this rank alone" in said

@@ -10,27 +10,12 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from doge_fast import DoGEOptimizer
-from doge_fast.distributed.columns import ColumnExchange, _checksum
-from doge_fast.distributed.exchange import Exchange
-from doge_fast.distributed.process_group import Communicator, Report
+from doge_fast.distributed.columns import _checksum
 from doge_fast.distributed.shards import ranks_of_mesh
 from doge_fast.sampling import pieces
 from tests import scale
 from tests.method.test_optimizer import KeepsGradient
 from tests.models import enter
-
-
-def seen_where_one_was_begun() -> frozenset[str]:
-    has_ranks = dist.is_initialized()
-    exchange = ColumnExchange(Communicator(dist.group.WORLD)) if has_ranks else Exchange()
-    counts = {"b": 0.0, "a": 2.0}
-    return exchange.agree(["a", "b"], Report(counts, list(counts), [], [], {}, True)).seen
-
-
-def test_a_row_that_was_begun_and_not_finished_has_no_gradient(ranks):
-    """In one process, nor on any rank."""
-    assert seen_where_one_was_begun() == {"a"}
-    assert ranks.run(2, seen_where_one_was_begun) == [{"a"}, {"a"}]
 
 
 def steps_that_changed_a_kept_gradient() -> list[int]:

@@ -1,4 +1,4 @@
-"""Several optimizers on one model: what is refused, what is warned of, and what is neither."""
+"""Several optimizers on one model: what is refused, and what is not."""
 
 import threading
 
@@ -24,13 +24,8 @@ def fill(model: nn.Module, optimizer: DoGEOptimizer) -> None:
     enter(optimizer, DOMAINS, lambda _: model(torch.randn(3, 4)).square().mean())
 
 
-def step(model: nn.Module, optimizer: DoGEOptimizer, *, is_stacked: bool = False) -> None:
-    if is_stacked:
-        with optimizer.stacked(model, dict.fromkeys(DOMAINS, 3)):
-            outputs = model(torch.randn(6, 4))
-            (outputs[:3].square().mean() + outputs[3:].square().mean()).backward()
-    else:
-        fill(model, optimizer)
+def step(model: nn.Module, optimizer: DoGEOptimizer) -> None:
+    fill(model, optimizer)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -94,76 +89,3 @@ def test_threads_have_domains_of_their_own():
         thread.join()
         model(torch.randn(3, 4)).mean().backward()
     assert others.num_steps == 1
-
-
-@pytest.mark.parametrize("is_whole_first", [False, True])
-@pytest.mark.parametrize("is_stacked", [False, True], ids=["sequential", "stacked"])
-def test_a_half_of_the_model_is_warned_of_once(is_stacked, is_whole_first):
-    whole, model = nn.ModuleDict(), small_model()
-    if not is_whole_first:
-        whole = nn.ModuleDict()
-    whole.update({"model": model, "unused": nn.Linear(2, 2)})
-    optimizer = wrapped(*model[2].parameters())
-    with pytest.warns(UserWarning, match=r"0\.weight, (model\.)?0\.bias ") as caught:
-        step(model, optimizer, is_stacked=is_stacked)
-    assert len(caught) == 1
-    assert "/tests/" in caught[0].filename
-    assert ("model.0.weight" in str(caught[0].message)) is not is_stacked
-    # Said once; and what it says is so.
-    assert model[0].weight.grad is not None
-    step(model, optimizer, is_stacked=is_stacked)
-    # Of many some are named.
-    many = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
-    with pytest.warns(UserWarning, match=r"0\.weight, (\S*)0\.bias, (\S*)1\.weight .6 in all"):
-        step(many, wrapped(*many[3].parameters()), is_stacked=is_stacked)
-
-
-class Discriminated(nn.Module):
-    """A model beside another one, which has an optimizer of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model, self.other = small_model(), small_model()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.model(x)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda both: None,
-        lambda both: both.other(torch.randn(3, 4)).mean().backward(),
-        lambda both: both.model[0].requires_grad_(False),
-    ],
-    ids=["as it is", "after a backward pass of the other", "half frozen"],
-)
-@pytest.mark.parametrize("is_stacked", [False, True], ids=["sequential", "stacked"])
-def test_what_is_done_on_purpose_is_left_alone(change, is_stacked):
-    both = Discriminated()
-    change(both)
-    optimizer = wrapped(*(p for p in both.model.parameters() if p.requires_grad))
-    # A warning would be an error.
-    step(both, optimizer, is_stacked=is_stacked)
-
-
-class HalfMade(nn.Linear):
-    def __init__(self) -> None:
-        """Without that of its base class."""
-
-
-def test_a_module_whose_init_has_failed_owns_nothing():
-    model, half_made = small_model(), HalfMade()
-    optimizer = wrapped(*model.parameters())
-    step(model, optimizer)
-    assert optimizer.num_steps == 1
-    assert isinstance(half_made, nn.Module)
-
-
-def test_a_parameter_of_a_group_is_owned_while_it_is_frozen():
-    model = small_model()
-    model[0].requires_grad_(False)
-    optimizer = wrapped(*model.parameters())
-    with optimizer.domain("a"):
-        model[0].requires_grad_(True)
-        model(torch.randn(3, 4)).mean().backward()

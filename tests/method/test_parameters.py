@@ -74,14 +74,6 @@ def test_complex_parameters_are_refused():
     assert tracked(params).params == params[:1]
 
 
-@pytest.mark.parametrize("lr", [True, None, torch.ones(2)], ids=repr)
-def test_a_rate_is_a_number(lr):
-    inner = torch.optim.SGD([param(2)], lr=0.1)
-    inner.param_groups[0]["lr"] = lr
-    with pytest.raises(TypeError, match="it must be a number or a tensor; SGD has"):
-        TrackedParameters(inner, None)
-
-
 @pytest.mark.parametrize("micro_batches", [1, None], ids=["combined", "not combined"])
 @pytest.mark.parametrize(
     ("lr", "later", "is_refused"),

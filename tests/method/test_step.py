@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from doge_fast import DoGEOptimizer
-from doge_fast.wrapper import loss_scale
+from doge_fast.step.step import loss_scale
 from tests import models
 
 pytestmark = pytest.mark.usefixtures("taken")
@@ -106,14 +106,14 @@ def test_an_error_in_combining_drops_the_step():
             model["used"](torch.ones(1, 2)).sum().backward()
 
 
-@pytest.mark.parametrize("count", [0, math.inf, math.nan, True, "1"])
-def test_what_counts_is_positive_and_finite(count):
+@pytest.mark.parametrize("count", [0, math.inf, math.nan])
+def test_the_count_of_a_domain_must_be_positive_and_finite(count):
     _, optimizer = made()
     with refused(f"count .* domain 'a' has {count!r}", ValueError), optimizer.domain("a", count):
         pass
 
 
-def test_what_counts_over_ranks_is_the_sum_over_micro_batches(monkeypatch):
+def test_counts_of_micro_batches_add_up(monkeypatch):
     weight, optimizer = made(micro_batches=2)
     exchange = optimizer._step.exchange
     agree = mock.Mock(wraps=exchange.agree)
@@ -122,8 +122,8 @@ def test_what_counts_over_ranks_is_the_sum_over_micro_batches(monkeypatch):
         with optimizer.domain(name, count):
             weight.square().sum().backward()
     ((_, report),) = (call.args for call in agree.call_args_list)
-    assert report.counts == {"a": 4.0, "b": 2.5, "c": 2.0}
-    assert report.order == ["a", "b", "a", "c", "b", "c"]
+    entries = {name: (entry.count, entry.places) for name, entry in report.entries.items()}
+    assert entries == {"a": (4.0, [0, 2]), "b": (2.5, [1, 4]), "c": (2.0, [3, 5])}
     # Reading the weights waits for the device: ranks compare them until they have agreed.
     values, step = optimizer._weights.state_S.tolist(), optimizer._step
     assert step._settings([], 1.0)["the domain weights"] is None
@@ -209,29 +209,26 @@ def test_what_is_refused_inside_a_domain(what):
 
 
 @pytest.mark.parametrize("change", [Tensor.double, Tensor.t])
-def test_a_model_may_change_until_its_first_gradient(change):
+def test_a_model_may_be_cast_or_reshaped_between_steps(change):
     weight, optimizer = made()
     weight.data = torch.ones(2, 3).half()
     assert_steps(weight, optimizer)
-    optimizer.zero_grad()
     weight.data = change(weight.data)
-    with refused("moved or cast"), optimizer.domain("a"):
-        weight.sum().backward()
+    assert_steps(weight, optimizer, 2)
+    (block,) = optimizer.buffer.blocks
+    assert (block.rows_BN.dtype, block.rows[0].shape) == (weight.dtype, weight.shape)
 
 
-def test_sparse_gradients_are_refused_before_a_row_is_made():
-    model, optimizer = made(nn.Embedding(5, 2, sparse=True))
-    with refused("must be dense"), optimizer.domain("a"):
+@pytest.mark.parametrize("is_later", [False, True])
+def test_a_sparse_gradient_fails_and_leaves_nothing(is_later):
+    model, optimizer = made(nn.Embedding(5, 2, sparse=not is_later))
+    if is_later:
+        with optimizer.domain("a"):
+            model(torch.tensor([1, 2])).sum().backward()
+        model.sparse = True
+    with pytest.raises((RuntimeError, ValueError), match=r"(?i)sparse"), optimizer.domain("b"):
         model(torch.tensor([1, 2])).sum().backward()
-    assert optimizer.buffer.blocks == []
     assert model.weight.grad is None
-    # And after dense ones.
-    model, optimizer = made(nn.Embedding(5, 2))
-    with optimizer.domain("a"):
-        model(torch.tensor([1, 2])).sum().backward()
-    model.sparse = True
-    with pytest.raises((RuntimeError, ValueError), match="sparse"), optimizer.domain("b"):
-        model(torch.tensor([1, 2])).sum().backward()
 
 
 def test_a_backward_pass_outside_any_domain_is_refused():
@@ -270,8 +267,9 @@ def test_after_combining_a_domain_waits_until_the_gradient_is_cleared():
     weight, optimizer = made(micro_batches=None)
     enter(weight, optimizer, "abc")
     optimizer.combine()
-    with refused("call step"):
-        optimizer.combine()
+    gradient = weight.grad.clone()
+    optimizer.combine()
+    assert torch.equal(weight.grad, gradient)
     late_weight, late = made()
     enter(late_weight, late, "abc")
     late.combine()
@@ -324,8 +322,6 @@ def test_the_factor_is_the_loops_or_the_scalers_or_one():
     cpu = torch.device("cpu")
     assert loss_scale(None, None, cpu) == 1.0
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    with refused("GradScaler or None; got 8", TypeError):
-        made(scaler=8.0)
     factor = loss_scale(None, scaler, cpu)
     assert factor == 8.0
     # It lies on the device of the parameters.
@@ -334,6 +330,6 @@ def test_the_factor_is_the_loops_or_the_scalers_or_one():
     # A tensor is not looked at.
     given = torch.tensor(-1.0)
     assert loss_scale(given, None, cpu) is given
-    for wrong in (0.0, -1.0, math.inf, math.nan, True, "2"):
+    for wrong in (0.0, -1.0, math.inf, math.nan):
         with refused(f"positive and finite; got {wrong!r}", ValueError):
             loss_scale(wrong, None, cpu)

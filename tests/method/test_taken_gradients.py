@@ -148,25 +148,6 @@ def test_passes_inside_one_domain_add_up_in_the_parameters_dtype(taken_late):
     assert block.rows_BN.flatten().tolist() == [256.0, 257.0]
 
 
-def test_the_first_and_the_last_that_are_trained_are_watched(taken_late):
-    """Also where others were before. What autograd adds is its own: parts share a version."""
-    params = biases(4, "cpu")
-    optimizer = optimizer_of(params)
-    for frozen in ([], [params[0], params[3]]):
-        for param in frozen:
-            param.requires_grad_(False)
-        for changed in (param for param in params if param.requires_grad):
-            with optimizer.domain("a"):
-                for _ in range(2):
-                    torch.cat([*params]).square().sum().backward()
-                assert not optimizer._step.parameters.has_foreign
-                assert changed.grad is not None
-                changed.grad = changed.grad + 1
-                is_watched = bool(frozen) or changed is params[0] or changed is params[3]
-                assert optimizer._step.parameters.has_foreign == is_watched
-        optimizer.zero_grad()
-
-
 @pytest.mark.usefixtures("taken")
 def test_a_stacked_pass_leaves_no_gradient_and_refuses_that_of_the_whole_batch():
     model = nn.ModuleDict({"layer": nn.Linear(4, 4), "other": nn.Linear(4, 4, bias=False)})
