@@ -79,11 +79,12 @@ class Block:
         return local_of(self.param).numel()
 
     def gradient(self) -> Tensor:
-        """Memory of the combined gradient, in the shape and dtype of the parameter."""
-        param = local_of(self.param)
-        if self.combined is None or self.strides != param.stride():
+        """Memory of the combined gradient, in the shape of the parameter."""
+        param, dtype = local_of(self.param), grad_dtype_of(self.param)
+        combined = self.combined
+        if combined is None or self.strides != param.stride() or combined.dtype != dtype:
             # With its strides too: fused optimizers walk both in memory order.
-            self.combined = torch.empty_like(param, requires_grad=False)
+            self.combined = torch.empty_like(param, dtype=dtype, requires_grad=False)
             self.strides = param.stride()
         return self.combined
 
@@ -102,11 +103,17 @@ class Block:
         param.grad = gradient
 
     def combined_as(self, values_N: Tensor) -> Tensor:
-        """The combined gradient, viewed in or copied from [numel] of the parameter's dtype."""
+        """The combined gradient, viewed in or copied from [numel] of its dtype."""
         if self.param.is_contiguous():
             self.combined, self.strides = values_N.view(self.param.shape), self.param.stride()
             return self.combined
         return self.gradient().copy_(values_N.view(self.param.shape))
+
+
+def grad_dtype_of(param: Tensor) -> torch.dtype:
+    """The dtype of a parameter's `p.grad`; where it may have any, that of the parameter."""
+    demanded: torch.dtype | None = param.grad_dtype
+    return demanded or param.dtype
 
 
 def local_of(tensor: Tensor) -> Tensor:

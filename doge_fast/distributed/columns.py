@@ -20,7 +20,7 @@ from torch import distributed as dist
 
 from doge_fast.distributed.exchange import Columns, Exchange
 from doge_fast.distributed.process_group import Agreement, Communicator, Report, all_gather
-from doge_fast.flat_buffer import ALIGNMENT, Block, on_device
+from doge_fast.flat_buffer import ALIGNMENT, Block, grad_dtype_of, on_device
 from doge_fast.kernels import gram, weighted_sum
 
 # Columns sent in one call; sender and receiver each hold a copy meanwhile.
@@ -120,7 +120,9 @@ class ColumnExchange(Exchange):
         # Memory for the sums, unless shapes, dtypes and devices are those of the step before.
         likes = [blocks[0].param for blocks in columns.blocks]
         shapes = [(self.num_ranks, rows_PC.shape[1]) for rows_PC in columns.rows]
-        kinds = [(p.dtype, p.device, shape) for p, shape in zip(likes, shapes, strict=True)]
+        kinds = [
+            (grad_dtype_of(p), p.device, shape) for p, shape in zip(likes, shapes, strict=True)
+        ]
         if kinds != [(each.dtype, each.device, each.shape) for each in self._sums]:
             self._sums = [
                 torch.empty(shape, dtype=dtype, device=device) for dtype, device, shape in kinds
@@ -152,7 +154,7 @@ def _buckets_of(
         if not block.num_columns:
             continue
         is_apart = id(block.param) in apart
-        kind = (is_apart, block.param.device, dtype, block.param.dtype)
+        kind = (is_apart, block.param.device, dtype, grad_dtype_of(block.param))
         group = groups.setdefault(kind, [[]])
         if sum(other.num_columns for other in group[-1]) >= BUCKET_COLUMNS:
             group.append([])

@@ -139,7 +139,7 @@ class StackedModel:
         """
         self.has_written = True
         rows_GN, adds = self.buffer.claim(rows.start, len(rows), param, dtype)
-        return rows_GN.view(-1, *param.shape), adds
+        return rows_GN.view(len(rows), *param.shape), adds
 
     def _receive(self, examples: ExampleAxis, row: int, param: Tensor, grad: Tensor) -> None:
         self.check_pass(examples)
@@ -259,9 +259,14 @@ class _StackedLayer:
             if param is not None and id(param) in asked
         ]
         for run in runs:
+            for param, each in gradients:
+                if not param.numel():
+                    # Its rows count as written. There is nothing to write.
+                    stacked.claim(param, run.rows, each.dtype)
             # One after another: a second gradient of a parameter may move its rows.
-            places = (stacked.claim(param, run.rows, each.dtype) for param, each in gradients)
-            self.rule.write([gradient for _, gradient in gradients], run, places)
+            full = [(param, each) for param, each in gradients if param.numel()]
+            places = (stacked.claim(param, run.rows, each.dtype) for param, each in full)
+            self.rule.write([gradient for _, gradient in full], run, places)
 
 
 class _Layer(torch.autograd.Function):

@@ -135,6 +135,7 @@ def _aliases(
 def _alias(param: Tensor, row: int, receive: Receive) -> Tensor:
     # A leaf, whose casts autocast keeps; backward(inputs=parameters) does not reach it.
     alias = param.detach().requires_grad_()
+    alias.grad_dtype = param.grad_dtype
 
     def hand_over(leaf: Tensor) -> None:
         grad, leaf.grad = leaf.grad, None
