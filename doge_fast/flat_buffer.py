@@ -5,8 +5,9 @@ as the parameter, padded with zeros to a multiple of 64 elements. A block is all
 first gradient of its parameter appears. Beside its block a parameter has the combined gradient that
 becomes `p.grad`. Its memory is kept from step to step: fresh pages cost more than the arithmetic.
 
-Gradients that arrive one at a time, as on a CPU (`step.parameters`), wait until they fill
-`PENDING_BYTES`: few calls, and no second copy of the whole gradient.
+Gradients that arrive one at a time, as on a CPU (`step.parameters`), are pending until there are
+`PENDING_BYTES` of them. Then one call writes all of them into their rows. So there are few calls,
+and the gradients of a whole domain never exist twice.
 """
 
 import threading
@@ -27,12 +28,12 @@ from doge_fast.kernels.schema import STORAGE_DTYPES
 ALIGNMENT = 64
 # Rows a multiple of a page apart share their cache sets; the Gram matrix reads them side by side.
 PAGE_BYTES = 4096
-# On a CPU waiting gradients should still be in the cache; on a GPU fewer launches matter more.
+# On a CPU pending gradients should still be in the cache; on a GPU fewer launches matter more.
 PENDING_BYTES = {"cpu": 1 << 20}
 PENDING_BYTES_ELSEWHERE = 1 << 26
 
-# Other kinds of tensors have no memory of their own to compare.
-PLAIN = (Tensor, torch.nn.Parameter)
+# Subclasses of Tensor may have no memory of their own.
+PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 _dtype_of, _kind_of = attrgetter("dtype"), attrgetter("device", "dtype", "shape")
 
@@ -42,16 +43,17 @@ class Block:
 
     def __init__(self, param: Tensor, num_rows: int, dtype: torch.dtype) -> None:
         self.param = param
+        # Device, dtype and shape of the parameter that the rows were allocated for.
         self.kind = _kind_of(param)
-        # Dtype of the last gradient; the rows can hold it.
+        # Of the last gradient. The rows have this dtype or a wider one.
         self.grad_dtype = dtype
         self._allocate(num_rows, dtype)
         # Bit r: row r holds a gradient of this step.
         self.written = 0
-        # {row without a gradient: the view of its memory that `reserve` returned last}
+        # {row: the view of its memory that `reserve` returned last}; such rows are not written.
         self.reserved: dict[int, Tensor] = {}
         self.combined: Tensor | None = None
-        # Of the parameter when `combined` was made.
+        # Those of the parameter when `combined` was allocated.
         self.strides: tuple[int, ...] = ()
 
     def _allocate(self, num_rows: int, dtype: torch.dtype) -> None:
@@ -61,7 +63,7 @@ class Block:
         memory = torch.empty(num_rows, stride, dtype=dtype, device=self.param.device)
         memory[:, self.num_columns :] = 0
         self.rows_BN = memory[:, : self.num_columns]
-        # In the shape of the gradients, so that none is reshaped when it comes.
+        # In the shape of the parameter, so that no gradient is reshaped when it is received.
         self.rows = self.rows_BN.view(num_rows, *local_of(self.param).shape).unbind(0)
 
     def remake(self, num_rows: int, dtype: torch.dtype) -> None:
@@ -83,7 +85,7 @@ class Block:
         param, dtype = local_of(self.param), grad_dtype_of(self.param)
         combined = self.combined
         if combined is None or self.strides != param.stride() or combined.dtype != dtype:
-            # With its strides too: fused optimizers walk both in memory order.
+            # The strides matter: fused optimizers walk parameter and gradient in memory order.
             self.combined = torch.empty_like(param, dtype=dtype, requires_grad=False)
             self.strides = param.stride()
         return self.combined
@@ -157,14 +159,15 @@ class FlatBuffer:
         self.dtype = dtype
         # By id: tensors compare elementwise. A block holds its parameter, so ids stay unique.
         self._blocks: dict[int, Block] = {}
-        # Whether the waiting gradients are added to their rows, and their device.
+        # What all pending gradients share: whether they are added to their rows; their device.
         self._pending_kind = False, torch.device("cpu")
         self._forget_pending()
-        # Of the last domain: parameters, their dtypes and number of rows, and blocks.
-        self._found: tuple[Sequence[Tensor], object, list[Block]] = [], None, []
-        # Whether the wrapped optimizer keeps `p.grad` from step to step; None: it has not stepped.
-        self._keeps: bool | None = None
-        # autograd runs the backward pass of each device on its own thread.
+        # The blocks that the domain before has used, after the parameters, dtypes and number of
+        # rows that they were looked up for.
+        self._last_blocks: tuple[Sequence[Tensor], object, list[Block]] = [], None, []
+        # Whether the wrapped optimizer's state holds a `p.grad`; None: not known before its step.
+        self._state_holds_grad: bool | None = None
+        # autograd has a thread for each device.
         self._lock = threading.RLock()
 
     @property
@@ -193,17 +196,17 @@ class FlatBuffer:
                     fill(list(compress(grads, these)), list(compress(rows, these)), add=add)
 
     def _blocks_for(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Block]:
-        # Looked up once for all domains of a step.
-        known, was, blocks = self._found
+        # Most domains of a step touch the same parameters.
+        last_params, last_kind, blocks = self._last_blocks
         kind = dtypes, _ = list(map(_dtype_of, grads)), self.num_rows
-        is_known = params is known or list(map(id, params)) == list(map(id, known))
-        if not is_known or kind != was:
+        is_same = params is last_params or list(map(id, params)) == list(map(id, last_params))
+        if not is_same or kind != last_kind:
             blocks = list(map(self._block, params, dtypes))
-            self._found = params, kind, blocks
+            self._last_blocks = params, kind, blocks
         return blocks
 
     def receive(self, row: int, param: Tensor, grad: Tensor) -> None:
-        """Add `grad` to a row of the block of `param`; the first in a step replaces what is there."""
+        """Add `grad` to a row of `param`; the first gradient in a step replaces what is there."""
         # Runs for every parameter and domain of a step, so it makes few calls.
         with self._lock:
             block = self._blocks.get(id(param))
@@ -228,11 +231,15 @@ class FlatBuffer:
     def claim(
         self, first_row: int, num_rows: int, param: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, bool]:
-        """Neighbouring rows [num_rows, numel] of `param`'s block for the caller to write or add to.
+        """Mark neighbouring rows as written, for the caller to write or add to.
 
         With a buffer dtype of None, rows of 16 bits become float32 when a second gradient is added
-        or a float32 gradient comes. True if one of the rows holds a gradient of this step; the
-        others hold zeros then.
+        or a float32 gradient comes.
+
+        Returns:
+            [num_rows, numel], a view of the rows of `param`'s block; and whether the caller must
+            add to them, since one of them holds a gradient of this step. The others hold zeros
+            then.
         """
         with self._lock:
             block = self._block(param, dtype)
@@ -250,16 +257,16 @@ class FlatBuffer:
             return block.rows_BN[first_row : first_row + num_rows], adds
 
     def reserve(self, row: int, param: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Memory of a row that holds no gradient in this step; None if it does, or is too narrow.
+        """The memory of a row, for a gradient that may still be changed; `claim` makes it count.
 
-        The row stays without a gradient until `claim` is called. Before that, `is_reserved` says
-        whether what was written to the memory is still there.
+        Until then `is_reserved` says whether the memory still holds what the caller has written.
+        None if the row holds a gradient of this step, or is narrower than `dtype`.
         """
         with self._lock:
             block = self._block(param, dtype)
             if block.written >> row & 1 or block.rows_BN.dtype.itemsize < dtype.itemsize:
                 return None
-            # A new view each time, by which `is_reserved` knows the caller.
+            # A new view for each caller, so that `is_reserved` can tell them apart.
             memory = block.reserved[row] = block.rows[row].view_as(block.rows[row])
             return memory
 
@@ -271,7 +278,7 @@ class FlatBuffer:
         )
 
     def flush(self) -> None:
-        """Write the gradients that wait."""
+        """Write the pending gradients into their rows."""
         if self._pending:
             grads, rows = zip(*self._pending.values(), strict=True)
             with tracing.phase("doge_fast.accumulate"):
@@ -289,8 +296,8 @@ class FlatBuffer:
         for block in self._blocks.values():
             block.written = 0
             block.reserved.clear()
-        # The model may move before the next step.
-        self._found = [], None, []
+        # The model may be moved or cast before the next step.
+        self._last_blocks = [], None, []
 
     def release(self) -> None:
         """Free the memory."""
@@ -303,22 +310,28 @@ class FlatBuffer:
         if grad is None or block is None or block.combined is None:
             return False
         own = local_of(grad)
-        # A DTensor views what it is made from.
+        # The local part of a DTensor is a view of the tensor that the DTensor was made from.
         is_view = own is not grad and own.data_ptr() == block.combined.data_ptr()
         return own is block.combined or is_view
 
     def forget_combined(self, optimizer: Any) -> bool:
-        """Give up the combined gradients if the optimizer's state holds one, as MARS's does."""
-        if self._keeps is None and (state := optimizer.state):
+        """Drop the combined gradients if the optimizer's state holds one, as that of MARS does.
+
+        The next step then allocates new ones, and does not write into the optimizer's state. True
+        if they were dropped.
+        """
+        if self._state_holds_grad is None and (state := optimizer.state):
             values = map(local_of, tree_leaves([*state.values()]))
-            plain = (x for x in values if type(x) in PLAIN and x.layout == torch.strided)
+            plain = (x for x in values if type(x) in PLAIN_TENSORS and x.layout == torch.strided)
             places = {tensor.untyped_storage().data_ptr() for tensor in plain}
             ours = (block.combined for block in self._blocks.values() if block.combined is not None)
-            self._keeps = any(each.untyped_storage().data_ptr() in places for each in ours)
-        if self._keeps:
+            self._state_holds_grad = any(
+                each.untyped_storage().data_ptr() in places for each in ours
+            )
+        if self._state_holds_grad:
             for block in self._blocks.values():
                 block.combined = None
-        return bool(self._keeps)
+        return bool(self._state_holds_grad)
 
     def dtypes_of(self, params: Iterable[Tensor]) -> list[torch.dtype | None]:
         """The dtype of each parameter's rows; None without a gradient in this step."""

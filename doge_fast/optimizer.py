@@ -265,11 +265,14 @@ class DoGEOptimizer(OptimizerWrapper):
     def domain(self, name: str, count: float = 1.0) -> AbstractContextManager[None]:
         """Gradients that backward passes inside produce belong to domain `name`.
 
+        Do not clip or change `p.grad` inside: on a CPU it is empty there, and clipping it clips
+        nothing; on a GPU it is read when the domain is left. `domain_max_grad_norm` clips each
+        domain. Forward and backward both run inside.
+
         When the last domain of a step is left, `combine()` runs by itself. Over several ranks it
         does not, since a rank cannot see when the others are done: call `step()` or `combine()`. An
-        exception inside drops all domains of this step. Do not touch `p.grad` inside: on a CPU it
-        is empty, on a GPU it is read when the domain is left. `domain_max_grad_norm` clips. Several
-        backward passes inside one `with` add up in the dtype of `p.grad`.
+        exception inside drops all domains of this step. Several backward passes inside one `with`
+        add up in the dtype of `p.grad`.
 
         Args:
             name: of a training domain or a target.

@@ -87,7 +87,7 @@ class OptimizerWrapper(Optimizer):
             """
             inner = self.__dict__.get("_inner")
             if inner is not None and not name.startswith("_"):
-                for owner in (inner, *each_of(inner)):
+                for owner in (inner, *optimizers_of(inner)):
                     value = getattr(owner, name, None)
                     if hasattr(owner, name) and (name in _MODES or not inspect.ismethod(value)):
                         return value
@@ -95,12 +95,12 @@ class OptimizerWrapper(Optimizer):
 
         def __setattr__(self, name: str, value: Any) -> None:
             """Set a public name on the wrapped optimizers that have it; else on all, and here."""
-            # Trainers set what the optimizer's step reads, such as the latest loss. The step may
-            # ask for it with a default, so that nobody has it yet. Here, since copies of torch
-            # optimizers lose such names.
+            # Trainers set what the optimizer's step reads, such as the latest loss. If none of the
+            # optimizers has the attribute yet, all get it. So does the wrapper, since a copy of a
+            # torch optimizer loses such attributes.
             inner = self.__dict__.get("_inner")
             is_ours = name.startswith("_") or hasattr(type(self), name)
-            others = () if is_ours or inner is None else each_of(inner)
+            others = () if is_ours or inner is None else optimizers_of(inner)
             owners = [owner for owner in others if hasattr(owner, name)]
             if not owners or name in self.__dict__:
                 super().__setattr__(name, value)
@@ -109,10 +109,10 @@ class OptimizerWrapper(Optimizer):
 
 
 def skip_reader(skipped: Tensor, inner: Optimizer) -> Callable[[], bool]:
-    """How the host reads whether the step is skipped; call this right after that is decided.
+    """A function that returns whether the step is skipped, to be called by the host later.
 
-    If `inner` needs the flag on the host its copy begins here. Reading then waits for the copy
-    alone, and not for work that is queued later.
+    If the host must know, the copy of the flag begins here. The function then waits for this copy
+    alone, and not for what the device was given to do since.
     """
     is_needed = skipped.device.type == "cuda" and _needing_the_host(inner)
     if not is_needed or torch.cuda.is_current_stream_capturing():
@@ -131,7 +131,7 @@ def _read(flag: Tensor, arrival: torch.cuda.Event | None) -> bool:
 
 def _needing_the_host(inner: Optimizer) -> list[str]:
     """Class names of the wrapped optimizers whose step the host skips."""
-    return [type(each).__name__ for each in each_of(inner) if not _is_skipped_on_device(each)]
+    return [type(each).__name__ for each in optimizers_of(inner) if not _is_skipped_on_device(each)]
 
 
 def _is_skipped_on_device(optimizer: Optimizer) -> bool:
@@ -149,8 +149,8 @@ def _is_skipped_on_device(optimizer: Optimizer) -> bool:
     return getattr(optimizer, "_step_supports_amp_scaling", False) and is_fused and not is_first
 
 
-def each_of(inner: Optimizer) -> Sequence[Optimizer]:
-    """The optimizers that are joined, or the one."""
+def optimizers_of(inner: Optimizer) -> Sequence[Optimizer]:
+    """The torch optimizers: those that are joined, or the one."""
     return inner.optimizers if isinstance(inner, JoinedOptimizer) else (inner,)
 
 
@@ -168,7 +168,7 @@ def step_unless(
     """
     needing = _needing_the_host(inner)
     if not needing and skipped.device.type != "cpu":
-        fused: Sequence[Any] = each_of(inner)
+        fused: Sequence[Any] = optimizers_of(inner)
         for each in fused:
             each.grad_scale, each.found_inf = None, found_inf
         try:

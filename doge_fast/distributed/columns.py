@@ -1,9 +1,9 @@
 """Data parallelism: a rank has whole gradients of some domains, and gets all rows of some columns.
 
 The Gram matrix is a sum over columns and needs all rows of a column on one rank. So an all-to-all
-sends each rank all rows of its shard of the columns. The rank computes the Gram matrix of its
-shard; these are gathered and added in the order of the ranks. With the new weights each rank sums
-the rows of its shard, and an all-gather delivers the sums. With P pieces of rows over n ranks a
+sends each rank all rows of its section of the columns. The rank computes the Gram matrix of its
+section; these are gathered and added in the order of the ranks. With the new weights each rank sums
+the rows of its section, and an all-gather delivers the sums. With P pieces of rows over n ranks a
 rank sends (1 + P / n) (n - 1) / n N elements; plain data parallelism sends 2 (n - 1) / n N.
 
 A domain that several ranks entered has one piece on each of them. Its gradient is the mean of the
@@ -28,29 +28,31 @@ BUCKET_COLUMNS = 1 << 24
 
 
 class Bucket(NamedTuple):
-    """Blocks that are sent together: their columns concatenated, padded to n equal shards."""
+    """Blocks that are sent together: their columns concatenated, padded to n equal sections."""
 
     blocks: tuple[Block, ...]
     dtype: torch.dtype
     """Of the rows."""
     num_columns: int
-    """Of a shard."""
+    """Of a section."""
 
-    def shards(self, rows: Sequence[int], num_ranks: int) -> Tensor:
-        """[n, rows, columns of a shard]: a copy of the rows; zeros where none was written."""
+    def sections(self, rows: Sequence[int], num_ranks: int) -> Tensor:
+        """[n, rows, columns of a section]: a copy of the rows; zeros where none was written."""
         size = self.num_columns
-        shards = self.blocks[0].rows_BN.new_zeros(num_ranks, len(rows), size, dtype=self.dtype)
+        sections = self.blocks[0].rows_BN.new_zeros(num_ranks, len(rows), size, dtype=self.dtype)
         first = 0
         for block in self.blocks:
             last = first + block.num_columns
-            for shard in range(first // size, -(-last // size)):
-                low, high = max(first, shard * size), min(last, (shard + 1) * size)
-                there = slice(low - shard * size, high - shard * size)
+            for section in range(first // size, -(-last // size)):
+                low, high = max(first, section * size), min(last, (section + 1) * size)
+                there = slice(low - section * size, high - section * size)
                 for piece, row in enumerate(rows):
                     if block.written >> row & 1:
-                        shards[shard, piece, there] = block.rows_BN[row, low - first : high - first]
+                        sections[section, piece, there] = block.rows_BN[
+                            row, low - first : high - first
+                        ]
             first = last
-        return shards
+        return sections
 
 
 class ColumnExchange(Exchange):
@@ -60,7 +62,7 @@ class ColumnExchange(Exchange):
 
     def __init__(self, communicator: Communicator) -> None:
         super().__init__(communicator)
-        # [n, columns of a shard] of each bucket: memory of the sums, which p.grad views.
+        # [n, columns of a section] of each bucket: memory of the sums, which p.grad views.
         self._sums: list[Tensor] = []
 
     def agree(self, names: Sequence[str], report: Report) -> Agreement:
@@ -89,7 +91,7 @@ class ColumnExchange(Exchange):
         received: list[Tensor] = []
         works = []
         for bucket in buckets:
-            sent = bucket.shards(self._rows_here, self.num_ranks)
+            sent = bucket.sections(self._rows_here, self.num_ranks)
             received.append(sent.new_empty(sum(self._pieces_n), bucket.num_columns))
             works.append(
                 dist.all_to_all_single(
@@ -106,7 +108,7 @@ class ColumnExchange(Exchange):
         return Columns([bucket.blocks for bucket in buckets], received)
 
     def gram(self, rows: Sequence[Tensor]) -> Tensor:
-        """The sum of the shards' Gram matrices."""
+        """The sum of the sections' Gram matrices."""
         gram_PP = gram(rows)
         shares_BP = on_device(self._shares_BP, gram_PP.device, torch.float64)
         gram_BB = self._communicator.sum(shares_BP @ gram_PP @ shares_BP.T)
@@ -116,7 +118,7 @@ class ColumnExchange(Exchange):
         return gram_BB.tril() + gram_BB.tril(-1).T
 
     def deliver(self, columns: Columns, coefficients_B: Tensor, state_S: Tensor) -> None:
-        """An all-gather of the shards' weighted sums."""
+        """An all-gather of the sections' weighted sums."""
         # Memory for the sums, unless shapes, dtypes and devices are those of the step before.
         likes = [blocks[0].param for blocks in columns.blocks]
         shapes = [(self.num_ranks, rows_PC.shape[1]) for rows_PC in columns.rows]
@@ -127,7 +129,7 @@ class ColumnExchange(Exchange):
             self._sums = [
                 torch.empty(shape, dtype=dtype, device=device) for dtype, device, shape in kinds
             ]
-        # A rank writes its shard at its place in the memory of all shards.
+        # A rank writes its section at its place in the memory of all sections.
         mine = [whole_nC[self._communicator.rank] for whole_nC in self._sums]
         shares_BP = on_device(self._shares_BP, coefficients_B.device, torch.float64)
         weighted_sum(columns.rows, shares_BP.T @ coefficients_B, out=mine)

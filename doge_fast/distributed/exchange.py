@@ -54,8 +54,8 @@ class Exchange:
     def complete(self, blocks: Sequence[Block], apart: Collection[int]) -> Columns:
         """All rows of this rank's columns.
 
-        `blocks` are those of all parameters that have a gradient on any rank. The columns of the
-        parameters with the ids `apart` share no tensor with others.
+        `blocks` are those of all parameters that have a gradient on any rank. No tensor of the
+        result has both columns of parameters whose ids are in `apart` and other columns.
         """
         return Columns([(block,) for block in blocks], [block.rows_BN for block in blocks])
 

@@ -38,7 +38,7 @@ from doge_fast.tracing import outside_graphs
 from doge_fast.weights import checkpoint
 from doge_fast.weights.state import DomainWeights
 from doge_fast.weights.subset import Subset
-from doge_fast.wrapper import each_of, skip_reader, step_unless
+from doge_fast.wrapper import optimizers_of, skip_reader, step_unless
 
 WAY_TO_ACCUMULATE = (
     "To accumulate micro-batches, pass their number, DoGEOptimizer(..., micro_batches=N), or None "
@@ -121,7 +121,7 @@ class Step:
         inner = self.parameters.optimizer
         # Whether state that appears in the wrapped optimizer may have been loaded into it directly.
         self._may_be_loaded = not inner.state
-        self._one_step = ownership.OneStep(each_of(inner), self.buffer.is_combined)
+        self._one_step = ownership.OneStep(optimizers_of(inner), self.buffer.is_combined)
         self.parameters.receive = torch.compiler.disable(weak_hook(self.receive))  # type: ignore[no-untyped-call]
         self.parameters.scan()
 

@@ -196,7 +196,7 @@ def test_the_tests_for_gpus_hold(device):
     bar.test_a_step_that_the_host_would_skip_cannot_be_captured(device)
     bar.test_a_first_step_that_the_device_skips_leaves_no_momentum(device, 0.0)
     bar.test_a_first_step_that_the_device_skips_leaves_no_momentum(device, 0.5)
-    bar.test_a_rate_that_is_new_is_not_captured(device)
+    bar.test_a_new_learning_rate_cannot_be_captured(device)
 
 
 @pytest.mark.parametrize("fault", [read_on_the_host, from_the_device_in_use])

@@ -91,7 +91,7 @@ LARGE = 4096
         *(("bitsandbytes.optim", kind) for kind in ("AdamW8bit", "Lion8bit", "AdEMAMix8bit")),
     ],
 )
-def test_optimizers_of_others(package, kind):
+def test_optimizers_of_other_packages(package, kind):
     found = getattr(installed(package), kind)
 
     def build(model: nn.Module) -> Optimizer:

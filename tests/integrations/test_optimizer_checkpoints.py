@@ -211,7 +211,7 @@ def test_a_resumed_run_is_the_run(route, run, tmp_path):
 
 @pytest.mark.parametrize("inner", [adamw, stateless])
 @pytest.mark.parametrize("is_begun", [False, True])
-def test_saving_takes_no_step(inner, is_begun):
+def test_saving_with_dcp_takes_no_step(inner, is_begun):
     """torch.distributed.checkpoint has an optimizer without state step on zeros at rate zero.
 
     What the domains have collected goes, and the next step says so.

@@ -291,7 +291,7 @@ def test_a_group_added_later_is_trained_and_scheduled(through):
     assert len({group["doge"] for group in groups}) == 1
 
 
-def test_a_parameter_put_in_the_place_of_another_is_heard():
+def test_a_replaced_parameter_is_tracked():
     """A new tensor often gets the id of one that has just gone."""
     for _ in range(20):
         body, head = nn.Linear(3, 4), nn.Linear(4, 2)
@@ -414,7 +414,7 @@ def test_a_scaler_changes_nothing_and_skips_what_overflows(name, options, way):
     assert all(param.grad is None for param in model.parameters())
 
 
-def test_what_a_scaler_cannot_do_is_no_silent_step():
+def test_a_scaler_refuses_a_step_that_is_not_combined():
     """Unscaling before combining, a missing domain: no inf check, so no step."""
     for micro_batches, absent in ((None, ""), (1, "bc")):
         model, optimizer = wrapped(micro_batches=micro_batches)

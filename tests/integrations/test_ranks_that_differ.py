@@ -79,7 +79,7 @@ def in_two_groups(is_alone_first: bool) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("is_alone_first", [True, False])
-def test_a_group_that_comes_or_goes_is_found(ranks, is_alone_first):
+def test_a_process_group_may_begin_or_end_between_steps(ranks, is_alone_first):
     one = in_two_groups(is_alone_first)
     for found in ranks.run(2, in_two_groups, is_alone_first):
         for value, expected in zip(found, one, strict=True):
@@ -133,7 +133,7 @@ LATER = {"micro_batches": None}
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_ranks_that_differ_say_in_what(ranks, first, second, what):
+def test_ranks_that_differ_in_a_setting_are_refused(ranks, first, second, what):
     said, other = ranks.run(2, with_others, first, second)
     assert said == other
     assert (f"differ in {what}: rank 1 from rank 0." if what else "missing ['b']") in said
@@ -153,7 +153,7 @@ def of_a_group() -> tuple[list[float], list[float]]:
     return optimizer.alpha.tolist(), copies[1].alpha.tolist()
 
 
-def test_a_group_is_that_of_its_ranks_and_of_copies(ranks):
+def test_process_group_selects_the_ranks_also_of_a_copy(ranks):
     first, second, _ = ranks.run(3, of_a_group)
     assert first == second
     assert first[0] == first[1] != [0.5, 0.5]
@@ -262,7 +262,7 @@ def untouched() -> tuple[Tensor, float]:
     return theta_N, float((params[0] - before).abs().max())
 
 
-def test_what_no_domain_touches_stays_on_all_ranks(ranks):
+def test_a_parameter_without_gradient_stays_on_all_ranks(ranks):
     (theta_N, moved), (other_N, _) = ranks.run(2, untouched)
     assert torch.equal(theta_N, other_N)
     assert moved == 0

@@ -62,7 +62,7 @@ def test_groups_and_state_are_those_of_the_optimizers():
     assert {**sgd.state, **adamw.state} == state
 
 
-def test_eta_is_the_rate_of_the_first_group():
+def test_the_mirror_step_uses_the_rate_of_the_first_group():
     model, optimizer = small.wrapped(small.pair, mu=None, domains=["a", "b"])
     assert optimizer.mu == 20 * 0.05 * 3 / 2
     small.train(model, optimizer, [0])
@@ -106,7 +106,7 @@ class Averaging(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("is_one_of_two", [False, True])
-def test_modes_reach_those_that_have_them(is_one_of_two):
+def test_train_and_eval_reach_schedule_free_optimizers(is_one_of_two):
     assert not hasattr(small.wrapped(kind_of(torch.optim.SGD, is_one_of_two))[1], "train")
     optimizer = small.wrapped(kind_of(Averaging, is_one_of_two))[1]
     for _ in range(2):
@@ -166,7 +166,7 @@ def test_a_checkpoint_of_other_optimizers_is_refused(saved, into):
     small.assert_same(small.everything(model, optimizer), before)
 
 
-def test_what_belongs_to_no_parameter_is_saved_with_its_optimizer():
+def test_state_without_a_parameter_is_saved_with_its_optimizer():
     optimizer, again = (small.wrapped(small.two_sgds)[1] for _ in range(2))
     for count, each in enumerate(optimizer.inner.optimizers):
         each.state["count"] = count
@@ -174,17 +174,12 @@ def test_what_belongs_to_no_parameter_is_saved_with_its_optimizer():
     assert [each.state["count"] for each in again.inner.optimizers] == [0, 1]
 
 
-def test_which_lists_are_wrapped():
+def test_a_list_of_optimizers_must_have_disjoint_parameters():
     model = small.small_model()
     sgd, one = small.sgd(model), {"domains": ["a"]}
     assert DoGEOptimizer([sgd], **one).inner is sgd
-    with pytest.raises(ValueError, match="empty"):
-        DoGEOptimizer([], **one)
     with pytest.raises(ValueError, match="AdamW"):
         DoGEOptimizer([sgd, torch.optim.AdamW(model[0].parameters())], **one)
-    for wrong in (3, DoGEOptimizer(sgd, **one)):
-        with pytest.raises(TypeError, match="DoGEOptimizer"):
-            DoGEOptimizer([sgd, wrong], **one)
 
 
 class AsksForTheLoss(torch.optim.SGD):
@@ -226,7 +221,7 @@ class Sharpness(torch.optim.SGD):
 
 @pytest.mark.parametrize("kind", [AsksForTheLoss, AsksByAnotherName, HandsOn, NeedsTheLoss])
 @pytest.mark.parametrize("is_one_of_two", [False, True])
-def test_the_loss_is_handed_to_who_asks_for_it(kind, is_one_of_two):
+def test_step_passes_the_loss_to_an_optimizer_that_takes_a_closure(kind, is_one_of_two):
     def closure() -> Tensor:
         small.collect(model, optimizer, 0)
         return torch.tensor(3.0)

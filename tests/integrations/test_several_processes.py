@@ -300,7 +300,7 @@ def accumulated_without_sync() -> tuple[Tensor, Tensor]:
     return values(model), next(model.parameters()).grad
 
 
-def test_no_sync_of_the_loop_inside_a_domain(ranks):
+def test_no_sync_inside_a_domain_changes_nothing(ranks):
     """All gradients are the domains'; after that DistributedDataParallel reduces again."""
     model = small_model()
     optimizer = DoGEOptimizer(*adamw(model), domains=["a", "b"], mu=5.0, micro_batches=None)

@@ -178,7 +178,7 @@ def refused(what: str) -> str:
 
 
 @pytest.mark.parametrize("what", ["count", "order", "all", "twice"])
-def test_what_shards_refuse(ranks, what):
+def test_refusals_under_fsdp2(ranks, what):
     one, other = ranks.run(2, refused, what)
     assert what in one
     assert one == other
@@ -204,7 +204,7 @@ def trained_off_the_cpu(*given: Any) -> tuple[torch.Tensor, ...]:
         ),
     ],
 )
-def test_ranks_off_the_cpu(ranks, num_ranks, given):
+def test_ranks_whose_gradients_are_taken_late(ranks, num_ranks, given):
     check(ranks, num_ranks, *given, work=trained_off_the_cpu)
 
 
@@ -272,6 +272,6 @@ def refused_placement() -> str:
 
 
 @on_ranks
-def test_what_has_no_place_on_the_mesh_is_refused(ranks, num_ranks):
+def test_parameters_outside_the_mesh_are_refused(ranks, num_ranks):
     for said in ranks.run(num_ranks, refused_placement):
         assert said.startswith("the optimizer's parameters must all be sharded or replicated")

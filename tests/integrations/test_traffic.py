@@ -71,7 +71,7 @@ def data_parallel_steps(num_domains: int, dtype: torch.dtype) -> tuple[list[Coun
         *((2, 3, 1.5), (3, 4, 1.5), (4, 3, 1.25), (4, 6, 1.5)),
     ],
 )
-def test_data_parallel_sends_and_holds_what_is_said(
+def test_traffic_and_memory_of_data_parallel_ranks_are_as_documented(
     ranks, num_ranks, num_domains, over_plain, dtype
 ):
     answers = ranks.run(num_ranks, data_parallel_steps, num_domains, dtype)
@@ -172,7 +172,7 @@ def trained(how: str, num_domains: int) -> tuple[Tensor, Tensor, float, int]:
         (2, 2, "in parts", 10),
     ],
 )
-def test_shards_send_and_hold_what_is_said(ranks, num_ranks, num_domains, how, units):
+def test_traffic_and_memory_of_shards_are_as_documented(ranks, num_ranks, num_domains, how, units):
     theta_N, alpha_K, _, _ = trained("", num_domains)
     assert alpha_K.max() - alpha_K.min() > 1e-5
     unit = (num_ranks - 1) / num_ranks * len(theta_N)

@@ -38,7 +38,7 @@ def steps_that_changed_a_kept_gradient() -> list[int]:
     return changed
 
 
-def test_what_an_optimizer_keeps_of_a_gradient_is_not_written_again(ranks):
+def test_a_gradient_that_the_optimizer_keeps_is_not_overwritten(ranks):
     assert ranks.run(2, steps_that_changed_a_kept_gradient) == [[], []]
 
 
@@ -61,7 +61,7 @@ def skipped_where_pieces_cancel() -> int:
     return int(optimizer.num_skipped)
 
 
-def test_a_gradient_of_zero_is_no_reason_to_skip(ranks):
+def test_a_gradient_whose_pieces_cancel_skips_no_step(ranks):
     """The square of its norm, from the products of the pieces, may be -1e-17."""
     assert ranks.run(2, skipped_where_pieces_cancel) == [0, 0]
 
@@ -107,7 +107,7 @@ def test_pieces_are_counted_as_they_are_dealt(num_rows, num_ranks):
     assert sum(dealt) == scale.num_pieces(num_rows, num_ranks)
 
 
-def test_one_process_holds_what_is_said():
+def test_memory_of_one_process_is_as_documented():
     model = nn.Linear(256, 255, bias=False)
     num_params = model.weight.numel()
     optimizer = DoGEOptimizer(

@@ -104,7 +104,7 @@ def test_several_optimizers_that_are_fused_need_no_value():
 
 
 @pytest.mark.parametrize("kinds", [(FusedSGD, torch.optim.SGD), (torch.optim.SGD, FusedSGD)])
-def test_where_one_optimizer_is_not_fused_one_flag_is_read(kinds, gpu, monkeypatch):
+def test_one_optimizer_that_is_not_fused_needs_the_flag_on_the_host(kinds, gpu, monkeypatch):
     """The check above sees a read: this one asks whether the step is skipped."""
     for build in (torch.optim.SGD, halves(*kinds)):
         with pytest.raises(RuntimeError, match="meta tensor"):
@@ -138,7 +138,7 @@ def test_the_host_waits_for_the_flag_alone(gpu, value):
     assert gpu.mock_calls == [copy, event, mock.call.weighted_sum(), event.synchronize()]
 
 
-def test_nothing_is_copied_that_nobody_reads(gpu, monkeypatch):
+def test_the_flag_is_not_copied_for_fused_optimizers_or_in_a_capture(gpu, monkeypatch):
     """For an optimizer that skips on the device, and in a capture."""
     fused = FusedSGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     read = skip_reader(gpu.flag, fused)
@@ -151,7 +151,7 @@ def test_nothing_is_copied_that_nobody_reads(gpu, monkeypatch):
 
 
 @pytest.mark.parametrize("selection", [None, ["0.weight"]])
-def test_the_flag_leaves_when_it_is_decided(monkeypatch, selection):
+def test_the_flag_is_copied_before_the_weighted_sum(monkeypatch, selection):
     """Right after the K x K step, before the weighted sum."""
     spied = mock.Mock()
     for place, name in ((step, "skip_reader"), (exchange, "weighted_gradients")):
@@ -191,7 +191,7 @@ def _tensors(result: Any) -> list[Tensor]:
     ],
     ids=["plain", "drawn", "settings"],
 )
-def test_a_captured_step_sees_what_was_set_since(options):
+def test_a_captured_step_sees_later_settings(options):
     """Domains come and go, and `mu`, the rate and the loaded state change, at one address each.
 
     Rows and the combined gradient stay at theirs.
@@ -253,7 +253,7 @@ def test_a_captured_step_sees_what_was_set_since(options):
 
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
 @pytest.mark.filterwarnings("error")
-def test_the_rate_of_a_captured_step_is_that_of_its_replays(lr):
+def test_a_captured_step_uses_the_rate_of_each_replay(lr):
     """The host has seen the rate of one step of a hundred."""
     optimizer = DoGEOptimizer(
         FusedSGD([torch.ones(4, requires_grad=True)], lr=lr), domains=["a", "b"], micro_batches=None

@@ -110,7 +110,7 @@ def test_a_first_step_that_the_device_skips_leaves_no_momentum(device, dampening
 
 
 @on_each_gpu
-def test_a_rate_that_is_new_is_not_captured(device):
+def test_a_new_learning_rate_cannot_be_captured(device):
     model = nn.Linear(32, 8, device=device)
     inner = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     optimizer = DoGEOptimizer(inner, domains=DOMAINS)

@@ -191,7 +191,7 @@ def test_an_optimizer_may_keep_the_gradient_that_it_was_given(num_skipped):
         assert torch.equal(wrapped, alone)
 
 
-def test_it_does_not_outlive_its_references():
+def test_the_optimizer_is_freed_with_its_last_reference():
     model, optimizer = build()
     ref = weakref.ref(optimizer)
     del optimizer

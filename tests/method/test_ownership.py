@@ -30,7 +30,7 @@ def step(model: nn.Module, optimizer: DoGEOptimizer) -> None:
     optimizer.zero_grad()
 
 
-def test_two_domains_at_once_are_refused():
+def test_domains_of_two_wrappers_at_once_are_refused():
     model = small_model()
     first, second = wrapped(*model[0].parameters()), wrapped(*model[2].parameters())
     refused = pytest.raises(RuntimeError, match="both optimizers to one")
@@ -80,7 +80,7 @@ def test_a_loop_that_steps_the_wrapped_optimizer_too_is_refused(kind, is_first):
         inner[0].step()
 
 
-def test_threads_have_domains_of_their_own():
+def test_two_threads_may_train_two_models():
     model, other = small_model(), small_model()
     optimizer, others = wrapped(*model.parameters()), wrapped(*other.parameters())
     with optimizer.domain("a"):

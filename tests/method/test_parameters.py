@@ -21,7 +21,7 @@ def param(*shape: int, **options: Any) -> nn.Parameter:
 
 
 @pytest.mark.parametrize("kind", ["names", "tensors of groups with names", "tensors"])
-def test_a_selection_is_found_again_where_a_host_replaces_parameters(kind):
+def test_a_selection_survives_replaced_parameters(kind):
     one, other, later = param(2), param(3), param(3)
     groups: Any = [one, other] if kind == "tensors" else [("one", one), ("other", other)]
     assert tracked(groups).selected_ids is None
@@ -45,7 +45,7 @@ def test_a_selection_is_found_again_where_a_host_replaces_parameters(kind):
         assert ours.selected_ids == {id(later)}
 
 
-def test_a_number_on_a_device_is_not_waited_for():
+def test_on_host_reads_no_number_from_a_device():
     values = (None, 0.5, torch.tensor(0.5), torch.empty((), device="meta"))
     assert list(map(parameters.on_host, values)) == [None, 0.5, 0.5, None]
 
@@ -59,7 +59,7 @@ def test_a_number_on_a_device_is_not_waited_for():
         ({"initial_lr": 0.01}, 0.1),
     ],
 )
-def test_the_peak_rate_is_the_largest_that_is_noted(noted, peak):
+def test_peak_lr_is_the_largest_rate_in_the_group(noted, peak):
     ours = tracked([param(2)])
     ours.groups[0].update(noted)
     assert ours.peak_lr == peak
@@ -86,7 +86,7 @@ def test_complex_parameters_are_refused():
     ],
     ids=repr,
 )
-def test_a_rate_that_is_set_after_the_weights_moved_by_another_is_refused(
+def test_a_learning_rate_that_changes_after_combining_is_refused(
     lr, later, is_refused, micro_batches
 ):
     weight = param(2)
@@ -106,7 +106,7 @@ def test_a_rate_that_is_set_after_the_weights_moved_by_another_is_refused(
     assert optimizer.last.lr == (lr if micro_batches else later)
 
 
-def test_what_a_scheduler_writes_into_a_rate_does_not_change_the_last_step():
+def test_the_last_step_keeps_its_rate_if_a_scheduler_writes_into_the_tensor():
     weight, lr = param(2), torch.tensor(0.1)
     optimizer = DoGEOptimizer(torch.optim.SGD([weight], lr=lr), domains=["a"], mu=1.0)
     with optimizer.domain("a"):

@@ -138,7 +138,7 @@ def test_counts_of_micro_batches_add_up(monkeypatch):
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, None])
-def test_the_last_domain_of_a_step_combines_where_their_number_is_agreed(micro_batches):
+def test_leaving_the_last_domain_combines_if_micro_batches_is_given(micro_batches):
     """In any order, and anew after the step."""
     weight, optimizer = made(micro_batches=micro_batches)
     assert optimizer.micro_batches == micro_batches
@@ -155,7 +155,7 @@ def test_the_last_domain_of_a_step_combines_where_their_number_is_agreed(micro_b
         assert optimizer.num_steps == step + 1
 
 
-def test_a_step_that_is_cut_short_is_refused_or_kept():
+def test_a_step_with_too_few_micro_batches_is_refused_unless_absent_keep():
     weight, optimizer = made(micro_batches=2)
     enter(weight, optimizer, "aabc")
     with refused(r"micro_batches=2 times; \['b', 'c'\] were"):
@@ -171,7 +171,7 @@ def test_a_step_that_is_cut_short_is_refused_or_kept():
         assert optimizer.num_steps == 1
 
 
-def test_a_copy_has_entered_nothing():
+def test_a_pickled_copy_starts_an_empty_step():
     weight, optimizer = made()
     enter(weight, optimizer, "ab")
     other: DoGEOptimizer = pickle.loads(pickle.dumps(optimizer))
@@ -182,7 +182,7 @@ def test_a_copy_has_entered_nothing():
     assert optimizer.num_steps == 1
 
 
-def test_a_domain_is_known_and_inside_no_other_and_has_a_backward_pass():
+def test_domain_refuses_unknown_names_nesting_and_missing_gradients():
     _, optimizer = made(target={"far": 1.0})
     said = r"domain 'z' .* \['a', 'b', 'c', 'far'\]"
     with refused(said, ValueError), optimizer.domain("z"):
@@ -199,7 +199,7 @@ def test_a_domain_is_known_and_inside_no_other_and_has_a_backward_pass():
 
 
 @pytest.mark.parametrize("what", ["step", "combine", "zero_grad", "release", "load_state_dict"])
-def test_what_is_refused_inside_a_domain(what):
+def test_methods_that_are_refused_inside_a_domain(what):
     weight, optimizer = made()
     arguments = [optimizer.state_dict()] if what == "load_state_dict" else []
     with optimizer.domain("a"):
@@ -263,7 +263,7 @@ def test_after_a_release_the_model_trains_as_without_domains():
     assert_steps(weight, optimizer)
 
 
-def test_after_combining_a_domain_waits_until_the_gradient_is_cleared():
+def test_a_combined_gradient_must_be_cleared_before_the_next_domain():
     weight, optimizer = made(micro_batches=None)
     enter(weight, optimizer, "abc")
     optimizer.combine()
@@ -284,7 +284,7 @@ def test_after_combining_a_domain_waits_until_the_gradient_is_cleared():
     assert optimizer.num_steps == 2
 
 
-def test_a_gradient_that_is_left_is_refused():
+def test_a_gradient_from_before_the_domain_is_refused():
     weight, optimizer = made()
     weight.grad = torch.ones(2)
     with refused("still holds a gradient from before this domain"):
@@ -292,7 +292,7 @@ def test_a_gradient_that_is_left_is_refused():
     assert_steps(weight, optimizer)
 
 
-def test_a_parameter_unfrozen_within_a_step_counts_from_the_next_on():
+def test_a_parameter_that_is_unfrozen_within_a_step_is_refused_until_the_next():
     model, optimizer = made(nn.Linear(2, 1).double(), micro_batches=None)
     model.bias.requires_grad_(False)
     x = torch.ones(1, 2).double()
@@ -308,7 +308,7 @@ def test_a_parameter_unfrozen_within_a_step_counts_from_the_next_on():
     torch.testing.assert_close(model.bias.grad, optimizer.alpha.sum()[None])
 
 
-def test_of_two_wrappers_that_take_turns_the_one_in_use_listens():
+def test_two_wrappers_of_one_model_can_take_turns():
     weight, old = made()
     new = DoGEOptimizer(torch.optim.SGD([weight], lr=0.1), domains=["a", "b", "c"])
     for optimizer in (new, old, new):
@@ -318,7 +318,7 @@ def test_of_two_wrappers_that_take_turns_the_one_in_use_listens():
     assert (new.num_steps, old.num_steps) == (2, 1)
 
 
-def test_the_factor_is_the_loops_or_the_scalers_or_one():
+def test_loss_scale_is_that_of_the_call_or_the_scaler_or_one():
     cpu = torch.device("cpu")
     assert loss_scale(None, None, cpu) == 1.0
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)

@@ -59,7 +59,7 @@ class Counts(TorchDispatchMode):
             self.ours += frame.f_code.co_filename.startswith(FOLDERS)
 
 
-def test_no_function_runs_for_each_parameter():
+def test_on_a_gpu_no_python_runs_per_parameter():
     """What a GPU would wait for; without values, since only the calls count."""
     counts = []
     for number in (5, 50):
@@ -86,7 +86,7 @@ def test_on_a_cpu_gradients_are_taken_one_by_one_and_elsewhere_together():
     assert all(block.written == 3 for block in optimizer.buffer.blocks)
 
 
-def test_both_ways_give_the_same_bits(monkeypatch):
+def test_taking_gradients_early_or_late_gives_the_same_bits(monkeypatch):
     after = []
     for at_once in (True, False):
         monkeypatch.setattr(parameters, "takes_at_once", lambda param, at=at_once: at)
@@ -134,7 +134,7 @@ def test_a_hook_of_the_user_runs_before_the_gradient_is_taken(is_first):
         model(torch.ones(2, 3)).sum().backward()
 
 
-def test_passes_inside_one_domain_add_up_in_the_parameters_dtype(taken_late):
+def test_backward_passes_inside_one_domain_add_up_in_the_dtype_of_the_parameter(taken_late):
     """Those of several domain blocks in the buffer's."""
     param = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
     optimizer = optimizer_of(nn.ParameterList([param]), buffer_dtype=torch.float32)
@@ -171,7 +171,7 @@ def test_a_stacked_pass_leaves_no_gradient_and_refuses_that_of_the_whole_batch()
     optimizer.step()
 
 
-def test_what_has_no_memory_goes_through_the_operator(monkeypatch):
+def test_fake_tensors_go_through_the_operator(monkeypatch):
     def choose(*_: object, **__: object) -> None:
         raise AssertionError("an implementation was launched")
 

@@ -28,7 +28,7 @@ def test_a_profile_names_the_phases():
         assert counts[f"doge_fast.{name}"] == (2 if name == "accumulate" else 1)
 
 
-def test_an_observer_is_told_of_every_phase_until_it_leaves():
+def test_an_observer_sees_every_phase():
     told: list[str] = []
 
     @contextmanager
