@@ -111,12 +111,16 @@ class Step:
         # Domains that have been left in this step, in the order of the first time. On a
         # data-parallel rank this is also the order of the buffer's rows.
         self._entries: dict[str, Entry] = {}
+        # The next place in the sequence of the step's domains.
         self._places = count()
+        # `num_rows` is B; 0 on a data-parallel rank until it enters a domain.
         self.buffer = FlatBuffer(len(self.subset.names), self._buffer_dtype)
         self._exchange: Exchange | None = None
         # The default group and the kinds of parameters that the exchange was made for.
         self._made_for: object = None
+        # Whether rank 0 has broadcast its weights, so that they need not be compared.
         self._has_agreed = False
+        # Rules and forwards for the model of the last stacked pass.
         self._stacked_model: StackedModel | None = None
         inner = self.parameters.optimizer
         # Whether state that appears in the wrapped optimizer may have been loaded into it directly.
@@ -290,7 +294,7 @@ class Step:
             return
         grad, param.grad = param.grad, None
         if grad is None:
-            # In a stacked pass its module has written the rows.
+            # In a stacked pass the module has written the rows in its own backward.
             return
         if self.exchange.has_shards:
             grad = local_gradient(param, grad)
@@ -355,14 +359,17 @@ class Step:
         params = self._params_to_combine()
         scale = loss_scale(grad_scale, self._scaler, self.parameters.params[0].device)
         agreement = self._agree(params, scale)
-        # All rows of this rank's columns.
+        # A block [B, numel] for each parameter that has a gradient on some rank.
         blocks = self.buffer.touched(params, agreement.dtypes)
+        # [B, columns] tensors: all rows of this rank's columns.
         columns = exchange.complete(blocks, selected or ())
 
         with tracing.phase("doge_fast.gram"):
+            # The same sums on all ranks, to the bit. `full_BB` differs under a selection alone.
             gram_BB, full_BB = _gram_matrices(columns, exchange, selected)
 
         with tracing.phase("doge_fast.reweight"):
+            # From here on B coefficients; the rows are read once more, for the weighted sum.
             last = self._weights.move(
                 gram_BB,
                 full_BB,
@@ -379,7 +386,8 @@ class Step:
             self._read_skipped = skip_reader(last.skipped, self.parameters.optimizer)
 
         with tracing.phase("doge_fast.weighted_sum"):
-            # The sum goes into `p.grad` on all ranks.
+            # Into `p.grad`, on all ranks. Rank 0's weights go to the others too, since machines may
+            # round differently.
             exchange.deliver(columns, last.coefficients, self._weights.state_S)
 
         self._weights.last = last
