@@ -86,9 +86,9 @@ class Block:
         combined = self.combined
         if combined is None or self.strides != param.stride() or combined.dtype != dtype:
             # The strides matter: fused optimizers walk parameter and gradient in memory order.
-            self.combined = torch.empty_like(param, dtype=dtype, requires_grad=False)
+            combined = self.combined = torch.empty_like(param, dtype=dtype, requires_grad=False)
             self.strides = param.stride()
-        return self.combined
+        return combined
 
     def give(self, gradient: Tensor) -> None:
         """Set `param.grad`; for a sharded parameter `gradient` is this rank's part."""

@@ -40,11 +40,6 @@ from doge_fast.weights.state import DomainWeights
 from doge_fast.weights.subset import Subset
 from doge_fast.wrapper import optimizers_of, skip_reader, step_unless
 
-WAY_TO_ACCUMULATE = (
-    "To accumulate micro-batches, pass their number, DoGEOptimizer(..., micro_batches=N), or None "
-    "for any number, with which combine() or step() ends the step."
-)
-
 
 class StepState(Enum):
     """Where a step stands. `Step` changes it in the methods that are named here."""
@@ -159,11 +154,6 @@ class Step:
         """One backward pass inside, on a batch sorted by domain, gives each domain its gradient."""
         sizes_here = sizes_of(sizes)
         self._enter(tuple(sizes_here))
-        if self.exchange.has_shards:
-            raise RuntimeError(
-                "stacked() needs whole parameters, and those of a sharded model are divided over "
-                "ranks. Run one domain after another, with optimizer.domain(name)."
-            )
         if have_other_hooks(self.parameters.params):
             raise RuntimeError(
                 "stacked() runs no post-accumulate hook of a parameter beside its own. Use "
@@ -187,9 +177,8 @@ class Step:
         """Check that these domains may be entered now; begin the step with the first."""
         if unknown := [name for name in names if name not in self.subset.row_of]:
             raise ValueError(
-                f"domain {unknown[0]!r} is none of this step's, {list(self.subset.names)}, of "
-                f"{list(self._weights.objective.names)}. Name it in domains= or target=; with "
-                "domains_per_step run those in optimizer.domains_of_step."
+                f"domain {unknown[0]!r} is none of this step's, {list(self.subset.names)}. Name it "
+                "in domains= or target=, or enter those in optimizer.domains_of_step."
             )
         self.refuse_inside_a_domain(f"domain({names[0]!r})")
         ownership.refuse_second(self)
@@ -200,7 +189,7 @@ class Step:
             if self.micro_batches is not None and self._times(name) >= self.micro_batches:
                 raise RuntimeError(
                     f"domain {name!r} has been entered micro_batches={self.micro_batches} times in "
-                    f"this step already. {WAY_TO_ACCUMULATE}"
+                    "this step. Pass their number, micro_batches=N, or None for any number."
                 )
 
     def _begin(self) -> None:
@@ -209,9 +198,8 @@ class Step:
         self._settle_exchange()
         if any(param.grad is not None for param in params):
             raise RuntimeError(
-                "a parameter still holds a gradient from before this domain; call "
-                "optimizer.step() if the domains of the step are combined, and zero_grad(). "
-                + WAY_TO_ACCUMULATE
+                "a parameter still holds a gradient from before this domain. Call zero_grad(); "
+                "step() before it if the domains are combined."
             )
         is_drawn = len(self.subset.domains) < len(self._weights.objective.domains)
         is_alone = self._one_step.is_alone
@@ -258,10 +246,8 @@ class Step:
             if not domain.has_received:
                 raise RuntimeError(
                     "no parameter of the optimizer received a gradient inside "
-                    f"domain {' or '.join(map(repr, counts))}. Run forward and loss.backward() "
-                    "inside it, in stacked() on the model that it was given. If the model's "
-                    "parameters were replaced, build the optimizer again. Under fully_shard the "
-                    "last backward pass of each domain must reduce."
+                    f"domain {' or '.join(map(repr, counts))}. Run forward and backward inside it, "
+                    "with the model whose parameters the optimizer has."
                 )
             for name, count in counts.items():
                 entry = self._entries.setdefault(name, Entry())
@@ -403,9 +389,8 @@ class Step:
         given = next((param for param in params if param.grad is not None), None)
         if self._entries and given is not None:
             raise RuntimeError(
-                f"{self.parameters.name_of(given)} has a p.grad from outside the domains, or one "
-                "that was assigned. Run that backward pass inside a domain, or step before. "
-                "Unfreeze parameters between steps."
+                f"{self.parameters.name_of(given)} has a p.grad that no domain gave. Run backward "
+                "passes inside domains, and unfreeze parameters between steps."
             )
         is_whole = self._is_complete and self.exchange.num_ranks == 1
         if self.state is StepState.DROPPED and not is_whole:
@@ -428,14 +413,10 @@ class Step:
         self._has_agreed = True
         missing = [name for name in self.subset.names if name not in agreement.seen]
         if missing and (self._absent == "error" or not agreement.seen):
-            needed, way = "at least one", ""
-            if self._absent == "error":
-                needed = "every"
-                way = ", or pass absent='keep' to allow a step without some domains"
+            needed = "every domain, unless absent='keep'" if agreement.seen else "some domain"
             raise RuntimeError(
-                f"step() needs a gradient from {needed} domain; missing {missing} of "
-                f"{list(self.subset.names)}. Run backward for them inside optimizer.domain(name)"
-                f"{way}."
+                f"step() needs a gradient of {needed}; missing {missing}. Run their backward "
+                "passes inside optimizer.domain(name)."
             )
         return agreement
 
@@ -486,8 +467,7 @@ class Step:
             if partial and self._absent == "error":
                 raise RuntimeError(
                     f"step() needs every domain micro_batches={least} times; {partial} were "
-                    "entered less often. To end a step early call combine(), or pass "
-                    "micro_batches=None."
+                    "entered less often. combine() ends a step early."
                 )
             self.combine(None)
         last = self._weights.last
@@ -565,10 +545,8 @@ class Step:
             return
         if any(param.grad is not None for param in self.parameters.params):
             raise RuntimeError(
-                "a backward pass ran outside any domain, so its gradient belongs to none of "
-                f"{list(self._weights.objective.names)}. Call optimizer.zero_grad() and run it "
-                "inside optimizer.domain(name), or call optimizer.release() to train without "
-                "domains."
+                "a backward pass ran outside any domain. Call zero_grad() and run it inside "
+                "optimizer.domain(name); after release() the model trains without domains."
             )
         self.parameters.forget()
 
@@ -576,9 +554,9 @@ class Step:
         """Raise RuntimeError if something has put reduced gradients back after our hooks ran."""
         if self.exchange.num_ranks > 1 and self.parameters.has_foreign:
             raise RuntimeError(
-                "something has set p.grad inside a domain, as torch's replicate() does, or "
-                "DistributedDataParallel after a forward pass before it. Run forward and backward "
-                "inside the domain, in DistributedDataParallel or no wrapper."
+                "something has set p.grad inside a domain, as a wrapper that reduces gradients "
+                "does. Run forward and backward inside the domain, in DistributedDataParallel or "
+                "no wrapper."
             )
 
 

@@ -48,7 +48,7 @@ def test_a_step_without_some_domain_is_refused_and_moves_nothing(entered, missin
     weight, optimizer = made()
     enter(weight, optimizer, entered)
     for _ in range(2):
-        with refused(f"missing {missing} of"):
+        with refused(f"missing {missing}"):
             getattr(optimizer, ends)()
     assert weight.tolist() == [1.0, 2.0]
     assert optimizer.alpha.tolist() == [1 / 3] * 3
@@ -60,9 +60,8 @@ def test_a_step_without_some_domain_is_refused_and_moves_nothing(entered, missin
 def test_a_step_without_any_domain_does_nothing_and_cannot_be_combined(absent):
     weight, optimizer = made(absent=absent)
     optimizer.step()
-    with refused(r"missing \['a', 'b', 'c'\] of") as caught:
+    with refused(r"missing \['a', 'b', 'c'\]"):
         optimizer.combine()
-    assert ("absent='keep'" in str(caught.value)) == (absent == "error")
     assert weight.tolist() == [1.0, 2.0]
     assert optimizer.num_steps == 0
     assert_steps(weight, optimizer)
@@ -194,7 +193,7 @@ def test_domain_refuses_unknown_names_nesting_and_missing_gradients():
     ):
         pass
     # Of a parameter that was put in the place of another, for example.
-    with refused("gradient inside domain 'a'.* were replaced"), optimizer.domain("a"):
+    with refused("gradient inside domain 'a'"), optimizer.domain("a"):
         nn.Parameter(torch.ones(2)).sum().backward()
 
 
@@ -235,14 +234,14 @@ def test_a_backward_pass_outside_any_domain_is_refused():
     weight, optimizer = made()
     weight.sum().backward()
     for refuses in (optimizer.step, optimizer.domain("a").__enter__):
-        with refused("ran outside any domain"):
+        with refused("outside any domain"):
             refuses()
     # Nor is one added to the combined gradient.
     optimizer.zero_grad()
     enter(weight, optimizer, "abc")
     alpha = optimizer.alpha
     weight.sum().backward()
-    with refused("ran outside any domain"):
+    with refused("outside any domain"):
         optimizer.step()
     assert weight.tolist() == [1.0, 2.0]
     assert torch.equal(optimizer.alpha, alpha)
@@ -300,7 +299,7 @@ def test_a_parameter_that_is_unfrozen_within_a_step_is_refused_until_the_next():
         with optimizer.domain(name):
             model(x).sum().backward()
         model.bias.requires_grad_(True)
-    with refused(r"\[1\] has a p.grad from outside the domains"):
+    with refused(r"\[1\] has a p.grad that no domain gave"):
         optimizer.combine()
     optimizer.zero_grad()
     models.enter(optimizer, "abc", lambda _: model(x).sum())
