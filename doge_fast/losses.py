@@ -11,10 +11,15 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from doge_fast.flat_buffer import on_device
-from doge_fast.stacked.layers.batch import ExampleAxis
+from doge_fast.stacked.layers.batch import SortedBatch
 from doge_fast.stacked.layers.linear import autocast_dtype, multiply, without_autocast
 from doge_fast.stacked.layers.token_sums import exact, wide_dtype
-from doge_fast.stacked.stacked import StackedModel, is_asked, pass_of, sizes_of
+from doge_fast.stacked.stacked import (
+    StackedModel,
+    recording_model,
+    sizes_of,
+    will_receive_grad,
+)
 
 IGNORED = -100
 
@@ -45,7 +50,7 @@ def domain_losses(
         `sizes`; 0 for a domain whose targets are all ignored.
 
     Raises:
-        ValueError: the shapes do not match, or `sizes` do not add up to the batch.
+        ValueError: the batches of logits and labels differ, or `sizes` do not add up to them.
 
     Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), section 2.
     """
@@ -81,10 +86,10 @@ def linear_domain_losses(
 
     l_i  =  1 / n_i  sum over the targets t of domain i of  - log softmax(W h)_t
 
-    Equals `domain_losses(F.linear(hidden_BLH, weight_VH), labels_BL, sizes)` to rounding, which
-    keeps B L V logits several times over. Inside `DoGEOptimizer.stacked` each domain's gradient of
-    the head goes straight into its row (`_LinearLosses`). Elsewhere the backward pass computes the
-    logits again, which costs one more product of the head's size::
+    Equals `domain_losses(F.linear(hidden_BLH, weight_VH), labels_BL, sizes)` to rounding. That
+    holds several copies of all B L V logits. Inside `DoGEOptimizer.stacked` the head's gradient of
+    each domain goes straight into its row (`_LinearLosses`). Elsewhere the backward pass computes
+    the logits again, which costs one more product of the head's size::
 
         with optimizer.stacked(model, sizes):
             hidden = model.base_model(input_ids).last_hidden_state
@@ -98,39 +103,78 @@ def linear_domain_losses(
         hidden_BLH: [B, L, H] floating, the input of the head.
         weight_VH: [V, H], the head's weight.
         labels_BL: this and the rest, and the result, as for `domain_losses`.
-        sizes: as above; inside `stacked` those that it was given.
+        sizes: as above; inside `stacked` the sizes of its batch.
         num_targets: as above.
 
     Raises:
-        ValueError: the shapes do not match, `sizes` do not add up to the batch, or they differ
-            from those of the stacked batch.
+        ValueError: the batches differ, `sizes` do not add up to the batch, or they differ from
+            those of the stacked batch.
 
     Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), section 2: l_j, the mean loss of a domain.
     """
     sizes = _checked_sizes(hidden_BLH, labels_BL, sizes)
-    if weight_VH.dim() != 2 or hidden_BLH.shape[-1:] != weight_VH.shape[1:]:
-        raise ValueError(
-            "linear_domain_losses() takes hidden states [B, L, H] and a weight [V, H]; got "
-            f"{list(hidden_BLH.shape)} and {list(weight_VH.shape)}."
-        )
     targets_BL = labels_BL[:, 1:]
     ends = [last * targets_BL.shape[1] for last in itertools.accumulate(sizes.values())]
     spans = tuple(itertools.starmap(slice, itertools.pairwise([0, *ends])))
-    stacked = pass_of(weight_VH)
-    if stacked is not None:
-        expected = [segment.last - segment.first for segment in stacked.segments]
-        if expected != (given := [*sizes.values()]):
-            raise ValueError(
-                f"inside stacked() the sizes must be those of its batch, {expected}; got {given}."
-            )
+    rows = _HeadRows.of(weight_VH)
+    if rows is not None and (expected := rows.sizes) != [*sizes.values()]:
+        raise ValueError(
+            f"inside stacked() the sizes must be those of its batch, {expected}; got "
+            f"{[*sizes.values()]}."
+        )
     losses_D: Tensor = _LinearLosses.apply(  # type: ignore[no-untyped-call]
         rearrange(hidden_BLH[:, :-1], "b l h -> (b l) h"),
         weight_VH,
         rearrange(targets_BL, "b l -> (b l)"),
         _counts(targets_BL, sizes, num_targets),
-        _Head(spans, stacked, torch.is_grad_enabled(), stacked.examples if stacked else None),
+        _Head(spans, rows, torch.is_grad_enabled()),
     )
     return losses_D
+
+
+class _HeadRows(NamedTuple):
+    """The head's rows of the buffer in a stacked pass, one for each of the batch's D domains."""
+
+    stacked: StackedModel
+    batch: SortedBatch
+    weight: Tensor
+
+    @staticmethod
+    def of(weight: Tensor) -> "_HeadRows | None":
+        """None outside a stacked pass that trains the weight."""
+        stacked = recording_model(weight)
+        if stacked is None or stacked.batch is None:
+            return None
+        return _HeadRows(stacked, stacked.batch, weight)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Examples of each domain."""
+        return [segment.last - segment.first for segment in self.batch.segments]
+
+    def reserve(self, dtype: torch.dtype) -> list[Tensor] | None:
+        """The rows' memory, D views [V, H]; None if one of the rows has none to spare."""
+        views_DVH = []
+        for segment in self.batch.segments:
+            view_VH = self.stacked.buffer.reserve(segment.row, self.weight, dtype)
+            if view_VH is None:
+                return None
+            views_DVH.append(view_VH)
+        return views_DVH
+
+    def are_reserved(self, views_DVH: Sequence[Tensor]) -> bool:
+        """Whether nothing else has used the memory since `reserve`."""
+        # There are no views if the weight needed no gradient.
+        return all(
+            self.stacked.buffer.is_reserved(segment.row, self.weight, view_VH)
+            for segment, view_VH in zip(self.batch.segments, views_DVH, strict=False)
+        )
+
+    def claim(self, domain: int, dtype: torch.dtype) -> tuple[Tensor, bool]:
+        """A domain's row [V, H], which counts as written then, and whether it must be added to."""
+        row = self.batch.segments[domain].row
+        (row_VH,), adds = self.stacked.claim(self.weight, range(row, row + 1), dtype)
+        return row_VH, adds
 
 
 class _Head(NamedTuple):
@@ -138,23 +182,23 @@ class _Head(NamedTuple):
 
     spans: tuple[slice, ...]
     """Tokens of each domain."""
-    stacked: StackedModel | None
-    """The stacked pass that trains the weight; None: autograd gets its gradient."""
-    is_trained: bool
+    rows: _HeadRows | None
+    """None outside a stacked pass: autograd gets the gradient of the weight."""
+    has_backward: bool
     """Whether a backward pass may follow."""
-    examples: ExampleAxis | None
-    """Those of the stacked pass."""
 
 
 class _LinearLosses(torch.autograd.Function):
-    """[D] mean losses; where rows have memory for it, forward computes the gradients too.
+    """[D] mean losses; in a stacked pass forward computes the gradients too, if rows are free.
 
     A domain's loss reaches the weight through one number, the gradient of that loss, which the
     backward pass brings: mostly 1, or the scale of a GradScaler. So in a stacked pass the gradients
-    of the means are computed while the logits are there, those of the head into memory of the
+    of the means are computed while the logits are there, those of the head in the memory of the
     domain's row (`FlatBuffer.reserve`), and the backward pass only multiplies by that number.
-    It computes the logits again where a row holds gradients of an earlier micro-batch, where
-    autograd gets the gradient of the head, and in float16, which is too narrow before a scale.
+
+    The backward pass computes the logits again where a row holds gradients of an earlier
+    micro-batch, where autograd gets the gradient of the head, and in float16, which is too narrow
+    for gradients that are not scaled yet.
     """
 
     @staticmethod
@@ -169,18 +213,23 @@ class _LinearLosses(torch.autograd.Function):
         dtype = autocast_dtype(hidden_TH) or hidden_TH.dtype
         tensors = hidden_TH.to(dtype), weight_VH.to(dtype), targets_T
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        rows = ctx.rows = _reserved(head, weight_VH if needs_weight else None, dtype)
-        share_D = None if rows is None else counts_D.to(wide_dtype(dtype)).reciprocal()
+        # None: the backward pass computes all gradients.
+        views_DVH: list[Tensor] | None = None
+        if head.has_backward and dtype != torch.float16:
+            if not needs_weight:
+                views_DVH = []
+            elif head.rows is not None:
+                views_DVH = head.rows.reserve(dtype)
+        share_D = None if views_DVH is None else counts_D.to(wide_dtype(dtype)).reciprocal()
         with without_autocast(hidden_TH):
             sums_D, ctx.grad_TH = _over_domains(
-                head,
+                head.spans,
                 *tensors,
                 share_D=share_D,
                 needs_hidden=needs_hidden,
-                out_of=(lambda domain: (rows[domain], False)) if rows else None,
+                out_of=(lambda domain: (views_DVH[domain], False)) if views_DVH else None,
             )
-        # Hooks on saved tensors return others, and rows are found by the parameter itself.
-        ctx.head, ctx.weight = head, weight_VH
+        ctx.head, ctx.views_DVH = head, views_DVH
         ctx.save_for_backward(counts_D, *tensors)
         return sums_D / counts_D
 
@@ -188,28 +237,39 @@ class _LinearLosses(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_D: Tensor) -> Any:
         counts_D, *tensors = ctx.saved_tensors
-        head, weight = ctx.head, ctx.weight
-        if head.stacked is not None:
-            head.stacked.check_pass(head.examples)
-        needs_hidden, has_weight = ctx.needs_input_grad[:2]
-        needs_weight = has_weight and (head.stacked is None or is_asked(ctx, 1))
-        if needs_weight == has_weight and _are_kept(head, weight, ctx.rows):
-            grad_TH = ctx.grad_TH
-            _multiply(grad_D, head, weight, grad_TH, ctx.rows)
-            ctx.grad_TH = ctx.rows = None
+        head: _Head = ctx.head
+        spans, rows = head.spans, head.rows
+        needs_hidden, was_trained = ctx.needs_input_grad[:2]
+        needs_weight = was_trained
+        is_computed = ctx.views_DVH is not None
+        if rows is not None:
+            rows.stacked.require_open(rows.batch)
+            # autograd.grad(loss, hidden) leaves the rows alone.
+            needs_weight = was_trained and will_receive_grad(ctx, 1)
+            is_computed = is_computed and rows.are_reserved(ctx.views_DVH)
+        if is_computed and needs_weight == was_trained:
+            grad_TH, views_DVH = ctx.grad_TH, ctx.views_DVH
+            ctx.grad_TH = ctx.views_DVH = None
+            if rows is not None and needs_weight:
+                # The same memory as the views.
+                views_DVH = [rows.claim(i, view.dtype)[0] for i, view in enumerate(views_DVH)]
+            _scale_gradients(grad_D, spans, grad_TH, views_DVH)
             return grad_TH, *[None] * 4
         dtype = tensors[0].dtype
         grad_VH = None
-        if needs_weight and head.stacked is None:
+        if needs_weight and rows is None:
             grad_VH = torch.zeros_like(tensors[1], dtype=wide_dtype(dtype))
 
         def out_of(domain: int) -> tuple[Tensor, bool]:
-            # One row after another: `claim` may replace those that were given before.
-            return _row(head, weight, domain, dtype) if grad_VH is None else (grad_VH, True)
+            if rows is None:
+                assert grad_VH is not None
+                return grad_VH, True
+            # Claimed one after another: a claim may move rows that were claimed before.
+            return rows.claim(domain, dtype)
 
         with without_autocast(grad_D):
             _, grad_TH = _over_domains(
-                head,
+                spans,
                 *tensors,
                 share_D=grad_D / counts_D,
                 needs_hidden=needs_hidden,
@@ -218,59 +278,22 @@ class _LinearLosses(torch.autograd.Function):
         return grad_TH, grad_VH, None, None, None
 
 
-def _reserved(head: _Head, weight: Tensor | None, dtype: torch.dtype) -> list[Tensor] | None:
-    """Memory for the gradient of each domain, in its row; None where some row has none to spare.
-
-    Empty if the weight needs no gradient.
-    """
-    if not head.is_trained or dtype == torch.float16:
-        return None
-    if weight is None:
-        return []
-    if head.stacked is None:
-        return None
-    rows = []
-    for segment in head.stacked.segments:
-        row = head.stacked.buffer.reserve(segment.row, weight, dtype)
-        if row is None:
-            return None
-        rows.append(row)
-    return rows
-
-
-def _are_kept(head: _Head, weight: Tensor, rows: list[Tensor] | None) -> bool:
-    """Whether there are reserved rows, and nothing else has used their memory since."""
-    if head.stacked is None or not rows:
-        return rows is not None
-    buffer, segments = head.stacked.buffer, head.stacked.segments
-    pairs = zip(segments, rows, strict=True)
-    return all(buffer.is_reserved(segment.row, weight, row) for segment, row in pairs)
-
-
-def _row(head: _Head, weight: Tensor, domain: int, dtype: torch.dtype) -> tuple[Tensor, bool]:
-    """The weight's row of domain number `domain`, and whether it must be added to."""
-    assert head.stacked is not None
-    row = head.stacked.segments[domain].row
-    (row_VH,), adds = head.stacked.claim(weight, range(row, row + 1), dtype)
-    return row_VH, adds
-
-
-def _multiply(
-    grad_D: Tensor, head: _Head, weight: Tensor, grad_TH: Tensor | None, rows: Sequence[Tensor]
+def _scale_gradients(
+    grad_D: Tensor, spans: Sequence[slice], grad_TH: Tensor | None, rows_DVH: Sequence[Tensor]
 ) -> None:
-    """Turn gradients of the means into those of the loss, and reserved memory into rows."""
+    """Multiply gradients of the mean losses by those of the loss with respect to these."""
     # On a CPU the host reads numbers without waiting.
-    is_one = grad_D.is_cpu and bool((grad_D == 1).all())
-    for domain, span in enumerate(head.spans):
-        values = [] if grad_TH is None else [grad_TH[span]]
-        if rows:
-            values.append(_row(head, weight, domain, rows[domain].dtype)[0])
-        for value in () if is_one else values:
-            value.mul_(grad_D[domain])
+    if grad_D.is_cpu and bool((grad_D == 1).all()):
+        return
+    for domain, span in enumerate(spans):
+        if grad_TH is not None:
+            grad_TH[span].mul_(grad_D[domain])
+        if rows_DVH:
+            rows_DVH[domain].mul_(grad_D[domain])
 
 
 def _over_domains(
-    head: _Head,
+    spans: Sequence[slice],
     hidden_TH: Tensor,
     weight_VH: Tensor,
     targets_T: Tensor,
@@ -289,9 +312,9 @@ def _over_domains(
     targets_T1 = torch.where(counted_T, targets_T, 0)[:, None]
     grad_TH = torch.empty_like(hidden_TH) if needs_hidden and share_D is not None else None
     sums = []
-    for domain, span in enumerate(head.spans):
+    for domain, span in enumerate(spans):
         hidden_SH, targets_S1 = hidden_TH[span], targets_T1[span]
-        # Everything of the logits' size happens in the same memory.
+        # From logits to softmax to their gradient, [S, V] in the same memory.
         values_SV = exact(F.linear(hidden_SH, weight_VH))
         values_SV.sub_(values_SV.amax(1, keepdim=True))
         picked_S1 = values_SV.gather(1, targets_S1)
@@ -319,8 +342,6 @@ def _counts(
     """[D] targets of each domain, at least 1."""
     if num_targets is None:
         return _sums(targets_BL != IGNORED, sizes).clamp(min=1)
-    if lacking := [name for name in sizes if name not in num_targets]:
-        raise ValueError(f"num_targets must have every domain of the batch; it lacks {lacking}.")
     device = targets_BL.device
     counts = [num_targets[name] for name in sizes]
     if any(isinstance(count, Tensor) and count.device == device for count in counts):
@@ -344,13 +365,11 @@ def _checked_sizes(
     logits_BLV: Tensor, labels_BL: Tensor, sizes: Mapping[str, int]
 ) -> dict[str, int]:
     """The sizes that are not zero; ValueError if these are not those of the batch."""
-    if logits_BLV.dim() != 3 or labels_BL.shape != logits_BLV.shape[:2]:
+    is_one_batch = labels_BL.shape == logits_BLV.shape[:2]
+    if not is_one_batch or sum(sizes.values()) != len(labels_BL):
         raise ValueError(
-            "domain losses take logits [B, L, V] or hidden states [B, L, H] and labels [B, L]; got "
-            f"{list(logits_BLV.shape)} and {list(labels_BL.shape)}."
-        )
-    if sum(sizes_of(sizes).values()) != len(labels_BL):
-        raise ValueError(
-            f"sizes must add up to the {len(labels_BL)} examples of the batch; got {dict(sizes)}."
+            "domain losses take logits [B, L, V] or hidden states [B, L, H], labels [B, L], and "
+            f"sizes that add up to B; got {list(logits_BLV.shape)}, {list(labels_BL.shape)} and "
+            f"{dict(sizes)}."
         )
     return sizes_of(sizes)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate, count
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -26,32 +26,21 @@ from torch.autograd.function import once_differentiable
 from torch.nn.utils import parametrize
 
 from doge_fast.flat_buffer import FlatBuffer
-from doge_fast.stacked.layers.batch import (
-    DomainRun,
-    ExampleAxis,
-    Segment,
-    only_input,
-    refuse_coupled_examples,
-    runs_of,
-)
+from doge_fast.stacked.layers.batch import Segment, SortedBatch, refuse_coupled_examples
 from doge_fast.stacked.layers.by_slices import outputs_by_slices
 from doge_fast.stacked.layers.registry import rule_of
 from doge_fast.stacked.layers.rule import LayerRule
-from doge_fast.weights.simplex import is_integer
 
 
 def sizes_of(sizes: Mapping[str, int]) -> dict[str, int]:
     """{domain: number of examples} in the order of the batch, without domains of size 0.
 
-    ValueError if `sizes` is no mapping to integers >= 0, or all are zero.
+    ValueError if a size is negative, or all are zero.
     """
-    are_numbers = isinstance(sizes, Mapping) and all(
-        is_integer(size) and size >= 0 for size in sizes.values()
-    )
-    if not are_numbers or not any(sizes.values()):
+    if min(sizes.values(), default=0) < 0 or not any(sizes.values()):
         raise ValueError(
-            "sizes must be a dict {domain: number of examples}, in the order of the batch, which "
-            f"has at least one example; got {sizes!r}."
+            "sizes must be {domain: number of examples >= 0}, in the order of the batch, which has "
+            f"at least one example; got {dict(sizes)}."
         )
     return {name: size for name, size in sizes.items() if size}
 
@@ -61,6 +50,16 @@ def segments_of(sizes: Mapping[str, int], row_of: Callable[[str], int]) -> list[
     ends = accumulate(sizes.values())
     pairs = zip(sizes.items(), ends, strict=True)
     return [Segment(row_of(name), end - size, end) for (name, size), end in pairs]
+
+
+class _Replaced(NamedTuple):
+    """What decides how a module's forward is replaced."""
+
+    rule: LayerRule | None
+    """None: the module runs once per domain."""
+    forward: object
+    """The forward that someone has set on the module itself, else its class."""
+    param_ids: tuple[int, ...]
 
 
 class StackedModel:
@@ -73,26 +72,26 @@ class StackedModel:
     def __init__(self, model: nn.Module, buffer: FlatBuffer, tracked: Collection[int]) -> None:
         self.buffer = buffer
         self._tracked = frozenset(tracked)
-        self._segments: list[Segment] = []
-        self._runs: list[DomainRun] = []
-        self.examples = ExampleAxis(0)
+        self.batch: SortedBatch | None = None
+        """The batch of the pass under way; None outside `recording`."""
         self.has_written = False
         """Whether any row was written since `recording` was entered."""
-        self._rules = self._rules_of(model)
+        self._replaced = self._find_replaced(model)
         self._forwards = {
-            module: self._forward_of(module, rule) for module, (rule, *_) in self._rules.items()
+            module: self._forward_of(module, replaced.rule)
+            for module, replaced in self._replaced.items()
         }
 
     def covers(self, model: nn.Module, tracked: Collection[int]) -> bool:
         """Whether `model` and the trained parameters are unchanged since this was made."""
-        return self._tracked == frozenset(tracked) and self._rules == self._rules_of(model)
+        return self._tracked == frozenset(tracked) and self._replaced == self._find_replaced(model)
 
     @contextmanager
     def recording(self, segments: Sequence[Segment]) -> Iterator[None]:
         """Have forward and backward passes fill the rows of `segments`."""
-        self._segments, self._runs = list(segments), runs_of(segments)
-        self.examples = ExampleAxis(segments[-1].last)
+        self.batch = SortedBatch(segments)
         self.has_written = False
+        # A forward that someone has set on the module itself comes back afterwards.
         before = {module: module.__dict__.get("forward") for module in self._forwards}
         _recording.append(self)
         try:
@@ -101,48 +100,38 @@ class StackedModel:
             yield
         finally:
             _recording.remove(self)
-            self._segments, self._runs, self.examples = [], [], ExampleAxis(0)
+            self.batch = None
             for module, original in before.items():
                 if original is None:
                     module.__dict__.pop("forward", None)
                 else:
                     module.forward = original
 
-    @property
-    def segments(self) -> list[Segment]:
-        """The domains of the batch under way; RuntimeError if there is none."""
-        if not self._segments:
-            self.check_pass(None)
-        return self._segments
-
-    @property
-    def runs(self) -> list[DomainRun]:
-        """The domains of `segments` in as few runs as possible; raises as `segments` does."""
-        return self._runs if self.segments else []
-
-    def check_pass(self, examples: ExampleAxis | None) -> None:
-        """Raise RuntimeError if the pass under way is not that whose `examples` these are."""
-        if examples is not self.examples:
+    def require_open(self, batch: SortedBatch | None) -> SortedBatch:
+        """Return `batch`, that of a forward pass; RuntimeError if its pass is over."""
+        if batch is None or batch is not self.batch:
             raise RuntimeError(
                 "the backward pass of a stacked batch ran outside its optimizer.stacked(...), "
                 "where its domains are not known. Call loss.backward() inside it."
             )
+        return batch
 
     def is_tracked(self, param: Tensor) -> bool:
         """Whether `param` is trained, and has rows."""
         return id(param) in self._tracked
 
-    def claim(self, param: Tensor, rows: range, dtype: torch.dtype) -> tuple[Tensor, bool]:
-        """Neighbouring rows of a parameter, which the caller must write or add to.
+    def claim(self, param: Tensor, row_range: range, dtype: torch.dtype) -> tuple[Tensor, bool]:
+        """Mark rows of a parameter as written, for the caller to write or add to.
 
-        Returns [len(rows), *param.shape] in the buffer's dtype, and whether they hold gradients.
+        Returns [len(row_range), *param.shape] in the buffer's dtype, and whether the rows hold
+        gradients.
         """
         self.has_written = True
-        rows_GN, adds = self.buffer.claim(rows.start, len(rows), param, dtype)
-        return rows_GN.view(len(rows), *param.shape), adds
+        rows_GN, adds = self.buffer.claim(row_range.start, len(row_range), param, dtype)
+        return rows_GN.view(len(row_range), *param.shape), adds
 
-    def _receive(self, examples: ExampleAxis, row: int, param: Tensor, grad: Tensor) -> None:
-        self.check_pass(examples)
+    def _receive(self, batch: SortedBatch, row: int, param: Tensor, grad: Tensor) -> None:
+        self.require_open(batch)
         self.has_written = True
         self.buffer.receive(row, param, grad)
 
@@ -154,72 +143,76 @@ class StackedModel:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return original(*args, **kwargs)
+            batch = self.require_open(self.batch)
             for x in (*args, *kwargs.values()) if isinstance(module, nn.Embedding) else ():
                 if isinstance(x, Tensor) and not x.is_floating_point():
-                    # Refuses what may be positions.
-                    self.examples.in_front(x, module)
+                    # Positions [L] are not sliced if L is the number of examples: refused.
+                    batch.expand(x, module)
             return outputs_by_slices(
                 *(module, original, args, kwargs),
-                segments=self.segments,
+                segments=batch.segments,
                 tracked=self._tracked,
-                receive=partial(self._receive, self.examples),
+                receive=partial(self._receive, batch),
             )
 
         return forward
 
-    def _rules_of(self, model: nn.Module) -> dict[nn.Module, tuple[Any, ...]]:
-        """{module: (its rule, its forward or class, its parameters)} of those that are trained."""
+    def _find_replaced(self, model: nn.Module) -> dict[nn.Module, _Replaced]:
         refuse_coupled_examples(model)
         return {
-            module: (
+            module: _Replaced(
                 self._rule_of(module),
                 module.__dict__.get("forward", type(module)),
-                *map(id, module._parameters.values()),
+                tuple(map(id, module._parameters.values())),
             )
-            for module in self._owners(model)
+            for module in self._modules_to_replace(model)
         }
 
     def _rule_of(self, module: nn.Module) -> LayerRule | None:
         params = module.parameters(recurse=False)
-        # autograd must compute the gradient of what another optimizer trains, and run hooks on it.
+        # Autograd must compute the gradient of what another optimizer trains, and run hooks on it.
         if any(p.requires_grad and (not self.is_tracked(p) or p._backward_hooks) for p in params):
             return None
         return rule_of(module)
 
-    def _owners(self, module: nn.Module) -> Iterator[nn.Module]:
-        """Modules whose forward is replaced."""
+    def _modules_to_replace(self, module: nn.Module) -> Iterator[nn.Module]:
+        """The outermost modules that own trained parameters, and those within that have a rule."""
         if any(
-            id(p) in self._tracked for own in _holders(module) for p in own._parameters.values()
+            id(param) in self._tracked
+            for owner in _parameter_owners(module)
+            for param in owner._parameters.values()
         ):
             yield module
             if self._rule_of(module) is None:
                 # Its children run inside it, domain by domain.
                 return
         for child in module.children():
-            yield from self._owners(child)
+            yield from self._modules_to_replace(child)
 
 
-def _holders(module: nn.Module) -> list[nn.Module]:
-    """The module, and containers of its parameters, which have no forward of their own."""
+def _parameter_owners(module: nn.Module) -> list[nn.Module]:
+    """The module, and the containers of its parameters that have no forward of their own."""
     containers = (nn.ParameterList, nn.ParameterDict)
-    lists = [each for each in module._modules.values() if isinstance(each, containers)]
+    owners = [child for child in module._modules.values() if isinstance(child, containers)]
     if parametrize.is_parametrized(module):
-        lists.extend(module.parametrizations.values())  # type: ignore[operator]
-    return [module, *lists]
+        owners.extend(module.parametrizations.values())  # type: ignore[operator]
+    return [module, *owners]
 
 
-# The passes under way, the innermost last. Like autocast, a pass covers its context.
+# The models that record, the innermost last. Like autocast, `recording` covers its context.
 _recording: list[StackedModel] = []
 
 
-def pass_of(param: Tensor) -> StackedModel | None:
-    """The innermost stacked pass under way that trains `param`; None if there is none.
+def recording_model(param: Tensor) -> StackedModel | None:
+    """The innermost model that records and trains `param`; None if there is none.
 
     For functions that use a parameter without its module, as `linear_domain_losses` does. They
     write the parameter's rows (`StackedModel.claim`) and return no gradient of it to autograd.
     """
-    passes = [each for each in reversed(_recording) if each.is_tracked(param)]
-    return passes[0] if passes and not param._backward_hooks else None
+    # Autograd must run hooks on the gradient.
+    if param._backward_hooks:
+        return None
+    return next((model for model in reversed(_recording) if model.is_tracked(param)), None)
 
 
 class _StackedLayer:
@@ -237,36 +230,40 @@ class _StackedLayer:
         self._token = torch.zeros(1, device=self._params[0].device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's output: by autograd where functional_call has put other tensors there."""
+        """The module's output, by its rule."""
         params = self.module.parameters(recurse=False)
-        is_own = all(param is own for param, own in zip(params, self._params, strict=True))
-        if not (torch.is_grad_enabled() and is_own):
+        # functional_call has put other tensors there: those are autograd's.
+        is_unchanged = all(new is old for new, old in zip(params, self._params, strict=True))
+        if not (torch.is_grad_enabled() and is_unchanged):
             return self._original(*args, **kwargs)
-        given = only_input(self.module, args, kwargs)
-        x = self.rule.prepare(self.module, self.stacked.examples.in_front(given, self.module))
-        output = _Layer.apply(self, x, self._token, *self._params)  # type: ignore[no-untyped-call]
-        dtype = self.rule.output_dtype(given)
+        batch = self.stacked.require_open(self.stacked.batch)
+        (x,) = (*args, *kwargs.values())
+        prepared = self.rule.prepare(self.module, batch.expand(x, self.module))
+        output = _Layer.apply(self, prepared, self._token, *self._params)  # type: ignore[no-untyped-call]
+        dtype = self.rule.output_dtype(x)
         return output if dtype is None else output.to(dtype)
 
-    def fill_rows(self, tensors: list[Tensor], are_asked: list[bool]) -> None:
-        """Write the rows of the module's parameters that are asked for, in its backward."""
-        stacked, runs = self.stacked, self.stacked.runs
-        pairs = zip(self._params, are_asked, strict=True)
-        asked = {id(param) for param, is_asked in pairs if is_asked and stacked.is_tracked(param)}
+    def fill_rows(
+        self, batch: SortedBatch | None, tensors: list[Tensor], needs_grad: list[bool]
+    ) -> None:
+        """Write the rows of the module's parameters that need a gradient, in its backward."""
+        stacked, batch = self.stacked, self.stacked.require_open(batch)
+        pairs = zip(self._params, needs_grad, strict=True)
+        wanted = {id(param) for param, needs in pairs if needs and stacked.is_tracked(param)}
         gradients = [
             (param, gradient)
             for param, gradient in self.rule.gradients(self.module, *tensors)
-            if param is not None and id(param) in asked
+            if param is not None and id(param) in wanted
         ]
-        for run in runs:
-            for param, each in gradients:
-                if not param.numel():
-                    # Its rows count as written. There is nothing to write.
-                    stacked.claim(param, run.rows, each.dtype)
-            # One after another: a second gradient of a parameter may move its rows.
-            full = [(param, each) for param, each in gradients if param.numel()]
-            places = (stacked.claim(param, run.rows, each.dtype) for param, each in full)
-            self.rule.write([gradient for _, gradient in full], run, places)
+        # Rows of a parameter without elements count as written. There is nothing to write.
+        empty = [(param, gradient) for param, gradient in gradients if not param.numel()]
+        filled = [(param, gradient) for param, gradient in gradients if param.numel()]
+        for run in batch.runs:
+            for param, gradient in empty:
+                stacked.claim(param, run.row_range, gradient.dtype)
+            # Claimed one after another: a second gradient of a parameter may move its rows.
+            outs = (stacked.claim(param, run.row_range, g.dtype) for param, g in filled)
+            self.rule.write([gradient for _, gradient in filled], run, outs)
 
 
 class _Layer(torch.autograd.Function):
@@ -280,9 +277,9 @@ class _Layer(torch.autograd.Function):
     ) -> Tensor:
         output, saved = layer.rule.forward(layer.module, x)
         ctx.save_for_backward(x, *saved)
-        ctx.layer, ctx.token, ctx.num_others = layer, token, 1 + len(params)
+        ctx.layer, ctx.token, ctx.num_params = layer, token, len(params)
         if not torch.compiler.is_compiling():
-            ctx.examples = layer.stacked.examples
+            ctx.batch = layer.stacked.batch
         return output
 
     @staticmethod
@@ -290,21 +287,22 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         layer, tensors = ctx.layer, [grad, *ctx.saved_tensors]
         if torch.compiler.is_compiling():
-            # All that is known there: what was trained in the forward pass.
+            # A graph knows only which parameters were trained in the forward pass: inputs 3 and on.
             fill_rows_(tensors, ctx.token, layer.number, [*ctx.needs_input_grad[3:]])
         else:
-            layer.stacked.check_pass(ctx.examples)
-            layer.fill_rows(tensors, [is_asked(ctx, 1 + i) for i in range(1, ctx.num_others)])
+            # The tensors among the inputs are x, token, and the parameters.
+            needs_grad = [will_receive_grad(ctx, 2 + i) for i in range(ctx.num_params)]
+            layer.fill_rows(ctx.batch, tensors, needs_grad)
         grad_x = None
         if ctx.needs_input_grad[1]:
             grad_x = layer.rule.input_gradient(layer.module, *tensors)
-        return None, grad_x, *[None] * ctx.num_others
+        return None, grad_x, None, *[None] * ctx.num_params
 
 
-def is_asked(ctx: Any, index: int) -> bool:
+def will_receive_grad(ctx: Any, index: int) -> bool:
     """Whether the backward pass under way adds to the gradient of a function's tensor `index`.
 
-    It does not if that was frozen in the forward pass, nor in `autograd.grad(loss, x)`.
+    False if the tensor was frozen in the forward pass, and in `autograd.grad(loss, x)`.
     """
     node = ctx.next_functions[index][0]
     try:
@@ -323,16 +321,17 @@ _numbers = count()
 @torch.library.custom_op(
     "doge_fast::fill_rows_", mutates_args={"token"}, tags=[torch.Tag.cudagraph_unsafe]
 )
-def fill_rows_(tensors: list[Tensor], token: Tensor, number: int, are_asked: list[bool]) -> None:
+def fill_rows_(tensors: list[Tensor], token: Tensor, number: int, needs_grad: list[bool]) -> None:
     """Write rows of the flat buffer in the backward of a module.
 
     `tensors` are the gradient of the output, x, and what the module's rule saved; `number` is that
     of its `_StackedLayer`. `token` is declared as changed, so that a compiler keeps the call; it is
     not written.
     """
-    _layers[number].fill_rows(tensors, are_asked)
+    layer = _layers[number]
+    layer.fill_rows(layer.stacked.batch, tensors, needs_grad)
 
 
 @fill_rows_.register_fake
-def _(tensors: list[Tensor], token: Tensor, number: int, are_asked: list[bool]) -> None:
+def _(tensors: list[Tensor], token: Tensor, number: int, needs_grad: list[bool]) -> None:
     return None

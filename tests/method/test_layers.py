@@ -115,28 +115,3 @@ def test_a_weight_may_have_two_gradients():
             model(x_BI).float().square().sum().backward()
         rows.append(rows_of(optimizer, model)["weight"].float())
     assert torch.equal(*rows)
-
-
-def test_what_cannot_be_registered_is_refused():
-    for module_class, rule, message in (
-        (nn.Linear(2, 2), OffsetRule(), "got Linear"),
-        (int, OffsetRule(), "got <class 'int'>"),
-        ("Offset", OffsetRule(), "got 'Offset'"),
-        (Offset, OffsetRule, "LayerRule; got <class"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            register(module_class, rule)
-
-
-def test_a_module_of_several_inputs_has_no_rule_to_follow():
-    class Bilinear(ScaledLinear):
-        def forward(self, x: Tensor, other: Tensor) -> Tensor:
-            return super().forward(x) * other
-
-    register(Bilinear, ScaledLinearRule())
-    model = Bilinear(5, 1, 1.0)
-    optimizer = optimizer_of(model)
-    with pytest.raises(RuntimeError, match="Bilinear got 2"), optimizer.stacked(model, SIZES):
-        model(torch.randn(6, 5), torch.randn(6, 1))
-    with pytest.raises(RuntimeError, match="Bilinear got 1"), optimizer.stacked(model, SIZES):
-        model([torch.randn(6, 5)])

@@ -1,12 +1,12 @@
-"""Where the examples of a batch are in a module's input, and which examples a domain has.
+"""A batch that is sorted by domain: its domains, and the dimension of its examples in an input.
 
-A batch of B examples is sorted by domain. Most modules get an input [B, ...]. Some get a flattened
-one, [B * T, features]. Positions come without a batch, as [L] or [1, L].
+Most modules get an input [B, ...]. Some get a flattened one, [B * T, features]. Positions come
+without a batch, as [L] or [1, L].
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ class Segment(NamedTuple):
 
 
 class DomainRun:
-    """Neighbouring domains with neighbouring rows, whose rows are filled together.
+    """Neighbouring domains of a batch with neighbouring rows, which are filled together.
 
     Domain g has the examples `borders[g]` up to `borders[g + 1]` of the batch of `num_examples`.
     """
@@ -32,7 +32,8 @@ class DomainRun:
     def __init__(self, first_row: int, borders: Sequence[int], num_examples: int) -> None:
         self.borders = tuple(borders)
         self.num_examples = num_examples
-        self.rows = range(first_row, first_row + len(borders) - 1)
+        self.row_range = range(first_row, first_row + len(borders) - 1)
+        """Rows of the G domains in the buffer."""
         self.equal_parts = self._split_where_sizes_change()
         """[(slice of the run's domains, the run of that slice)]; a slice has one size of domain."""
         self.is_equal = len(self.equal_parts) == 1
@@ -45,7 +46,7 @@ class DomainRun:
         if not changes:
             return [(slice(None), self)]
         return [
-            (slice(i, j), DomainRun(self.rows[i], self.borders[i : j + 1], self.num_examples))
+            (slice(i, j), DomainRun(self.row_range[i], self.borders[i : j + 1], self.num_examples))
             for i, j in itertools.pairwise([0, *changes, len(sizes)])
         ]
 
@@ -56,9 +57,10 @@ class DomainRun:
 
     def by_domain(self, values: Tensor, *last: int) -> Tensor:
         """[G, tokens of a domain, *last]: `tokens` of a run whose G domains have equal sizes."""
-        return self._of_run(values).reshape(len(self.rows), -1, *last)
+        return self._of_run(values).reshape(len(self.row_range), -1, *last)
 
     def _of_run(self, values: Tensor) -> Tensor:
+        # T of flattened values [B * T, ...], else 1.
         per_example = values.shape[0] // self.num_examples
         return values[self.borders[0] * per_example : self.borders[-1] * per_example]
 
@@ -66,6 +68,7 @@ class DomainRun:
         """[G + 1] int64 on `device`: where each domain begins among the run's `num_tokens`."""
         per_example = num_tokens // (self.borders[-1] - self.borders[0])
         key = (device, per_example)
+        # One copy to the device for all layers of a pass.
         if key not in self._borders_on:
             starts = [(border - self.borders[0]) * per_example for border in self.borders]
             self._borders_on[key] = on_device(starts, device)
@@ -81,20 +84,22 @@ def runs_of(segments: Sequence[Segment]) -> list[DomainRun]:
     ]
     runs = []
     for start, end in itertools.pairwise([*starts, len(segments)]):
-        borders = [segments[start].first, *(each.last for each in segments[start:end])]
+        borders = [segments[start].first, *(segment.last for segment in segments[start:end])]
         runs.append(DomainRun(segments[start].row, borders, segments[-1].last))
     return runs
 
 
-class ExampleAxis:
-    """Finds the dimension of examples in the inputs of a model's modules, during one pass."""
+class SortedBatch:
+    """The B examples of one stacked pass, sorted by domain."""
 
-    def __init__(self, num_examples: int) -> None:
-        self.num_examples = num_examples
-        # Every T of an input [B, T, ...] in this pass. A flattened input has B * T rows.
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self.segments = segments
+        self.runs = runs_of(segments)
+        self.num_examples = segments[-1].last
+        # Every T of an input [B, T, ...] in this pass; a flattened input is [B * T, features].
         self._lengths: set[int] = set()
 
-    def in_front(self, x: Tensor, module: nn.Module) -> Tensor:
+    def expand(self, x: Tensor, module: nn.Module) -> Tensor:
         """The input of `module` with the examples in the first dimension, [B, ...].
 
         x is floating [..., features], or integer indices [...]. It is expanded if all examples
@@ -107,6 +112,7 @@ class ExampleAxis:
         size, shape = self.num_examples, list(x.shape)
         is_indices = not x.is_floating_point()
         if is_indices and x.dim() == 1:
+            # Positions would be taken for examples: each domain's row would get a part of them.
             if len(x) == size and (not self._lengths or size in self._lengths):
                 raise RuntimeError(
                     f"a {type(module).__name__} got indices of shape {shape}: these may be "
@@ -115,18 +121,13 @@ class ExampleAxis:
                 )
             x = x if len(x) == size else x[None]
         if x.shape[0] == size:
-            if is_indices and shape == [size, size] and _are_differences(x):
-                raise RuntimeError(
-                    f"a {type(module).__name__} got indices of shape {shape} that depend on the "
-                    f"difference of two positions, beside {size} examples of {size} tokens. Take "
-                    "another number of examples, or run one domain after another."
-                )
             if x.dim() > (1 if is_indices else 2):
                 self._lengths.add(x.shape[1])
             return x
+        # What requires a gradient may be one example of the batch.
         if x.shape[0] == 1 and not x.requires_grad:
             return x.expand(size, *x.shape[1:])
-        # Only for a length T seen before: time in the first dimension may be a multiple of B, too.
+        # Only for a length T of this pass: [time, features] may be a multiple of B, too.
         is_flattened = x.dim() == 2 and not is_indices and x.shape[0] % size == 0
         if is_flattened and x.shape[0] // size in self._lengths:
             return x
@@ -135,24 +136,6 @@ class ExampleAxis:
             f"{type(module).__name__} got shape {shape}. Check the sizes of the batch, or run one "
             "domain (or one example) after another."
         )
-
-
-def _are_differences(x: Tensor) -> bool:
-    """Whether indices [T, T] are the same along diagonals and differ otherwise."""
-    if len(x) == 1 or torch.compiler.is_compiling():
-        return False
-    return torch.equal(x[1:, 1:], x[:-1, :-1]) and not torch.equal(x[1:], x[:-1])
-
-
-def only_input(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """The only argument of a forward, positional or named; RuntimeError if it is no such tensor."""
-    values = (*args, *kwargs.values())
-    if len(values) != 1 or not isinstance(values[0], Tensor):
-        raise RuntimeError(
-            f"a rule is for modules with one tensor argument; a {type(module).__name__} got "
-            f"{len(values)} arguments. Do not register a rule for its class."
-        )
-    return values[0]
 
 
 def refuse_coupled_examples(model: nn.Module) -> None:

@@ -1,14 +1,13 @@
 """Modules without a rule in a stacked pass: one forward per domain, on slices of the input.
 
-Exact for every module that treats examples one by one. Each domain's forward uses its own alias of
-every parameter, so autograd keeps the domains' gradients apart.
+Exact for every module that treats examples one by one. In the forward of a domain an alias replaces
+each parameter. So autograd keeps the gradients of the domains apart.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from math import prod
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +20,8 @@ from doge_fast.stacked.layers.batch import Segment
 Receive = Callable[[int, Tensor, Tensor], object]
 """`receive(row, param, grad)` takes the gradient of one domain."""
 
-# Values beside tensors that domains may have in common.
+# Outputs beside tensors, which must be the same for all domains.
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
-# As torch names masks of positions, [T, T], and as masks of examples' own tokens are named, [B, T].
-_SQUARE_MASKS = {"attn_mask", "src_mask", "tgt_mask", "memory_mask"}
-_MASKS = ("padding_mask", "attention_mask")
-INSTEAD = "Run one domain after another, with optimizer.domain(name)."
 
 
 def outputs_by_slices(
@@ -41,72 +36,45 @@ def outputs_by_slices(
 ) -> Any:
     """The output for the whole batch, from one forward per domain.
 
-    A tensor is sliced if its first dimension is the examples. `tracked` are the ids of the trained
-    parameters, whose gradients `receive` takes in the backward pass.
+    A tensor is sliced if its first dimension is the examples; every domain gets all other arguments
+    whole. `tracked` are the ids of the trained parameters, whose gradients `receive` takes in the
+    backward pass.
 
     Raises:
-        RuntimeError: no argument, or not every output, has the examples in its first dimension.
+        RuntimeError: the examples are not in the first dimension of an argument, or of an output.
     """
+    if parametrize._cache_enabled:
+        # All domains would compute with the first one's alias, and their gradients reach its row.
+        raise RuntimeError(
+            f"stacked mode runs {type(module).__name__} once per domain, which "
+            "parametrize.cached() makes wrong. Call the model outside it."
+        )
     leaves, spec = pytree.tree_flatten((args, kwargs))
     size = segments[-1].last
-    masks = {id(kwargs[name]) for name in _SQUARE_MASKS & kwargs.keys()}
-    are_examples = [
-        _is_batch(x, size) and not (id(x) in masks and list(x.shape) == [size, size])
-        for x in leaves
-    ]
-    others = (x for name, x in kwargs.items() if not name.endswith((*_SQUARE_MASKS, *_MASKS)))
-    _refuse(module, (*args, *others), size)
-    if not any(are_examples):
+    are_sliced = [isinstance(x, Tensor) and x.dim() > 0 and len(x) == size for x in leaves]
+    is_packed = any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values()))
+    # Time first may be as long as the batch.
+    is_time_first = getattr(module, "batch_first", True) is False
+    if not any(are_sliced) or is_packed or is_time_first:
         raise RuntimeError(
-            f"stacked mode runs {type(module).__name__} once per domain and found no argument "
-            f"whose first dimension is the {size} examples of the batch. {INSTEAD}"
+            f"stacked mode runs {type(module).__name__} once per domain: the {size} examples of "
+            "the batch must be in the first dimension of an argument, with batch_first=True and "
+            f"without a PackedSequence; got {[getattr(x, 'shape', x) for x in leaves]}. Run one "
+            "domain after another, with optimizer.domain(name)."
         )
-    shapes = [x.shape[1:] for x, is_sliced in zip(leaves, are_examples, strict=True) if is_sliced]
-    num_tokens = {prod(shape[:dims]) for shape in shapes for dims in range(len(shape) + 1)}
     outputs = []
     for segment in segments:
         part = slice(segment.first, segment.last)
-        pairs = zip(leaves, are_examples, strict=True)
-        sliced = [leaf[part] if is_sliced else leaf for leaf, is_sliced in pairs]
-        sliced_args, sliced_kwargs = pytree.tree_unflatten(sliced, spec)
+        pairs = zip(leaves, are_sliced, strict=True)
+        values = [leaf[part] if is_sliced else leaf for leaf, is_sliced in pairs]
+        domain_args, domain_kwargs = pytree.tree_unflatten(values, spec)
         with _aliases(module, segment.row, tracked, receive):
-            outputs.append(forward(*sliced_args, **sliced_kwargs))
+            outputs.append(forward(*domain_args, **domain_kwargs))
+    # [T, U, features] of an example may be 1, T, T * U or T * U * features tokens.
+    shapes = [x.shape[1:] for x, is_sliced in zip(leaves, are_sliced, strict=True) if is_sliced]
+    token_counts = {prod(shape[:dims]) for shape in shapes for dims in range(len(shape) + 1)}
     sizes = [segment.last - segment.first for segment in segments]
-    return _concatenated(module, outputs, sizes, num_tokens)
-
-
-def _is_batch(value: object, size: int) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and len(value) == size
-
-
-def _refuse(module: nn.Module, values: Sequence[Any], size: int) -> None:
-    """Refuse arguments whose examples are not, or may not be, in the first dimension."""
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    # After the input, which may have as many features as examples.
-    masks = [x for x in tensors[1:] if x.is_floating_point() or x.dtype == torch.bool]
-    is_own = not type(module).__module__.startswith("torch.nn")
-    lists = (x for x in values if isinstance(x, list) and len(x) == size and is_own)
-    if getattr(module, "batch_first", True) is False and tensors and tensors[0].dim() == 3:
-        got = "batch_first=False: make it with batch_first=True"
-    elif parametrize._cache_enabled:
-        got = "parametrize.cached() around it, which would give all domains the first one's values"
-    elif any(isinstance(value, PackedSequence) for value in values):
-        got = "a PackedSequence"
-    elif any(list(x.shape) == [size, size] for x in masks):
-        got = (
-            f"{[size, size]} for {size} examples, which may be a mask: name that attn_mask=, or "
-            "give values of examples as [B, 1, features]"
-        )
-    elif any(isinstance(x, int | float | Tensor) and not _is_batch(x, size) for x in chain(*lists)):
-        got = f"a list of {size} values, which may be those of the examples: give them as a tensor"
-    elif any(type(value).__name__.endswith("Cache") for value in values):
-        got = "a cache that domains would share: call the model with use_cache=False"
-    else:
-        return
-    raise RuntimeError(
-        "stacked mode needs the examples of the batch in the first dimension; "
-        f"{type(module).__name__} has {got}. {INSTEAD}"
-    )
+    return _joined(module, outputs, sizes, token_counts)
 
 
 @contextmanager
@@ -135,6 +103,7 @@ def _aliases(
 def _alias(param: Tensor, row: int, receive: Receive) -> Tensor:
     # A leaf, whose casts autocast keeps; backward(inputs=parameters) does not reach it.
     alias = param.detach().requires_grad_()
+    # Autograd casts the gradient to it.
     alias.grad_dtype = param.grad_dtype
 
     def hand_over(leaf: Tensor) -> None:
@@ -147,57 +116,54 @@ def _alias(param: Tensor, row: int, receive: Receive) -> Tensor:
     return alias
 
 
-def _is_own(output: Tensor, module: nn.Module) -> bool:
-    """Whether an output is a parameter or a view of one, such as a table of codes."""
-    place = output.untyped_storage().data_ptr()
-    return any(param.untyped_storage().data_ptr() == place for param in module.parameters())
-
-
-def _concatenated(
-    module: nn.Module, outputs: Sequence[Any], sizes: Sequence[int], num_tokens: Collection[int]
+def _joined(
+    module: nn.Module, outputs: Sequence[Any], sizes: Sequence[int], token_counts: Collection[int]
 ) -> Any:
-    """The domains' outputs as one: tensors concatenated, other values if all domains agree.
+    """The outputs of the domains as one: tensors concatenated, other values if they are the same.
 
-    `num_tokens` are the numbers of tokens that an example may have.
+    `token_counts` are the numbers of tokens that an example may have.
     """
-
-    def refuse(what: str) -> NoReturn:
-        raise RuntimeError(
-            f"stacked mode runs {type(module).__name__} once per domain and cannot join its "
-            f"{what}. {INSTEAD}"
-        )
-
     leaves_of_domains, specs = zip(*map(pytree.tree_flatten, outputs), strict=True)
     if any(spec != specs[0] for spec in specs):
-        refuse("outputs, which differ in their structure")
-    networks = [each for each in module.modules() if isinstance(each, nn.RNNBase)]
-    states = [[each.num_layers * (1 + each.bidirectional), sizes[0]] for each in networks]
-    whole: list[Any] = []
+        raise _cannot_join(module, "outputs of different structure")
+    joined: list[Any] = []
     for index, leaves in enumerate(zip(*leaves_of_domains, strict=True)):
         first = leaves[0]
-        if not isinstance(first, Tensor):
-            # Keys and values for later tokens, which training does not read.
-            is_cache = type(first).__name__.endswith("Cache")
-            if not is_cache and (not isinstance(first, _PLAIN) or set(leaves) != {first}):
-                refuse(f"outputs of {type(first).__name__}")
-            whole.append(None if is_cache else first)
-            continue
-        # The state of a recurrent network is [layers, B, features].
-        is_state = isinstance(module, nn.RNNBase) and index > 0 and first.dim() == 3
-        if not isinstance(module, nn.RNNBase) and list(first.shape[:-1]) in states:
-            refuse(f"output of shape {list(first.shape)}, which may be a state of each layer")
-        dim = 1 if is_state else 0
-        lengths = [leaf.shape[dim] if leaf.dim() else 0 for leaf in leaves]
-        per_example = lengths[0] // sizes[0]
-        # Flattened tokens are [B * T, features]; more dimensions may be a state of every layer.
-        # A vector of another length may be of the domain as a whole, as loads of experts are.
-        is_known = first.dim() == 2 or bool({per_example, per_example + 1} & set(num_tokens))
-        is_flat = per_example > 1 and first.dim() < 3 and is_known and not _is_own(first, module)
-        are_whole = lengths == [per_example * size for size in sizes]
-        if not (are_whole and (per_example == 1 or is_flat)):
-            refuse(
-                f"output of shape {list(first.shape)}, whose first dimension is not the {sizes[0]} "
-                "examples of the domain"
-            )
-        whole.append(torch.cat(leaves, dim))
-    return pytree.tree_unflatten(whole, specs[0])
+        if isinstance(first, Tensor):
+            # The state of a recurrent network is [layers, B, features].
+            is_state = isinstance(module, nn.RNNBase) and index > 0 and first.dim() == 3
+            dim = 1 if is_state else 0
+            if not _have_examples(leaves, dim, sizes, token_counts):
+                raise _cannot_join(
+                    module,
+                    f"tensors of {[list(leaf.shape) for leaf in leaves]}, whose first dimension is "
+                    f"not the {list(sizes)} examples of the domains",
+                )
+            joined.append(torch.cat(leaves, dim))
+        elif isinstance(first, _PLAIN) and set(leaves) == {first}:
+            joined.append(first)
+        else:
+            raise _cannot_join(module, f"outputs of {type(first).__name__}, which may differ")
+    return pytree.tree_unflatten(joined, specs[0])
+
+
+def _cannot_join(module: nn.Module, what: str) -> RuntimeError:
+    return RuntimeError(
+        f"stacked mode runs {type(module).__name__} once per domain and cannot join {what}. Run "
+        "one domain after another, with optimizer.domain(name)."
+    )
+
+
+def _have_examples(
+    leaves: Sequence[Tensor], dim: int, sizes: Sequence[int], token_counts: Collection[int]
+) -> bool:
+    """Whether dimension `dim` of each domain's tensor has its examples, or their tokens."""
+    lengths = [leaf.shape[dim] if leaf.dim() else 0 for leaf in leaves]
+    per_example = lengths[0] // sizes[0]
+    if per_example == 0 or lengths != [per_example * size for size in sizes]:
+        return False
+    if per_example == 1:
+        return True
+    # [examples * T, features] or [examples * T]; T - 1 where each token predicts the next. Another
+    # number may belong to the domain as a whole, as the loads of experts do.
+    return leaves[0].dim() < 3 and (per_example in token_counts or per_example + 1 in token_counts)

@@ -1,4 +1,4 @@
-"""Embeddings: the gradient of a row is the sum over the tokens that looked this row up."""
+"""Embeddings: the gradient of a vector is the sum over the tokens that looked it up."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -35,12 +35,12 @@ class EmbeddingRule(LayerRule):
 
 
 class Lookup(NamedTuple):
-    """sum_t onehot(id_t) right_t^T, the gradient of a matrix whose rows are looked up."""
+    """sum_t onehot(id_t) right_t^T, the gradient of a table [V, D] of vectors that ids look up."""
 
     ids: Tensor
-    """[B, ...] int: the row that `right_t` is added to."""
+    """[B, ...] int: the vector that `right_t` is added to."""
     right: Tensor
-    """[B, ..., columns]"""
+    """[B, ..., D]"""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -53,29 +53,31 @@ class Lookup(NamedTuple):
             self._write_sorted(run, out, adds)
             return
         for domains, part in run.equal_parts:
-            index_GT = part.by_domain(self.ids)
-            right_GTC = part.by_domain(self.right, self.right.shape[-1])
-            for row_RC, index_T, right_TC in zip(out[domains], index_GT, right_GTC, strict=True):
-                if row_RC.dtype == right_TC.dtype:
-                    row_RC = row_RC if adds else row_RC.zero_()
-                    row_RC.index_add_(0, index_T, right_TC)
+            ids_GT = part.by_domain(self.ids)
+            right_GTD = part.by_domain(self.right, self.right.shape[-1])
+            for out_VD, ids_T, right_TD in zip(out[domains], ids_GT, right_GTD, strict=True):
+                if out_VD.dtype == right_TD.dtype:
+                    out_VD = out_VD if adds else out_VD.zero_()
+                    out_VD.index_add_(0, ids_T, right_TD)
                 else:
-                    value_RC = torch.zeros_like(row_RC, dtype=right_TC.dtype)
-                    put(row_RC, value_RC.index_add_(0, index_T, right_TC), adds)
+                    value_VD = torch.zeros_like(out_VD, dtype=right_TD.dtype)
+                    put(out_VD, value_VD.index_add_(0, ids_T, right_TD), adds)
 
     def _write_sorted(self, run: DomainRun, out: Tensor, adds: bool) -> None:
-        """Sum by `segment_sum`, over tokens sorted by domain and row."""
+        """Sum by `segment_sum`, over tokens sorted by domain and vector."""
         # Not index_add_: on a GPU its atomic additions have no fixed order.
-        num_domains, num_rows, width = out.shape
-        index_T, right_TC = run.tokens(self.ids), run.tokens(self.right, width)
+        num_domains, num_vectors, width = out.shape
+        ids_T, right_TD = run.tokens(self.ids), run.tokens(self.right, width)
         device = out.device
+        # A token's key is its vector's place in `out`: domain * V + id.
         if run.is_equal:
             domain_G1 = torch.arange(num_domains, device=device)[:, None]
-            key_T = (index_T.view(num_domains, -1) + domain_G1 * num_rows).flatten()
+            key_T = (ids_T.view(num_domains, -1) + domain_G1 * num_vectors).flatten()
         else:
-            token_T = torch.arange(len(index_T), device=device)
-            ends_G = run.token_borders(len(index_T), device)[1:]
-            key_T = index_T + torch.bucketize(token_T, ends_G, right=True) * num_rows
+            token_T = torch.arange(len(ids_T), device=device)
+            ends_G = run.token_borders(len(ids_T), device)[1:]
+            key_T = ids_T + torch.bucketize(token_T, ends_G, right=True) * num_vectors
         key_T, order = key_T.sort(stable=True)
-        borders = torch.searchsorted(key_T, torch.arange(num_domains * num_rows + 1, device=device))
-        segment_sum(right_TC, out, add=adds, borders=borders, order=order)
+        places = torch.arange(num_domains * num_vectors + 1, device=device)
+        borders = torch.searchsorted(key_T, places)
+        segment_sum(right_TD, out, add=adds, borders=borders, order=order)

@@ -12,10 +12,10 @@ from doge_fast.stacked.layers.batch import DomainRun
 from doge_fast.stacked.layers.rule import Gradients, LayerRule
 from doge_fast.stacked.layers.token_sums import Sum, put
 
-# A weight with at most so many elements gets the products of all domains from one call. On a CPU a
+# One call computes the products of all domains for a weight of at most so many elements. On a CPU a
 # larger product keeps all cores busy by itself; on other devices one call is always faster.
 MOST_BATCHED = {"cpu": 1 << 20}
-# Bytes of temporary products, where rows have another dtype than the product.
+# Bytes of temporary products where the buffer's rows have another dtype than the product.
 MOST_TEMPORARY_BYTES = 1 << 26
 # Devices on which 16-bit matrices have a float32 product.
 WIDE_PRODUCTS = () if torch.version.hip else ("cuda",)
@@ -43,7 +43,7 @@ class LinearRule(LayerRule):
         """The output; saves the weight."""
         weight = module.weight
         output = F.linear(x, weight.t() if self.is_transposed else weight, module.bias)
-        # With a bias it is a view, which nothing after it could change in place.
+        # With a bias the output is a view, which an in-place ReLU, for example, could not change.
         return torch.ops.aten._unsafe_view(output, output.shape), (weight,)
 
     def input_gradient(self, module: Any, grad: Tensor, x: Tensor, *saved: Tensor) -> Tensor:
@@ -58,15 +58,15 @@ class LinearRule(LayerRule):
 
 
 class Outer(NamedTuple):
-    """sum_t left_t right_t^T, the gradient of a matrix [rows, columns].
+    """sum_t left_t right_t^T, the gradient of a matrix [P, Q].
 
     Dimensions between the first and the last count tokens. Both have the gradient's dtype.
     """
 
     left: Tensor
-    """[B, ..., rows]"""
+    """[B, ..., P]"""
     right: Tensor
-    """[B, ..., columns]"""
+    """[B, ..., Q]"""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -76,56 +76,57 @@ class Outer(NamedTuple):
     def write(self, run: DomainRun, out: Tensor, adds: bool) -> None:
         """As `TokenSum.write`."""
         for domains, part in run.equal_parts:
-            left_GTR = part.by_domain(self.left, self.left.shape[-1])
-            right_GTC = part.by_domain(self.right, self.right.shape[-1])
-            multiply(out[domains], left_GTR.mT, right_GTC, adds)
+            left_GTP = part.by_domain(self.left, self.left.shape[-1])
+            right_GTQ = part.by_domain(self.right, self.right.shape[-1])
+            multiply(out[domains], left_GTP.mT, right_GTQ, adds)
 
 
-def multiply(out: Tensor, left_GRT: Tensor, right_GTC: Tensor, adds: bool) -> None:
-    """out[g] = or += left[g] @ right[g]; `out` [G, R, C] may have another dtype."""
-    if out.dtype == left_GRT.dtype:
-        _multiply(out, left_GRT, right_GTC, adds)
+def multiply(out: Tensor, left_GPT: Tensor, right_GTQ: Tensor, adds: bool) -> None:
+    """out[g] = or += left[g] @ right[g]; `out` [G, P, Q] may have another dtype."""
+    if out.dtype == left_GPT.dtype:
+        _multiply(out, left_GPT, right_GTQ, adds)
         return
-    is_16_bits = left_GRT.dtype in (torch.bfloat16, torch.float16)
+    is_16_bits = left_GPT.dtype in (torch.bfloat16, torch.float16)
     if is_16_bits and out.dtype == torch.float32 and out.device.type in WIDE_PRODUCTS:
-        multiply_wide(out, left_GRT, right_GTC, adds)
+        multiply_wide(out, left_GPT, right_GTQ, adds)
         return
-    step = max(1, MOST_TEMPORARY_BYTES // max(1, out[0].numel() * left_GRT.itemsize))
+    # A few domains at a time, since their products are as large as their rows.
+    step = max(1, MOST_TEMPORARY_BYTES // max(1, out[0].numel() * left_GPT.itemsize))
     for first in range(0, len(out), step):
         part = slice(first, first + step)
-        value = torch.empty(out[part].shape, dtype=left_GRT.dtype, device=out.device)
-        _multiply(value, left_GRT[part], right_GTC[part], False)
+        value = torch.empty(out[part].shape, dtype=left_GPT.dtype, device=out.device)
+        _multiply(value, left_GPT[part], right_GTQ[part], False)
         put(out[part], value, adds)
 
 
-def _multiply(out: Tensor, left_GRT: Tensor, right_GTC: Tensor, adds: bool) -> None:
+def _multiply(out: Tensor, left_GPT: Tensor, right_GTQ: Tensor, adds: bool) -> None:
     size = out[0].numel()
     if len(out) > 1 and size <= MOST_BATCHED.get(out.device.type, size):
         if adds:
-            out.baddbmm_(left_GRT, right_GTC)
+            out.baddbmm_(left_GPT, right_GTQ)
         else:
-            torch.bmm(left_GRT, right_GTC, out=out)
+            torch.bmm(left_GPT, right_GTQ, out=out)
         return
-    for row_RC, left_RT, right_TC in zip(out, left_GRT, right_GTC, strict=True):
+    for out_PQ, left_PT, right_TQ in zip(out, left_GPT, right_GTQ, strict=True):
         if adds:
-            row_RC.addmm_(left_RT, right_TC)
+            out_PQ.addmm_(left_PT, right_TQ)
         else:
-            torch.mm(left_RT, right_TC, out=row_RC)
+            torch.mm(left_PT, right_TQ, out=out_PQ)
 
 
-def multiply_wide(out: Tensor, left_GRT: Tensor, right_GTC: Tensor, adds: bool) -> None:
+def multiply_wide(out: Tensor, left_GPT: Tensor, right_GTQ: Tensor, adds: bool) -> None:
     """out = or += the float32 products of 16-bit matrices, without a temporary."""
     # By overload: on some devices torch.baddbmm takes the dtype for a factor.
     if adds:
-        torch.ops.aten.baddbmm.dtype_out(out, left_GRT, right_GTC, torch.float32, out=out)
+        torch.ops.aten.baddbmm.dtype_out(out, left_GPT, right_GTQ, torch.float32, out=out)
     else:
-        torch.ops.aten.bmm.dtype_out(left_GRT, right_GTC, torch.float32, out=out)
+        torch.ops.aten.bmm.dtype_out(left_GPT, right_GTQ, torch.float32, out=out)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _has_autocast(kind: str) -> bool:
+def _has_autocast(device_type: str) -> bool:
     # torch 2.11 cannot trace this call.
-    return torch.amp.is_autocast_available(kind)
+    return torch.amp.is_autocast_available(device_type)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -133,13 +134,15 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
     Autocast leaves float64 as it is.
     """
-    kind = x.device.type
+    device_type = x.device.type
     # "meta" has no autocast, and is_autocast_enabled raises there.
-    is_on = _has_autocast(kind) and torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if is_on and x.dtype != torch.float64 else None
+    is_on = _has_autocast(device_type) and torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if is_on and x.dtype != torch.float64 else None
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """A context without autocast, on the device of `x`."""
-    kind = x.device.type
-    return torch.autocast(kind, enabled=False) if _has_autocast(kind) else nullcontext()
+    device_type = x.device.type
+    if not _has_autocast(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)

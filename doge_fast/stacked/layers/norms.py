@@ -50,17 +50,19 @@ class LayerNormRule(LayerRule):
         yield module.bias, Sum(grad.to(dtype))
 
     def write(
-        self, gradients: Sequence[Any], run: DomainRun, places: Iterable[tuple[Tensor, bool]]
+        self, gradients: Sequence[Any], run: DomainRun, outs: Iterable[tuple[Tensor, bool]]
     ) -> None:
         """Gain and bias, which read the same gradient; on a GPU in one launch."""
         if len(gradients) == 2:
-            places = list(places)
-            (gain, bias), ((out, adds), (bias_out, adds_bias)) = gradients, places
-            is_one_read = gain.grad is bias.values and not sums_one_by_one(gain.grad)
-            if is_one_read and adds == adds_bias and out.dtype == bias_out.dtype:
+            # Two parameters: the second does not move the rows of the first.
+            outs = list(outs)
+            (gain, bias), ((out, adds), (bias_out, adds_bias)) = gradients, outs
+            # Parameters of another dtype than the gradient: the bias has a copy of it.
+            have_one_grad = gain.grad is bias.values and not sums_one_by_one(gain.grad)
+            if have_one_grad and adds == adds_bias and out.dtype == bias_out.dtype:
                 gain.write_at_once(run, out, adds, bias_out)
                 return
-        super().write(gradients, run, places)
+        super().write(gradients, run, outs)
 
 
 class _Gain(NamedTuple):
@@ -100,28 +102,31 @@ class _Gain(NamedTuple):
 
     def _write_by_torch(self, part: DomainRun, out: Tensor, adds: bool) -> None:
         """One domain after another, by torch's kernel, which is fastest on a CPU."""
-        *statistics, weight = self.norm
+        mean, rstd, weight = self.norm
         ones = [1] * weight.dim()
-        values = [part.by_domain(each, *weight.shape) for each in (self.grad, self.x)]
-        values += [part.by_domain(each, *ones) for each in statistics]
+        # [G, tokens of a domain, *shape of the gain]; statistics with ones for that shape.
+        tensors = [part.by_domain(values, *weight.shape) for values in (self.grad, self.x)]
+        tensors += [part.by_domain(values, *ones) for values in (mean, rstd)]
         gains = [
             _layer_norm_backward(grad, x, (mean, rstd, weight), [False, True, False])[1]
-            for grad, x, mean, rstd in zip(*values, strict=True)
+            for grad, x, mean, rstd in zip(*tensors, strict=True)
         ]
         put(out, torch.stack(gains), adds)
 
 
 def _layer_norm_backward(
-    grad: Tensor, x: Tensor, norm: Sequence[Tensor], wanted: list[bool]
+    grad: Tensor, x: Tensor, norm: Sequence[Tensor], output_mask: list[bool]
 ) -> Sequence[Tensor]:
+    """Gradients of x, gain and bias, those that `output_mask` names."""
     mean, rstd, weight = norm
     gradients: Sequence[Tensor] = torch.ops.aten.native_layer_norm_backward(
-        grad, x, list(weight.shape), mean, rstd, weight, None, wanted
+        grad, x, list(weight.shape), mean, rstd, weight, None, output_mask
     )
     return gradients
 
 
 def _is_widened(x: Tensor) -> bool:
+    """Whether autocast runs torch's LayerNorm in float32: on a GPU it does, on a CPU not."""
     return autocast_dtype(x) is not None and x.device.type != "cpu"
 
 
@@ -147,7 +152,7 @@ class RMSNormRule(_GainRule):
     """torch's RMSNorm, which rounds once, after the weight."""
 
     def output_dtype(self, x: Tensor) -> torch.dtype | None:
-        """That of x; on a GPU autocast makes it float32, from torch 2.12 on."""
+        """The dtype of x; on a GPU under autocast float32, from torch 2.12 on."""
         return None if _is_widened(x) and _IS_RMS_WIDENED else x.dtype
 
     def prepare(self, module: Any, x: Tensor) -> Tensor:

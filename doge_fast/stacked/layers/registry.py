@@ -29,19 +29,8 @@ def register(module_class: type[nn.Module] | str, rule: LayerRule) -> None:
 
     Args:
         module_class: the class, or its full name, "package.module.Class".
-        rule: of the class.
-
-    Raises:
-        ValueError: `module_class` is neither, or `rule` is no instance of `LayerRule`.
+        rule: an instance of a subclass of `LayerRule`.
     """
-    is_class = isinstance(module_class, type) and issubclass(module_class, nn.Module)
-    if not is_class and not (isinstance(module_class, str) and "." in module_class):
-        raise ValueError(
-            "register() takes a class of modules or its full name, 'package.module.Class'; got "
-            f"{module_class!r}."
-        )
-    if not isinstance(rule, LayerRule):
-        raise ValueError(f"register() takes an instance of a LayerRule; got {rule!r}.")
     _RULES[module_class] = rule
 
 
@@ -50,9 +39,9 @@ def rule_of(module: nn.Module) -> LayerRule | None:
 
     A rule does not apply if the module's forward was replaced, or if `LayerRule.covers` is False.
     """
-    kind = type(module)
+    cls = type(module)
     # The class before its name: a notebook may define the same name twice.
-    rule = _RULES.get(kind) or _RULES.get(f"{kind.__module__}.{kind.__qualname__}")
+    rule = _RULES.get(cls) or _RULES.get(f"{cls.__module__}.{cls.__qualname__}")
     if rule is None or "forward" in module.__dict__ or not rule.covers(module):
         return None
     return rule

@@ -11,14 +11,14 @@ from doge_fast.stacked.layers.batch import DomainRun
 from doge_fast.stacked.layers.token_sums import TokenSum
 
 Gradients = Iterator[tuple[nn.Parameter | None, TokenSum]]
-"""Each parameter, None if the module lacks it, with its `Outer`, `Lookup` or `Sum`."""
+"""(parameter, its `Outer`, `Lookup` or `Sum`); the parameter is None if the module lacks it."""
 
 
 class LayerRule(ABC):
     """The rule of a module class whose forward takes one tensor and treats examples one by one.
 
-    A stacked pass runs `forward` and `input_gradient` once for all examples. From the terms of
-    `gradients` comes the row of every domain.
+    A stacked pass runs `forward` and `input_gradient` once for all examples. The row of a domain is
+    the sum of its terms in `gradients`.
 
     A rule defines `forward`, `gradients`, `input_gradient` unless the input is indices, and
     `params` unless these are weight and bias. x is [B, ..., features], [B * T, features] if the
@@ -31,20 +31,20 @@ class LayerRule(ABC):
     """The parameters that `gradients` yields. The rule does not apply to a module with others."""
 
     def output_dtype(self, x: Tensor) -> torch.dtype | None:
-        """That the output is cast to, for the module's input x; None: it is not cast."""
+        """The dtype that the output is cast to, from the module's input x; None: it is not cast."""
         return None
 
     def covers(self, module: Any) -> bool:
         """Whether the rule applies to this module of its class.
 
-        False if a parameter is computed from others (as by pruning), if it has two of the names, or
-        if there are further ones.
+        False if a parameter is computed from others (as by pruning), if one parameter has two
+        names, or if the module has others than `params`.
         """
-        own = {name: param for name, param in module._parameters.items() if param is not None}
-        others = [name for name in self.params if name not in own]
-        is_computed = any(getattr(module, name, None) is not None for name in others)
-        is_shared = len(set(map(id, own.values()))) < len(own)
-        return own.keys() <= set(self.params) and not is_computed and not is_shared
+        params = {name: param for name, param in module._parameters.items() if param is not None}
+        missing = [name for name in self.params if name not in params]
+        is_computed = any(getattr(module, name, None) is not None for name in missing)
+        is_shared = len(set(map(id, params.values()))) < len(params)
+        return params.keys() <= set(self.params) and not is_computed and not is_shared
 
     def prepare(self, module: Any, x: Tensor) -> Tensor:
         """The x of the other methods, from the module's input; autograd differentiates this."""
@@ -63,8 +63,12 @@ class LayerRule(ABC):
         """The gradients of the parameters as sums over tokens."""
 
     def write(
-        self, gradients: Sequence[TokenSum], run: DomainRun, places: Iterable[tuple[Tensor, bool]]
+        self, gradients: Sequence[TokenSum], run: DomainRun, outs: Iterable[tuple[Tensor, bool]]
     ) -> None:
-        """Write those `gradients` that are trained; `places` has `out` and `adds` of each."""
-        for gradient, (out, adds) in zip(gradients, places, strict=True):
+        """Write the `gradients` of trained parameters; `outs` yields (out, adds) for each.
+
+        Finish one before taking the next of `outs`: a second gradient of one parameter may move the
+        memory of its rows.
+        """
+        for gradient, (out, adds) in zip(gradients, outs, strict=True):
             gradient.write(run, out, adds)

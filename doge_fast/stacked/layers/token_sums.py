@@ -11,8 +11,8 @@ from torch import Tensor
 from doge_fast.kernels import segment_sum
 from doge_fast.stacked.layers.batch import DomainRun
 
-# Devices that sum over tokens domain by domain: on a CPU torch's own kernels are the fastest.
-# Elsewhere launches cost more, and torch's atomic additions have no fixed order.
+# Devices on which each domain's sum over tokens is a call of its own: on a CPU torch's kernels are
+# the fastest. Elsewhere launches cost more, and torch's atomic additions have no fixed order.
 ONE_BY_ONE = ("cpu",)
 
 
@@ -51,6 +51,7 @@ class Sum(NamedTuple):
             return
         for domains, part in run.equal_parts:
             values_GTN = part.by_domain(self.values, num_columns)
+            # torch.sum can write into rows of its dtype without a temporary.
             if adds or out.dtype != self.values.dtype:
                 put(out[domains], values_GTN.sum(1), adds)
             else:
