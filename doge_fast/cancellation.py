@@ -42,8 +42,8 @@ READINGS: tuple[Reading, ...] = get_args(Reading)
 DEFAULT_READING: Reading = "norms-over-change"
 
 
-class _Watched(NamedTuple):
-    """Sums over the examples of the step so far."""
+class _Norms(NamedTuple):
+    """Norms of the U parameters' gradients, over the examples of the step so far."""
 
     norms_U: Tensor
     """[U] sums over the examples of their gradients' norms."""
@@ -65,29 +65,21 @@ class CancellationEffect:
             optimizer.step()
         select(effect.scores(), "high30", columns=effect.columns).names
 
-    Hooks of the optimizer follow its steps, whose closure may watch. Clipping between backward and
-    step affects dw alone. C(w) sums over all steps in which a backward pass was watched; the paper
-    stops after T_c. A step whose denominator is zero, as in a warm-up from a learning rate of zero,
-    adds no term. Needs memory for a copy of the parameters.
-
-    Raises:
-        ValueError: model and optimizer share no parameter.
+    Hooks of the optimizer follow its steps. A step's closure may call `watching`, too. Clipping
+    between backward and step affects dw alone. C(w) sums over all steps that had an example; the
+    paper stops after T_c. A step whose denominator is zero, as in a warm-up from a learning rate of
+    zero, adds no term. Needs memory for a copy of the parameters.
 
     Source: DoGE, eq. (cancellation).
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
         self._params = {
             name: param
             for name, param in model.named_parameters()
-            if param.requires_grad and id(param) in held
+            if param.requires_grad and id(param) in stepped
         }
-        if not self._params:
-            raise ValueError(
-                "CancellationEffect needs an optimizer over the model's parameters; they share "
-                "none."
-            )
         device = next(iter(self._params.values())).device
         shape = len(READINGS), len(self._params)
         self._scores_FU = torch.zeros(shape, dtype=torch.float64, device=device)
@@ -95,9 +87,9 @@ class CancellationEffect:
         self.num_steps = 0
         self._copies: dict[str, Tensor] = {}
         # None before the first example of a step.
-        self._watched: _Watched | None = None
-        # In which torch runs the hooks of the step under way, before and after it.
-        self._frame: FrameType | None = None
+        self._norms: _Norms | None = None
+        # The Python frame of the optimizer's step under way, which runs its hooks.
+        self._step_frame: FrameType | None = None
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -130,26 +122,28 @@ class CancellationEffect:
             for name, param in self._params.items()
         }
         if not any(grad is not None and bool(grad.any()) for grad in before.values()):
-            self._watched = None
-        if self._watched is not None and self._watched.weight != weight:
+            self._norms = None
+        if self._norms is not None and self._norms.weight != weight:
             raise ValueError(
                 "All examples of a step must have the same weight; this one has "
-                f"{weight}, the one before {self._watched.weight}."
+                f"{weight}, the one before {self._norms.weight}."
             )
         yield
-        gained: dict[str, Tensor | None] = {}
+        # The example's gradients, up to their sign.
+        changes: dict[str, Tensor | None] = {}
         for name, param in self._params.items():
             grad, old = param.grad, before.pop(name)
-            gained[name] = grad if grad is None or old is None else old.sub_(grad)
-        if all(grad is None for grad in gained.values()):
+            changes[name] = grad if grad is None or old is None else old.sub_(grad)
+        if all(grad is None for grad in changes.values()):
+            # Norms of zero would be scores.
             raise RuntimeError(
                 "no parameter has a gradient at the end of watching(). Run the backward pass of an "
                 "example inside it, and outside the domains of a DoGEOptimizer, which take p.grad."
             )
-        earlier_U = 0 if self._watched is None else self._watched.norms_U
+        earlier_U = 0 if self._norms is None else self._norms.norms_U
         # p.grad holds all examples so far, and nothing has clipped it yet.
-        norms_U = self._norms_of(gained) / weight + earlier_U
-        self._watched = _Watched(norms_U, self._norms_of_sums() / weight, weight)
+        norms_U = self._norms_of(changes) / weight + earlier_U
+        self._norms = _Norms(norms_U, self._norms_of_sums() / weight, weight)
 
     def sum_over_ranks(self, summed: Callable[[Tensor], Tensor]) -> None:
         """Sum `p.grad` and the norms of this step over all ranks with `summed`, before the step.
@@ -157,18 +151,16 @@ class CancellationEffect:
         All ranks must have run backward on the same number of examples with the same weight, and
         without a reduction of gradients.
         """
-        assert self._watched is not None
+        assert self._norms is not None
         for param in self._params.values():
             param.grad = summed(torch.zeros_like(param) if param.grad is None else param.grad)
-        norms_U, _, weight = self._watched
-        self._watched = _Watched(summed(norms_U), self._norms_of_sums() / weight, weight)
+        norms_U, _, weight = self._norms
+        self._norms = _Norms(summed(norms_U), self._norms_of_sums() / weight, weight)
 
     def scores(self, reading: Reading = DEFAULT_READING) -> dict[str, float]:
         """C(w) of every parameter so far, {name: score}.
 
-        Raises:
-            ValueError: an unknown reading.
-            RuntimeError: no step has counted yet.
+        RuntimeError if no step has counted yet.
         """
         return self._by_name(self._scores_FU, reading)
 
@@ -187,16 +179,16 @@ class CancellationEffect:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from `state_dict()` of the same model; ValueError if it is of another one."""
-        there, here = state.get("columns"), [*self.columns.values()]
-        if there is None or there.tolist() != here:
+        saved, expected = state["columns"].tolist(), [*self.columns.values()]
+        if saved != expected:
             raise ValueError(
-                f"The state is of parameters with these numbers of elements: {there}; those of "
-                f"this model have {here}. Load it into the model that it was saved from."
+                f"The state is of parameters with these numbers of elements: {saved}; those of "
+                f"this model have {expected}. Load it into the model that it was saved from."
             )
         self._scores_FU.copy_(state["scores"])
         self._terms_FU.copy_(state["terms"])
         self.num_steps = int(state["num_steps"])
-        self._watched = None
+        self._norms = None
 
     def release(self) -> None:
         """Stop following the optimizer and drop the copy of the parameters."""
@@ -205,39 +197,38 @@ class CancellationEffect:
         self._copies.clear()
 
     def _by_name(self, values_FU: Tensor, reading: Reading) -> dict[str, Any]:
-        if reading not in READINGS:
-            raise ValueError(f"reading must be one of {', '.join(READINGS)}; got {reading!r}.")
         if self.num_steps == 0:
             raise RuntimeError(
-                "No step has been watched. Run backward inside effect.watching() and step the "
+                "No step has counted yet. Run backward inside effect.watching() and step the "
                 "optimizer."
             )
         return dict(zip(self._params, values_FU[READINGS.index(reading)].tolist(), strict=True))
 
     def _before_step(self, *_: Any) -> None:
-        # A step may call that of its base class, whose hooks run too; and it may raise.
-        if not _is_running(self._frame):
-            self._frame = sys._getframe(1)
+        # A step may call the step of its base class, whose hooks run too: only the outer one counts.
+        # One that has raised is not running any more.
+        if not _is_running(self._step_frame):
+            self._step_frame = sys._getframe(1)
             self._copies = {name: param.detach().clone() for name, param in self._params.items()}
 
     def _after_step(self, *_: Any) -> None:
-        if sys._getframe(1) is not self._frame:
+        if sys._getframe(1) is not self._step_frame:
             return
-        copies, self._copies, self._frame = self._copies, {}, None
-        if self._watched is None:
+        copies, self._copies, self._step_frame = self._copies, {}, None
+        if self._norms is None:
             return
-        norms_U, sum_U = self._watched[:2]
+        norms_U, sum_U = self._norms[:2]
         change_U = self._norms_of(
             {name: copies.pop(name).sub_(p.detach()) for name, p in self._params.items()}
         )
         # In the order of READINGS.
         above_FU = torch.stack([norms_U, sum_U, change_U, change_U])
         below_FU = torch.stack([change_U, change_U, sum_U, norms_U])
-        counts_FU = below_FU != 0
-        self._scores_FU += torch.where(counts_FU, above_FU / below_FU, 0)
-        self._terms_FU += counts_FU
+        has_term_FU = below_FU != 0
+        self._scores_FU += torch.where(has_term_FU, above_FU / below_FU, 0)
+        self._terms_FU += has_term_FU
         self.num_steps += 1
-        self._watched = None
+        self._norms = None
 
     def _norms_of_sums(self) -> Tensor:
         return self._norms_of({name: param.grad for name, param in self._params.items()})
@@ -250,10 +241,12 @@ class CancellationEffect:
     def _norm(self, name: str, value: Tensor | None) -> Tensor:
         if value is None:
             return torch.zeros((), dtype=torch.float64, device=self._params[name].device)
-        # Row by row: torch's float32 norm of millions of elements is off in the third digit.
+        # Along the last dimension first: torch's float32 norm of millions of elements is off in the
+        # third digit.
         wide = torch.promote_types(value.dtype, torch.float32)
-        rows = torch.linalg.vector_norm(value, dim=-1, dtype=wide) if value.dim() > 1 else value
-        norm: Tensor = torch.linalg.vector_norm(rows.double())
+        if value.dim() > 1:
+            value = torch.linalg.vector_norm(value, dim=-1, dtype=wide)
+        norm: Tensor = torch.linalg.vector_norm(value.double())
         return norm
 
 

@@ -23,10 +23,10 @@ def pieces(sizes: Mapping[str, int], rank: int, world_size: int) -> dict[str, tu
         raise ValueError(f"sizes must be numbers of examples; got {dict(sizes)}.")
     total = sum(sizes.values())
     start, stop = (total * place // world_size for place in (rank, rank + 1))
-    found, first = {}, 0
+    parts, first = {}, 0
     for name, size in sizes.items():
         low, high = max(start - first, 0), min(stop - first, size)
         if low < high:
-            found[name] = (low, high)
+            parts[name] = (low, high)
         first += size
-    return found
+    return parts

@@ -39,12 +39,12 @@ class MixtureCounts:
     The order of `names` is that of every axis K here; the first of the phases begins at step 0.
 
     Raises:
-        ValueError: the domains differ, weights are not on the simplex, phases are not in order, or
-            a number is out of range.
+        ValueError: weights are not on the simplex, phases are not in order, or `batch_size` is not
+            positive.
     """
 
-    # Sums are kept at multiples of this.
-    STEPS_A_SUM = 1024
+    # The rows drawn before every so many steps are remembered.
+    STEPS_PER_SUM = 1024
 
     def __init__(
         self, seed: int, phases: Sequence[Phase], batch_size: int, names: Sequence[str]
@@ -55,14 +55,14 @@ class MixtureCounts:
         self.names = tuple(names)
         self._start = 0, np.zeros(len(self.names), dtype=np.int64)
         first_steps = [phase.first_step for phase in phases]
-        weights_QK = [self.ordered(phase.weights, phase.first_step) for phase in phases]
+        weights_QK = [self.ordered(phase.weights) for phase in phases]
         self.restart(seed, first_steps, weights_QK, *self._start)
 
     def restart(
         self,
         seed: int,
         first_steps: Sequence[int],
-        weights_QK: Sequence[Floats],
+        weights_QK: Sequence[npt.ArrayLike],
         step: int,
         drawn_K: Ints,
     ) -> None:
@@ -80,18 +80,13 @@ class MixtureCounts:
         self.weights_QK = [on_simplex(weights_K) for weights_K in weights_QK]
         self.first_steps = list(first_steps)
         self.seed = seed
-        # (step, rows drawn before it), ascending. Others are counted from the nearest one before.
+        # (step, rows drawn before it), ascending. Other steps are counted from the nearest before.
         self._sums = [self._start, (step, drawn_K)] if step else [self._start]
-        # That asked for last: a loader asks for one step after another.
+        # The last result of `drawn`: a loader calls it for one step after another.
         self._latest = self._start
 
-    def ordered(self, weights: Mapping[str, float], first_step: int) -> Floats:
-        """[K] the weights in the order of `names`; ValueError unless they are those."""
-        if set(weights) != set(self.names):
-            raise ValueError(
-                f"The weights of a mixture must name exactly the domains {', '.join(self.names)}; "
-                f"from step {first_step} on they name {', '.join(weights)}."
-            )
+    def ordered(self, weights: Mapping[str, float]) -> Floats:
+        """[K] the weights in the order of `names`; ValueError if they are not on the simplex."""
         # The weights may be tensors.
         return on_simplex([float(weights[name]) for name in self.names])
 
@@ -133,10 +128,10 @@ class MixtureCounts:
         """[K] rows of each domain in all batches before this one; ValueError if it is negative."""
         if step < 0:
             raise ValueError(f"A batch needs step >= 0; got {step}.")
-        found = self._sums[bisect_right(self._sums, step, key=itemgetter(0)) - 1]
-        first, drawn_K = self._latest if found[0] < self._latest[0] <= step else found
+        nearest = self._sums[bisect_right(self._sums, step, key=itemgetter(0)) - 1]
+        first, drawn_K = self._latest if nearest[0] < self._latest[0] <= step else nearest
         while first < step:
-            boundary = (first // self.STEPS_A_SUM + 1) * self.STEPS_A_SUM
+            boundary = (first // self.STEPS_PER_SUM + 1) * self.STEPS_PER_SUM
             end = min(step, boundary)
             drawn_K = drawn_K + self.counts(np.arange(first, end)).sum(axis=0)
             first = end

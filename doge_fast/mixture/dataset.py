@@ -5,6 +5,7 @@ not depend on the number of workers and ranks, and a stopped run resumes bitwise
 """
 
 from collections.abc import Mapping, Sequence
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,6 @@ from torch.utils.data import Dataset
 from doge_fast.mixture.counts import MixtureCounts, Phase
 from doge_fast.mixture.permutation import shuffled
 from doge_fast.mixture.samplers import Draw, MixtureBatches, Progress, batch_draws
-from doge_fast.weights.simplex import is_integer
 
 STATE_VERSION = 2
 
@@ -46,8 +46,7 @@ class DomainMixture(Dataset[Any]):
             rows must then be dicts.
 
     Raises:
-        ValueError: a domain is not indexable, the weights are not on the simplex or name other
-            domains, a domain without rows has a weight > 0, or a number is out of range.
+        ValueError: the weights are not on the simplex, or `batch_size` is not positive.
 
     Example:
         >>> mixture = DomainMixture(
@@ -73,43 +72,19 @@ class DomainMixture(Dataset[Any]):
         steps: int | None = None,
         domain_key: str | None = None,
     ) -> None:
-        if not domains:
-            raise ValueError("A mixture needs at least one domain; got none.")
-        given = [batch_size] if steps is None else [batch_size, steps]
-        if not all(is_integer(number) and number >= 1 for number in given):
-            raise ValueError(
-                f"batch_size and steps must be whole and at least 1; got {batch_size} and {steps}."
-            )
-        if not is_integer(seed):
-            raise ValueError(f"A seed is a whole number; got {seed!r}.")
-        for name, rows in domains.items():
-            is_sequence = hasattr(rows, "__len__") and hasattr(rows, "__getitem__")
-            if not is_sequence or isinstance(rows, Mapping | str | bytes):
-                raise ValueError(
-                    "A domain must be indexable, as a list or a Dataset is, and a stream is not; "
-                    f"{name} is a {type(rows).__name__}."
-                )
         self.names = tuple(domains)
-        # Of numpy perhaps, which JSON does not take.
-        self.batch_size = int(batch_size)
+        # index(): JSON takes no integers of numpy, and int() would round.
+        self.batch_size = index(batch_size)
         self.sizes = {name: len(rows) for name, rows in domains.items()}
         """Rows of each domain."""
         self._domains = list(domains.values())
         self._domain_key = domain_key
         if weights is None:
             weights = dict.fromkeys(domains, 1 / len(domains))
-        self._counts = MixtureCounts(int(seed), [Phase(0, weights)], self.batch_size, self.names)
-        self._check_weights(self._counts.weights_QK[0].tolist())
+        self._counts = MixtureCounts(index(seed), [Phase(0, weights)], self.batch_size, self.names)
         self._progress = Progress(steps)
 
-    # Rows.
-
-    def __len__(self) -> int:
-        raise TypeError(
-            "a mixture has no length and is not indexed by row numbers: these would ignore its "
-            "weights. Pass batch_sampler=mixture.batches() to the DataLoader; a Trainer gets that "
-            "loader from its get_train_dataloader()."
-        )
+    # Rows. A mixture has no length: samplers of row numbers would ignore its weights.
 
     def __getitem__(self, draw: Draw) -> Any:
         """The row of a draw."""
@@ -122,25 +97,20 @@ class DomainMixture(Dataset[Any]):
 
     def _read(self, draws: Sequence[Draw]) -> list[Any]:
         batch: list[Any] = [None] * len(draws)
-        places: dict[int, list[int]] = {}
+        places_of: dict[int, list[int]] = {}
         for place, (domain, _) in enumerate(draws):
-            places.setdefault(domain, []).append(place)
-        for domain, its_places in places.items():
+            places_of.setdefault(domain, []).append(place)
+        for domain, places in places_of.items():
             name, rows, key = self.names[domain], self._domains[domain], self._domain_key
-            positions = np.array([draws[place][1] for place in its_places])
+            positions = np.array([draws[place][1] for place in places])
             # The name of the pipeline's stream: one seed gives both the same order.
             numbers = shuffled(self.seed, ("train", name), positions, self.sizes[name]).tolist()
             if hasattr(rows, "__getitems__"):
                 # One call for all rows.
-                taken = rows.__getitems__(numbers)
+                drawn = rows.__getitems__(numbers)
             else:
-                taken = [rows[number] for number in numbers]
-            for place, row in zip(its_places, taken, strict=True):
-                if key is not None and not isinstance(row, Mapping):
-                    raise ValueError(
-                        f"domain_key={key!r} needs rows that are dicts; {name} has rows of type "
-                        f"{type(row).__name__}."
-                    )
+                drawn = [rows[number] for number in numbers]
+            for place, row in zip(places, drawn, strict=True):
                 batch[place] = row if key is None else {**row, key: domain}
         return batch
 
@@ -149,7 +119,7 @@ class DomainMixture(Dataset[Any]):
     @property
     def step(self) -> int:
         """The first batch that no loader has taken; new weights apply from it on."""
-        return self._progress.end
+        return self._progress.next_step
 
     @property
     def seed(self) -> int:
@@ -175,34 +145,20 @@ class DomainMixture(Dataset[Any]):
 
         Args:
             weights: {name: weight >= 0} of all domains, sum 1: for example `DoGEOptimizer.weights`.
-            from_step: the first batch with these weights, at least the property `step`; None: that.
+            from_step: the first batch with these weights, at least the property `step`; None: `step`.
 
         Raises:
-            ValueError: the weights name other domains or are not on the simplex, a domain without
-                rows has a weight > 0, or `from_step` is not whole or has been taken.
+            ValueError: the weights are not on the simplex, or a loader has taken batch `from_step`.
         """
-        first_step = self.step if from_step is None else from_step
-        if not is_integer(first_step):
-            raise ValueError(f"A step is a whole number; got from_step={from_step!r}.")
-        first_step = int(first_step)
+        first_step = self.step if from_step is None else index(from_step)
         if first_step < self.step:
             raise ValueError(
                 f"New weights can apply from step {self.step} on; got from_step={from_step}. "
                 "Loaders take batches ahead of the loop: pass a later step, or let them take "
                 "fewer (num_workers * prefetch_factor)."
             )
-        weights_K = self._counts.ordered(weights, first_step)
-        self._check_weights(weights_K.tolist())
-        self._counts.set_weights(first_step, weights_K)
+        self._counts.set_weights(first_step, self._counts.ordered(weights))
         return first_step
-
-    def _check_weights(self, weights_K: Sequence[float]) -> None:
-        weighted = zip(self.sizes.items(), weights_K, strict=True)
-        if empty := [name for (name, size), weight in weighted if size == 0 and weight > 0]:
-            raise ValueError(
-                f"A domain with a weight needs rows; {', '.join(empty)} has none. "
-                "Give it the weight 0 or leave it out."
-            )
 
     # What is drawn.
 
@@ -213,7 +169,7 @@ class DomainMixture(Dataset[Any]):
     def drawn(self, step: int | None = None) -> dict[str, int]:
         """Rows of each domain in all batches before `step`, over all ranks.
 
-        None is the property `step`, which counts batches that loaders have taken ahead of the loop.
+        None: the property `step`, which counts batches that loaders have taken ahead of the loop.
         """
         return self._named(self._counts.drawn(self.step if step is None else step))
 
@@ -246,8 +202,6 @@ class DomainMixture(Dataset[Any]):
         Required after an interrupted pass, whose loader may have taken more batches than the loop
         has used.
         """
-        if step < 0:
-            raise ValueError(f"A pass begins at step >= 0; got {step}.")
         self._progress.rewind(step)
 
     # State.
@@ -259,8 +213,8 @@ class DomainMixture(Dataset[Any]):
         sampler, loading that of torchdata's StatefulDataLoader as well would skip batches twice.
 
         Args:
-            step: the number of batches that the loop has finished. None: of batches taken by
-                loaders, which is larger if a loader prefetches (accelerate's takes one ahead).
+            step: the number of batches that the loop has finished. None: the number that loaders
+                have taken, which is larger if a loader prefetches (accelerate's takes one ahead).
 
         Returns:
             "version", "domains", "sizes", "seed", "batch_size", "step", "history" ([first step,
@@ -276,7 +230,7 @@ class DomainMixture(Dataset[Any]):
                     "fewer. Call state_dict(step=...) with the number that it has finished."
                 )
             step = self.step
-        step = int(step)
+        step = index(step)
         return {
             "version": STATE_VERSION,
             "domains": list(self.names),
@@ -294,48 +248,26 @@ class DomainMixture(Dataset[Any]):
         The numbers of workers and ranks may differ.
 
         Raises:
-            ValueError: the state is malformed, from another version, of other domains, sizes or
-                batch size, or of another seed than that of a pass before; nothing is changed then.
+            ValueError: the state is from another version, of other domains, sizes or batch size, or
+                of another seed than a pass that has begun; nothing is changed then.
         """
-        try:
-            step = self._restore(state)
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)
-            raise ValueError(
-                "A mixture's state is what state_dict() of the same mixture returns; this one: "
-                f"{reason}."
-            ) from error
-        self.seek(step)
-
-    def _restore(self, state: Mapping[str, Any]) -> int:
-        """Set the counts to a state; its step."""
-        if state["version"] != STATE_VERSION:
-            raise ValueError(f"it has version {state['version']}, and {STATE_VERSION} can be read")
-        num_domains = len(self.names)
         # Another mixture could not resume bitwise.
         expected = {
+            "version": STATE_VERSION,
             "domains": list(self.names),
             "sizes": list(self.sizes.values()),
             "batch_size": self.batch_size,
         }
+        if self._progress.has_ever_begun:
+            # Workers that live on have copies of the mixture.
+            expected["seed"] = self.seed
         for key, value in expected.items():
             if state[key] != value:
-                raise ValueError(f"it is of {key} {state[key]}, and the mixture has {value}")
-        seed, step = int(state["seed"]), int(state["step"])
-        if seed != self.seed and self._progress.was_read:
-            # Workers that live on have copies of the mixture.
-            raise ValueError(f"it is of seed {seed}, and loaders have read by seed {self.seed}")
+                raise ValueError(
+                    f"The state is of a mixture of {key} {state[key]}; this one has {value}."
+                )
+        first_steps, weights_QK = zip(*state["history"], strict=True)
         drawn_K = np.array(state["drawn"], dtype=np.int64)
-        if drawn_K.shape != (num_domains,):
-            raise ValueError(f"drawn must hold {num_domains} numbers")
-        if step < 0 or int(drawn_K.sum()) != step * self.batch_size:
-            raise ValueError(
-                f"step {step} follows batches of {drawn_K.sum()} rows in all, and that is not "
-                f"{step} times {self.batch_size}"
-            )
-        first_steps = [int(first_step) for first_step, _ in state["history"]]
-        weights_QK = [np.array(weights, dtype=np.float64) for _, weights in state["history"]]
-        if any(weights_K.shape != (num_domains,) for weights_K in weights_QK):
-            raise ValueError(f"its history must hold {num_domains} weights for each change")
-        self._counts.restart(seed, first_steps, weights_QK, step, drawn_K)
-        return step
+        step = state["step"]
+        self._counts.restart(state["seed"], first_steps, weights_QK, step, drawn_K)
+        self.seek(step)

@@ -27,36 +27,41 @@ def batch_draws(counts: MixtureCounts, step: int) -> list[Draw]:
 
 
 class Progress:
-    """The start of the next pass, and the batches that this process's loaders have taken.
+    """The pass under way: where it begins, and which batches this process's loaders have taken.
 
-    `num_steps` are the batches of the whole run; None: endless.
+    `num_steps` is the number of batches of the whole run; None: endless.
     """
 
     def __init__(self, num_steps: int | None) -> None:
         self.num_steps = num_steps
-        self.was_read = False
-        """Whether a pass has ever begun."""
+        self.has_ever_begun = False
+        """Whether any pass has begun, before a `rewind` too."""
         self.rewind(0)
 
     def rewind(self, step: int) -> None:
         """Let the next pass begin at this step."""
-        self.start = step
+        self.first_step = self.next_step = step
         self.has_begun = False
-        # The first batch that no loader has taken.
-        self.end = step
         # Batches that samplers have yielded, minus batches read in this process.
         self.num_ahead = 0
 
     def begin(self) -> Iterable[int]:
-        """The steps of a new pass; RuntimeError without a rewind since the last one."""
+        """Begin a pass and return its steps; RuntimeError without a `rewind` since the last."""
         if self.has_begun:
             raise RuntimeError(
                 "There was a pass over this mixture already. Its loader has taken the batches up "
-                f"to step {self.end}, and the loop may have used fewer. Call mixture.seek(step) "
-                "with the step at which another pass begins."
+                f"to step {self.next_step}, and the loop may have used fewer. Call "
+                "mixture.seek(step) with the step at which another pass begins."
             )
-        self.has_begun = self.was_read = True
-        return count(self.start) if self.num_steps is None else range(self.start, self.num_steps)
+        self.has_begun = self.has_ever_begun = True
+        if self.num_steps is None:
+            return count(self.first_step)
+        return range(self.first_step, self.num_steps)
+
+    def take(self, step: int) -> None:
+        """Note that a loader takes batch `step`: new weights apply to later ones only."""
+        self.next_step = step + 1
+        self.num_ahead += 1
 
 
 class MixtureBatches(Sampler[list[Draw]]):
@@ -85,27 +90,25 @@ class MixtureBatches(Sampler[list[Draw]]):
         self.batch_size = counts.batch_size // world_size
 
     def __iter__(self) -> Iterator[list[Draw]]:
-        """The draws of every batch from the mixture's start on."""
+        """This rank's draws of every batch of the pass."""
         first = self.rank * self.batch_size
         for step in self.progress.begin():
-            # New weights apply to later batches only.
-            self.progress.end = step + 1
-            self.progress.num_ahead += 1
+            self.progress.take(step)
             yield batch_draws(self.counts, step)[first : first + self.batch_size]
 
-    # torchdata's StatefulDataLoader would otherwise skip the batches that it has read, from where
-    # the mixture's own state begins.
+    # torchdata's StatefulDataLoader saves and restores the sampler by these. Without them it skips
+    # the batches that it has read, beginning where the mixture's own state begins.
 
     def state_dict(self) -> dict[str, int]:
         """The first batch that the loader has not taken."""
-        return {"step": self.progress.end}
+        return {"step": self.progress.next_step}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Let the next pass begin there."""
+        """Let the next pass begin at that batch."""
         self.progress.rewind(state["step"])
 
     def __len__(self) -> int:
         """Batches of the next pass; TypeError if it is endless."""
         if self.progress.num_steps is None:
             raise TypeError("a mixture without steps=... is endless and has no length.")
-        return max(0, self.progress.num_steps - self.progress.start)
+        return max(0, self.progress.num_steps - self.progress.first_step)

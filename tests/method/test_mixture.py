@@ -171,14 +171,14 @@ def test_a_domain_of_weight_zero_is_never_drawn_and_may_be_empty():
         {"web": range(10), "none": [], "code": range(10)}, weights=weights, batch_size=7
     )
     assert mixture.drawn(100)["none"] == 0
-    with pytest.raises(ValueError, match="rows; none has none"):
-        mixture.set_weights({"web": 0.5, "none": 0.1, "code": 0.4})
-    assert len(mixture.history) == 1
+    mixture.set_weights({"web": 0.4, "none": 0.4, "code": 0.2})
+    with pytest.raises(ValueError, match="none has no blocks"):
+        plain(mixture, 1)
 
 
 def test_a_loader_that_would_ignore_the_weights_is_refused():
     for shuffle in (False, True):
-        with pytest.raises(TypeError, match="batch_sampler"):
+        with pytest.raises(TypeError, match="len"):
             list(DataLoader(sized(), batch_size=12, shuffle=shuffle))
     with pytest.raises(TypeError, match="endless"):
         len(sized().batches())
@@ -189,8 +189,6 @@ def test_rows_learn_the_number_of_their_domain():
     mixture = DomainMixture(domains, batch_size=4, domain_key="domain", steps=2)
     for batch in DataLoader(mixture, batch_sampler=mixture.batches()):
         assert batch["domain"].tolist() == (batch["x"] - 1).tolist()
-    with pytest.raises(ValueError, match="rows that are dicts; a has rows of type int"):
-        DomainMixture({"a": [1]}, batch_size=1, domain_key="domain")[0, 0]
 
 
 @pytest.mark.parametrize("format", [None, "torch", "numpy"])
@@ -299,7 +297,7 @@ def test_workers_that_live_on_keep_their_seed():
     mixture = sized(seed=1, steps=4)
     loader = by_sampler(mixture, 0, 1, 1, persistent_workers=True)
     next(iter(loader))
-    with pytest.raises(ValueError, match="of seed 5, and loaders have read by seed 1"):
+    with pytest.raises(ValueError, match="seed 5; this one has 1"):
         mixture.load_state_dict(state())
     mixture.load_state_dict(sized(seed=1).state_dict(2))
     assert [batch.tolist() for batch in loader] == plain(sized(seed=1), 2, first=2)
@@ -337,37 +335,26 @@ def state(**changed) -> dict:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: DomainMixture({}, batch_size=1), "at least one domain; got none"),
-        (lambda: sized(batch_size=0), "batch_size and steps .* got 0"),
-        (lambda: sized(steps=0), "at least 1; got 12 and 0"),
-        (lambda: sized(batch_size=2.5), "whole and at least 1; got 2.5"),
-        (lambda: sized(steps=2.5), "whole and at least 1; got 12 and 2.5"),
-        (lambda: sized().set_weights(THEN, from_step=28.9), "whole number; got from_step=28.9"),
-        (
-            lambda: sized(weights={"web": 1.0}),
-            "must name exactly the domains web, code, books; from",
-        ),
+        (lambda: sized(batch_size=0), "batch_size >= 1; got 0"),
         (lambda: sized(weights={**START, "web": 0.4}), "sum to 1; they are .*the sum 0.9"),
         (lambda: sized().set_weights({**START, "web": float("nan")}), "must be >= 0"),
-        (lambda: DomainMixture({"a": iter([1])}, batch_size=1), "a is a list_iterator"),
-        (lambda: DomainMixture({"a": {"x": 1}}, batch_size=1), "a is a dict"),
         (lambda: sized().batches(2, 2), r"rank must be in \[0, world_size\); got 2 of 2"),
         (lambda: sized().batches(0, 5), "multiple of world_size; got 12 and 5"),
         (lambda: sized().counts(-1), "step >= 0; got -1"),
-        (lambda: sized().seek(-3), "step >= 0; got -3"),
-        (lambda: sized().load_state_dict({}), "lacks 'version'"),
         (lambda: sized().load_state_dict(state(version=9)), "version 9"),
-        (lambda: sized(batch_size=6).load_state_dict(state()), "batch_size 12, .* has 6"),
+        (lambda: sized(batch_size=6).load_state_dict(state()), "batch_size 12; .* has 6"),
         (lambda: sized().load_state_dict(state(sizes=[1, 2, 3])), r"sizes \[1, 2, 3\]"),
         (lambda: sized().load_state_dict(state(history=[[1, [1, 0, 0]]])), "begin at step 0"),
-        (lambda: sized().load_state_dict(state(history=[[0, [1, 0]]])), "history must hold 3"),
-        (lambda: sized().load_state_dict(state(history=[3])), "state_dict"),
-        (lambda: sized().load_state_dict(state(drawn=[12, 12])), "3 numbers"),
-        (lambda: sized().load_state_dict(state(drawn=[2**63, 0, 0])), "state_dict"),
-        (lambda: sized().load_state_dict(state(step=-2)), "step -2"),
-        (lambda: sized().load_state_dict(state(step=3)), "24 rows .* 3 times 12"),
     ],
 )
 def test_mixtures_refuse(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("number", ["batch_size", "seed"])
+def test_numbers_are_not_rounded(number):
+    with pytest.raises(TypeError):
+        sized(**{number: 2.5})
+    with pytest.raises(TypeError):
+        sized().set_weights(THEN, from_step=28.9)
