@@ -205,8 +205,8 @@ class CancellationEffect:
         return dict(zip(self._params, values_FU[READINGS.index(reading)].tolist(), strict=True))
 
     def _before_step(self, *_: Any) -> None:
-        # A step may call the step of its base class, whose hooks run too: only the outer one counts.
-        # One that has raised is not running any more.
+        # A step may call its base class's step, whose hooks run too: only the outer one counts. One
+        # that has raised is not running any more.
         if not _is_running(self._step_frame):
             self._step_frame = sys._getframe(1)
             self._copies = {name: param.detach().clone() for name, param in self._params.items()}

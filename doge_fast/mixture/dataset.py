@@ -145,7 +145,7 @@ class DomainMixture(Dataset[Any]):
 
         Args:
             weights: {name: weight >= 0} of all domains, sum 1: for example `DoGEOptimizer.weights`.
-            from_step: the first batch with these weights, at least the property `step`; None: `step`.
+            from_step: the first batch with these weights, at least `step`; None: `step`.
 
         Raises:
             ValueError: the weights are not on the simplex, or a loader has taken batch `from_step`.

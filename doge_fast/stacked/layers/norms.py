@@ -87,7 +87,7 @@ class _Gain(NamedTuple):
     def write_at_once(
         self, run: DomainRun, out: Tensor, adds: bool, bias_out: Tensor | None = None
     ) -> None:
-        """As `write`, in one launch; `bias_out` gets the sums of the gradient by itself."""
+        """As `write`, in one launch; `bias_out` gets the sums of the gradient alone."""
         grad_TN, x_TN = (run.tokens(values, out[0].numel()) for values in (self.grad, self.x))
         mean_T, rstd_T = [run.tokens(values) for values in self.norm[:2]] or (None, None)
         segment_sum(
