@@ -60,9 +60,9 @@ def domain_losses(
 
 
 def token_losses(logits_BLV: Tensor, labels_BL: Tensor) -> Tensor:
-    """[B, L - 1] cross-entropy of every predicted token, in nats; the dtype is as above.
+    """[B, L - 1] cross-entropy of every predicted token, in nats; float32, or float64.
 
-    Position p predicts label p + 1; the loss of an ignored one is 0.
+    Position p predicts label p + 1; the loss of an ignored label is 0.
     """
     targets_BL = labels_BL[:, 1:]
     losses: Tensor = F.cross_entropy(
@@ -102,9 +102,12 @@ def linear_domain_losses(
     Args:
         hidden_BLH: [B, L, H] floating, the input of the head.
         weight_VH: [V, H], the head's weight.
-        labels_BL: this and the rest, and the result, as for `domain_losses`.
-        sizes: as above; inside `stacked` the sizes of its batch.
-        num_targets: as above.
+        labels_BL: as for `domain_losses`.
+        sizes: as for `domain_losses`; inside `stacked` the sizes of its batch.
+        num_targets: as for `domain_losses`.
+
+    Returns:
+        As `domain_losses`.
 
     Raises:
         ValueError: the batches differ, `sizes` do not add up to the batch, or they differ from
@@ -213,7 +216,8 @@ class _LinearLosses(torch.autograd.Function):
         dtype = autocast_dtype(hidden_TH) or hidden_TH.dtype
         tensors = hidden_TH.to(dtype), weight_VH.to(dtype), targets_T
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        # None: the backward pass computes all gradients.
+        # D views [V, H]; none if the weight needs no gradient. None: the backward pass computes all
+        # gradients.
         views_DVH: list[Tensor] | None = None
         if head.has_backward and dtype != torch.float16:
             if not needs_weight:
@@ -222,7 +226,7 @@ class _LinearLosses(torch.autograd.Function):
                 views_DVH = head.rows.reserve(dtype)
         share_D = None if views_DVH is None else counts_D.to(wide_dtype(dtype)).reciprocal()
         with without_autocast(hidden_TH):
-            sums_D, ctx.grad_TH = _over_domains(
+            sums_D, ctx.grad_TH = _losses_and_gradients(
                 head.spans,
                 *tensors,
                 share_D=share_D,
@@ -251,7 +255,7 @@ class _LinearLosses(torch.autograd.Function):
             grad_TH, views_DVH = ctx.grad_TH, ctx.views_DVH
             ctx.grad_TH = ctx.views_DVH = None
             if rows is not None and needs_weight:
-                # The same memory as the views.
+                # The rows in the memory of the views count as written now.
                 views_DVH = [rows.claim(i, view.dtype)[0] for i, view in enumerate(views_DVH)]
             _scale_gradients(grad_D, spans, grad_TH, views_DVH)
             return grad_TH, *[None] * 4
@@ -268,7 +272,7 @@ class _LinearLosses(torch.autograd.Function):
             return rows.claim(domain, dtype)
 
         with without_autocast(grad_D):
-            _, grad_TH = _over_domains(
+            _, grad_TH = _losses_and_gradients(
                 spans,
                 *tensors,
                 share_D=grad_D / counts_D,
@@ -292,7 +296,7 @@ def _scale_gradients(
             rows_DVH[domain].mul_(grad_D[domain])
 
 
-def _over_domains(
+def _losses_and_gradients(
     spans: Sequence[slice],
     hidden_TH: Tensor,
     weight_VH: Tensor,

@@ -176,7 +176,7 @@ class StackedModel:
         return rule_of(module)
 
     def _modules_to_replace(self, module: nn.Module) -> Iterator[nn.Module]:
-        """The outermost modules that own trained parameters, and those within that have a rule."""
+        """Modules that own trained parameters and do not run inside one without a rule."""
         if any(
             id(param) in self._tracked
             for owner in _parameter_owners(module)

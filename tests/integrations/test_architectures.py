@@ -117,9 +117,9 @@ def test_rows_are_those_of_one_domain_after_another(kind, way, padding, monkeypa
         model.gradient_checkpointing_enable({"use_reentrant": way == "reentrant"})
     if way == "reentrant":
         model.enable_input_require_grads()
-    found = stacked(model, inputs, labels_BL, fused=way == "fused head")
+    actual = stacked(model, inputs, labels_BL, fused=way == "fused head")
     # Twice that of one layer: the depth of the model.
-    assert_same(found, expected, bound=2e-14)
+    assert_same(actual, expected, bound=2e-14)
 
 
 @pytest.mark.parametrize("kind", SOME)

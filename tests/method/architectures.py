@@ -238,10 +238,10 @@ class MeanRule(LayerRule):
         yield module.matrix, Sum(x.mean(1)[:, :, None] * grad.sum(1)[:, None, :])
 
 
-OWN_RULES = {Offset: OffsetRule(), ScaledLinear: ScaledLinearRule(), Mean: MeanRule()}
+CUSTOM_RULES = {Offset: OffsetRule(), ScaledLinear: ScaledLinearRule(), Mean: MeanRule()}
 
 
-class Own(Tiny):
+class Custom(Tiny):
     def __init__(self) -> None:
         super().__init__()
         self.scaled = ScaledLinear(16, 16, 0.5)
@@ -260,7 +260,7 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     "twice": Twice,
     "shapes": Shapes,
     "slices": Slices,
-    "own rules": Own,
+    "custom rules": Custom,
     "frozen": Frozen,
     "without rules": Composite,
     "root": Root,

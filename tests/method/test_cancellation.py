@@ -30,7 +30,7 @@ def by_definition(steps: int) -> dict[Reading, dict[str, float]]:
     model = tiny_gpt2().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
     params = dict(model.named_parameters())
-    found: dict[Reading, dict[str, float]] = {
+    scores: dict[Reading, dict[str, float]] = {
         reading: dict.fromkeys(params, 0.0) for reading in READINGS
     }
     for step in range(steps):
@@ -49,11 +49,11 @@ def by_definition(steps: int) -> dict[Reading, dict[str, float]]:
         for (name, param), *grads_B in zip(params.items(), *grads_BP, strict=True):
             change = float((param.detach() - before[name]).norm())
             of_each, of_sum = float(sum(g.norm() for g in grads_B)), float(sum(grads_B).norm())
-            found["norms-over-change"][name] += of_each / change
-            found["sum-over-change"][name] += of_sum / change
-            found["change-over-sum"][name] += change / of_sum
-            found["change-over-norms"][name] += change / of_each
-    return found
+            scores["norms-over-change"][name] += of_each / change
+            scores["sum-over-change"][name] += of_sum / change
+            scores["change-over-sum"][name] += change / of_sum
+            scores["change-over-norms"][name] += change / of_each
+    return scores
 
 
 def follow(steps: int) -> tuple[CancellationEffect, nn.Module, torch.optim.Optimizer]:
@@ -172,13 +172,13 @@ def by_hand_of_outer() -> dict[str, float]:
     """The first step of `Outer` above, in autograd's own terms."""
     torch.manual_seed(0)
     model, x = nn.Linear(3, 2).double(), torch.randn(2, 2, 3).double()
-    found = {}
+    scores = {}
     for name, param in model.named_parameters():
         grads = [torch.autograd.grad(model(row).square().mean(), param)[0] for row in x[1]]
         moved = 0.5 * (param - 0.1 * sum(grads) / 2)
         change = (moved - param).detach()
-        found[name] = float(sum(grad.norm() for grad in grads) / change.norm())
-    return found
+        scores[name] = float(sum(grad.norm() for grad in grads) / change.norm())
+    return scores
 
 
 def test_gradients_that_an_optimizer_takes_are_refused():
@@ -213,7 +213,7 @@ def test_parameters_that_are_not_stepped_are_not_scored():
 
 def test_what_ranks_have_is_summed():
     """Of ranks with one example: gradients, norms and changes are so many times as long."""
-    found = []
+    scores = []
     for num_ranks in (1, 2):
         torch.manual_seed(0)
         model = nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2)}).double()
@@ -224,8 +224,8 @@ def test_what_ranks_have_is_summed():
         effect.sum_over_ranks(lambda values, times=num_ranks: times * values)
         optimizer.step()
         assert (model["unused"].weight.grad == 0).all()
-        found.append([effect.scores(reading) for reading in READINGS])
-    for one, two in zip(*found, strict=True):
+        scores.append([effect.scores(reading) for reading in READINGS])
+    for one, two in zip(*scores, strict=True):
         assert one["used.weight"] > 0
         assert two == pytest.approx(one, rel=1e-12)
 
@@ -254,9 +254,9 @@ COLUMNS = {"a": 10, "b": 20, "c": 30, "d": 40}
 )
 def test_select(strategy, names, num_columns):
     for scores in (SCORES, dict(reversed(SCORES.items()))):
-        found = select(scores, strategy, columns=COLUMNS)
-        assert found.names == tuple(names)
-        assert (found.num_columns, found.share) == (num_columns, num_columns / 100)
+        selection = select(scores, strategy, columns=COLUMNS)
+        assert selection.names == tuple(names)
+        assert (selection.num_columns, selection.share) == (num_columns, num_columns / 100)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Rules of a user's own modules: which module has one, and what a wrong one is told."""
+"""Rules of a user's modules: which module has one, and what it computes."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from doge_fast.stacked.layers import Sum, register, registry, rule_of
 from tests.method.architectures import (
-    OWN_RULES,
+    CUSTOM_RULES,
     SIZES,
     Offset,
     OffsetRule,
@@ -25,26 +25,26 @@ from tests.method.test_stacked import run
 
 
 @pytest.fixture(autouse=True)
-def own_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+def custom_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers is forgotten after it."""
     monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
 
 
 def test_a_rule_runs_once_and_a_module_without_one_once_per_domain():
-    model = made("own rules")
+    model = made("custom rules")
     expected = rows_by_autograd(model, ids_of())
     model.scaled.num_calls = 0
     for _ in range(2):
         optimizer = optimizer_of(model)
         run(optimizer, model, ids_of())
         assert_same(rows_of(optimizer, model), expected)
-        # Of its own forward: three domains have examples, and a rule replaces it.
+        # Calls of the module's forward, by three domains with examples. The rule makes no more.
         assert model.scaled.num_calls == 3
         register(ScaledLinear, ScaledLinearRule())
 
 
 def test_a_rule_may_be_registered_by_name_and_replaced():
-    model = made("own rules")
+    model = made("custom rules")
     optimizer = optimizer_of(model)
 
     class Doubled(OffsetRule):
@@ -70,8 +70,8 @@ def test_subclasses_and_modules_with_other_parameters_have_no_rule():
     class Derived(Offset):
         pass
 
-    register(Offset, OWN_RULES[Offset])
-    assert rule_of(Offset(3)) is OWN_RULES[Offset]
+    register(Offset, CUSTOM_RULES[Offset])
+    assert rule_of(Offset(3)) is CUSTOM_RULES[Offset]
     assert rule_of(Derived(3)) is None
     more = Offset(3)
     more.gain = nn.Parameter(torch.ones(3))

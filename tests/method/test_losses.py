@@ -102,8 +102,8 @@ def test_losses_and_gradients_are_those_of_the_naive_head(options):
     ours = fused(inputs, **options)
     theirs = naive(inputs, **options)
     torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=0)
-    for found, expected in zip(gradients(ours, inputs), gradients(theirs, inputs), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    for actual, expected in zip(gradients(ours, inputs), gradients(theirs, inputs), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("way", [naive, fused])
@@ -126,9 +126,9 @@ def test_under_autocast_products_are_of_its_dtype():
         ours, theirs = fused(inputs), naive(inputs)
     assert ours.dtype == torch.float32
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-    for found, expected in zip(gradients(ours, inputs), gradients(theirs, inputs), strict=True):
-        assert found.dtype == torch.float32
-        assert (found - expected).norm() <= 0.02 * expected.norm()
+    for actual, expected in zip(gradients(ours, inputs), gradients(theirs, inputs), strict=True):
+        assert actual.dtype == torch.float32
+        assert (actual - expected).norm() <= 0.02 * expected.norm()
 
 
 def largest_of(dispatched: Dispatched) -> int:
@@ -195,8 +195,8 @@ def products_of_equal_rows(model: Tiny, weigh: Any = summed, passes: int = 1) ->
     ours, products = rows_of_passes(model, weigh, is_fused=True, passes=passes)
     theirs, _ = rows_of_passes(model, weigh, is_fused=False, passes=passes)
     assert len(ours) == len(theirs) == sum(p.requires_grad for p in model.parameters())
-    for found, expected in zip(ours, theirs, strict=True):
-        assert (found - expected).abs().max() <= 1e-14 * expected.abs().max()
+    for actual, expected in zip(ours, theirs, strict=True):
+        assert (actual - expected).abs().max() <= 1e-14 * expected.abs().max()
     return products
 
 
@@ -284,8 +284,8 @@ def test_a_narrow_row_is_the_product_rounded_once():
 def test_other_sizes_than_the_batch_are_refused():
     model = Tiny()
     optimizer = optimizer_of(model, "ab")
-    said = r"\[2, 3\]; got \[3, 2\]"
-    with pytest.raises(ValueError, match=said), optimizer.stacked(model, SIZES):
+    message = r"\[2, 3\]; got \[3, 2\]"
+    with pytest.raises(ValueError, match=message), optimizer.stacked(model, SIZES):
         linear_domain_losses(
             model.hidden(IDS_BL), model.head.weight, IDS_BL, {"a": 3, "b": 2}
         ).sum().backward()

@@ -22,8 +22,8 @@ from tests.dispatched import Dispatched
 from tests.grids import grid
 from tests.method.architectures import (
     ARCHITECTURES,
+    CUSTOM_RULES,
     LENGTH,
-    OWN_RULES,
     SIZES,
     VOCABULARY,
     Recurrent,
@@ -54,8 +54,8 @@ def run(
 
 
 @pytest.fixture
-def own_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_RULES", {**registry._RULES, **OWN_RULES})
+def custom_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_RULES", {**registry._RULES, **CUSTOM_RULES})
 
 
 def sequential(optimizer: DoGEOptimizer, model: nn.Module, ids_BL: Tensor, sizes: Any) -> None:
@@ -112,7 +112,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
         ),
     ),
 )
-def test_rows_are_those_of_autograd(kind, mode, sizes, own_rules, monkeypatch):
+def test_rows_are_those_of_autograd(kind, mode, sizes, custom_rules, monkeypatch):
     """After one batch, and after three of which each has other domains; to the bit again."""
     if "at once" in mode:
         as_on_a_gpu(monkeypatch, "triton" if "triton" in mode else "torch")
@@ -128,9 +128,9 @@ def test_rows_are_those_of_autograd(kind, mode, sizes, own_rules, monkeypatch):
     assert all(torch.equal(rows[0][name], rows[1][name]) for name in expected)
     batches = [({"a": 1, "b": 2}, 1), ({"b": 1, "c": 2}, 2), ({"c": 3}, 3)]
     sums = {name: torch.zeros_like(rows_RN) for name, rows_RN in expected.items()}
-    for each, seed in batches:
-        whole = dict.fromkeys(SIZES, 0) | each
-        MODES[mode](optimizer, model, ids_of(each, seed), each)
+    for some_sizes, seed in batches:
+        whole = dict.fromkeys(SIZES, 0) | some_sizes
+        MODES[mode](optimizer, model, ids_of(some_sizes, seed), some_sizes)
         for name, rows_RN in rows_by_autograd(model, ids_of(whole, seed), whole).items():
             sums[name] += rows_RN
     assert_same(rows_of(optimizer, model), sums)
@@ -143,11 +143,11 @@ def test_rows_are_those_of_autograd(kind, mode, sizes, own_rules, monkeypatch):
     ("kind", "backend"),
     [
         ("tied", "aot_eager"),
-        ("own rules", "aot_eager"),
+        ("custom rules", "aot_eager"),
         pytest.param("tied", "inductor", marks=pytest.mark.exhaustive),
     ],
 )
-def test_compiled_as_one_graph(kind, backend, own_rules):
+def test_compiled_as_one_graph(kind, backend, custom_rules):
     """A batch of the same shape with other domains goes through the same graph."""
     model = made(kind)
     torch._dynamo.reset()
@@ -199,14 +199,14 @@ def llama_norm(width: int, eps: float) -> nn.Module:
 
 @pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "plain"])
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm, llama_norm])
-@pytest.mark.parametrize("own", [torch.float32, torch.bfloat16], ids=str)
-def test_norms_of_16_bits_give_what_the_module_gives(norm, own, autocast):
+@pytest.mark.parametrize("norm_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_norms_of_16_bits_give_what_the_module_gives(norm, norm_dtype, autocast):
     """To the bit, whatever the dtypes of input and weight; the gradients to their roundings."""
     torch.manual_seed(0)
     dtype = torch.float32 if autocast else torch.bfloat16
     ends = [nn.Linear(16, 16).to(dtype), nn.Linear(16, 16).to(dtype)]
     # An epsilon that counts.
-    middle = norm(16, eps=0.1).to(own)
+    middle = norm(16, eps=0.1).to(norm_dtype)
     nn.init.normal_(middle.weight)
     model = nn.Sequential(ends[0], middle, ends[1] if autocast else nn.Identity())
     x = torch.randn(4, 5, 16, dtype=dtype)
@@ -360,8 +360,8 @@ def test_an_input_without_the_batch_in_front_is_refused(layers, shapes):
     model = Around(*layers)
     optimizer = optimizer_of(model)
     dtype = torch.long if isinstance(layers[0], nn.Embedding) else torch.float32
-    said = rf"the 6 examples.* {type(layers[-1]).__name__} .*\{list(shapes[-1])}"
-    with pytest.raises(RuntimeError, match=said), optimizer.stacked(model, SIZES):
+    message = rf"the 6 examples.* {type(layers[-1]).__name__} .*\{list(shapes[-1])}"
+    with pytest.raises(RuntimeError, match=message), optimizer.stacked(model, SIZES):
         model(*(torch.ones(shape, dtype=dtype) for shape in shapes))
 
 
@@ -419,7 +419,7 @@ def test_what_cannot_be_sliced_or_joined_is_refused(sizes):
         late(ids_of(sizes)[:, :6])
 
 
-class Own(nn.Module):
+class Returning(nn.Module):
     """Without a rule: its outputs are what `returns` makes of its gain and its input."""
 
     def __init__(self, returns: Callable[..., Any]) -> None:
@@ -459,7 +459,7 @@ PACKED = pack_padded_sequence(X_BLE, torch.tensor([2, 4, 1]), True, enforce_sort
     ids=["object", "numbers", "structure", "state", "packed", "codes", "loads", "a sum"],
 )
 def test_what_belongs_to_one_domain_alone_is_not_given_to_all(returns, x, message):
-    model = Own(returns)
+    model = Returning(returns)
     optimizer = optimizer_of(model)
     with (
         pytest.raises(RuntimeError, match=message),
@@ -469,7 +469,7 @@ def test_what_belongs_to_one_domain_alone_is_not_given_to_all(returns, x, messag
 
 
 def test_what_all_domains_have_in_common_is_joined():
-    model = Own(lambda gain, x: (gain * x, (gain * x).flatten(0, 1), 2, "tanh", None))
+    model = Returning(lambda gain, x: (gain * x, (gain * x).flatten(0, 1), 2, "tanh", None))
     optimizer = optimizer_of(model)
     with optimizer.stacked(model, dict.fromkeys("abc", 1)):
         whole, flat, *rest = model(X_BLE)
@@ -481,7 +481,7 @@ def test_what_all_domains_have_in_common_is_joined():
 
 def test_a_parameter_that_every_example_gets_is_an_output_of_examples():
     """As the token before an image's patches, which is expanded and no copy."""
-    model = Own(lambda gain, x: gain.expand(len(x), 1, 3))
+    model = Returning(lambda gain, x: gain.expand(len(x), 1, 3))
     optimizer = optimizer_of(model, "ab")
     with optimizer.stacked(model, {"a": 2, "b": 1}):
         (model(X_BLE) * X_BLE[:, :1]).sum().backward()
@@ -492,8 +492,8 @@ def test_a_parameter_that_every_example_gets_is_an_output_of_examples():
 def test_an_example_is_no_input_that_all_share():
     model = nn.Sequential(nn.Embedding(VOCABULARY, 16), nn.Linear(16, 4))
     optimizer = optimizer_of(model)
-    said = r"6 examples.*\[1, 9, 16\]"
-    with pytest.raises(RuntimeError, match=said), optimizer.stacked(model, SIZES):
+    message = r"6 examples.*\[1, 9, 16\]"
+    with pytest.raises(RuntimeError, match=message), optimizer.stacked(model, SIZES):
         model[1](model[0](ids_of(SIZES))[:1])
 
 
@@ -672,7 +672,7 @@ def launches(dispatched: Dispatched) -> list[str]:
 @pytest.mark.parametrize("is_ragged", [False, True], ids=["equal", "ragged"])
 def test_launches_do_not_grow_with_the_number_of_domains(counts, is_ragged):
     """On a device that has no CPU's kernels; products of unequal domains are one each."""
-    found = []
+    num_launches = []
     for num_domains in (4, 12):
         sizes = {str(row): 2 + (is_ragged and row % 2) for row in range(num_domains)}
         with torch.device("meta"):
@@ -685,8 +685,8 @@ def test_launches_do_not_grow_with_the_number_of_domains(counts, is_ragged):
                 losses_D = domain_losses(model(ids_BL), ids_BL, sizes, num_targets=targets)
                 losses_D.sum().backward()
         products = ("aten.mm.", "aten.addmm", "aten.bmm", "aten.baddbmm") if is_ragged else ()
-        found.append(sum(not name.startswith(products) for name in launches(dispatched)))
-    assert found[0] == found[1]
+        num_launches.append(sum(not name.startswith(products) for name in launches(dispatched)))
+    assert num_launches[0] == num_launches[1]
 
 
 @pytest.mark.parametrize("sizes", [{"a": 2, "b": 2}, {"a": 1, "b": 3}], ids=["equal", "ragged"])

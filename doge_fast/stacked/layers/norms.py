@@ -45,6 +45,7 @@ class LayerNormRule(LayerRule):
 
     def gradients(self, module: Any, grad: Tensor, x: Tensor, *saved: Tensor) -> Gradients:
         """The gradients of gain and bias."""
+        # Under autocast on a GPU the output, hence its gradient, is float32.
         dtype = module.weight.dtype
         yield module.weight, _Gain(grad, x, dtype, saved)
         yield module.bias, Sum(grad.to(dtype))
@@ -88,6 +89,7 @@ class _Gain(NamedTuple):
         self, run: DomainRun, out: Tensor, adds: bool, bias_out: Tensor | None = None
     ) -> None:
         """As `write`, in one launch; `bias_out` gets the sums of the gradient alone."""
+        # The kernel multiplies dy_t by (x_t - mean_t) rstd_t while it sums; `mean_T` None: by x_t.
         grad_TN, x_TN = (run.tokens(values, out[0].numel()) for values in (self.grad, self.x))
         mean_T, rstd_T = [run.tokens(values) for values in self.norm[:2]] or (None, None)
         segment_sum(
@@ -161,10 +163,11 @@ class RMSNormRule(_GainRule):
 
 
 class LlamaRMSNormRule(_GainRule):
-    """transformers' RMSNorms, which round n(x) before the weight."""
+    """transformers' RMSNorms, which round n(x) to the dtype of x before they multiply."""
 
     def prepare(self, module: Any, x: Tensor) -> Tensor:
         """n(x), in the dtype of x."""
+        # float32 even for float64 x, as transformers has it.
         wide = x.float()
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + module.variance_epsilon)
         return (wide * scale).to(x.dtype)

@@ -44,6 +44,7 @@ class Sum(NamedTuple):
     def write(self, run: DomainRun, out: Tensor, adds: bool) -> None:
         """As `TokenSum.write`."""
         num_columns = out[0].numel()
+        # One launch for domains of unequal sizes, as torch.sum below is for equal ones.
         if not run.is_equal and not sums_one_by_one(self.values):
             values_TN = run.tokens(self.values, num_columns)
             borders = run.token_borders(len(values_TN), out.device)
