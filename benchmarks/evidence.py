@@ -61,7 +61,7 @@ def unpack(record: Record, out: Path) -> Path:
         raise ValueError(f"{out} exists; name a directory that does not.")
     out.mkdir(parents=True)
     experiment = dict(record["experiment"])
-    # Tables that only the commit tagged before-the-card could make.
+    # Tables that commit a3f4879 was the last one to make.
     experiment["groups"] = [each for each in experiment["groups"] if each["kind"] != "regret"]
     records.write_json(out / records.EXPERIMENT, experiment)
     for name, files in record["runs"].items():

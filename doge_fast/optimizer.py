@@ -6,7 +6,6 @@ The work is done in `doge_fast.step.step`.
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -24,8 +23,9 @@ from doge_fast.tracing import warn
 from doge_fast.weights import checkpoint, defaults, weights_file
 from doge_fast.weights.objective import UNIVERSAL, Objective, Target
 from doge_fast.weights.reweight import LastStep
+from doge_fast.weights.rule import UpdateRule
 from doge_fast.weights.scores import Score, score_of
-from doge_fast.weights.state import DomainWeights, UpdateRule
+from doge_fast.weights.state import DomainWeights
 from doge_fast.weights.subset import Subset
 from doge_fast.wrapper import OptimizerWrapper
 
@@ -45,24 +45,18 @@ class DomainState:
     def state_dict(self) -> dict[str, Any]:
         """Tensors, numbers and names: the value of "doge" in `DoGEOptimizer.state_dict()`."""
         weights = self._weights
-        return checkpoint.named(
-            weights.state(), weights.objective, draws=self._step.subset.draws, mu=weights.rule.mu
-        )
+        return checkpoint.as_dict(weights.state(), weights.objective, draws=self._step.subset.draws)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the domain weights; the wrapped optimizer is left alone.
 
         Raises:
-            TypeError: `state_dict` is no dict.
-            ValueError: it was saved for other domains or by a later version.
+            ValueError: it was saved for other domains or by another version.
             RuntimeError: called inside a domain.
         """
         self._step.refuse_inside_a_domain("load_state_dict()")
         checkpoint.check(state_dict, self._weights.objective)
         self._weights.load(state_dict)
-        if self._weights.assumed_lr is not None:
-            # It does not replace a `mu` that the user passed.
-            self._weights.rule = replace(self._weights.rule, mu=float(state_dict["mu"]))
         self._step.begin_loaded()
         self._step.subset.draw(state_dict["draws"])
 
@@ -152,11 +146,10 @@ class DoGEOptimizer(OptimizerWrapper):
         super().__init__(optimizer)
         parameters = TrackedParameters(self.inner, selection)
         objective = Objective.of(domains, target)
-        assumed_lr = None
+        is_mu_default = mu is None
         if mu is None:
             # Read only here: the host waits for a rate on a device.
-            assumed_lr = parameters.peak_lr
-            mu = defaults.default_mu(assumed_lr, sum(objective.tau))
+            mu = defaults.default_mu(parameters.peak_lr, sum(objective.tau))
         rule = UpdateRule(
             mu=mu,
             score=score_of(score),
@@ -165,8 +158,9 @@ class DoGEOptimizer(OptimizerWrapper):
             smoothing=smoothing,
         )
         device = parameters.params[0].device
-        self._weights = DomainWeights(objective, rule, device=device, initial=initial)
-        self._weights.assumed_lr = assumed_lr
+        self._weights = DomainWeights(
+            objective, rule, device=device, initial=initial, is_mu_default=is_mu_default
+        )
         self._step = Step(
             parameters,
             self._weights,
@@ -177,7 +171,7 @@ class DoGEOptimizer(OptimizerWrapper):
             scaler=scaler,
             process_group=GroupArgument(process_group),
         )
-        checkpoint.mark(self.param_groups)
+        checkpoint.add_empty_key(self.param_groups)
 
     @property
     def objective(self) -> Objective:
@@ -234,8 +228,8 @@ class DoGEOptimizer(OptimizerWrapper):
         """The average domain weights by name. Waits for the device.
 
         Warns:
-            UserWarning: once each, if the weights mean nothing: most steps were skipped, no weight
-                has moved, the default mu does not fit the learning rate, or they have collapsed.
+            UserWarning: once each, if the weights mean little: more than a tenth of the steps
+                were skipped, no weight has moved, or they have collapsed onto few domains.
         """
         self._weights.warn_of_failure()
         return dict(zip(self.domains, self.alpha_mean.tolist(), strict=True))
@@ -404,9 +398,7 @@ class DoGEOptimizer(OptimizerWrapper):
         """
         return saved(
             self,
-            lambda: checkpoint.put_into(
-                self.inner.state_dict(), self.doge.state_dict(), self.objective
-            ),
+            lambda: checkpoint.add(self.inner.state_dict(), self.doge.state_dict(), self.objective),
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -417,16 +409,14 @@ class DoGEOptimizer(OptimizerWrapper):
         weights then do not change. `mu` is the checkpoint's, unless it was passed by name.
 
         Raises:
-            TypeError: `state_dict` is no dict.
-            ValueError: it was saved for other domains, other optimizers, or by a later version.
+            ValueError: it was saved for other domains, other optimizers, or by another version.
         """
         self._step.refuse_inside_a_domain("load_state_dict()")
-        checkpoint.check_is_dict(state_dict)
         with loading(self, state_dict) as state_dict:
-            ours, theirs = checkpoint.taken_from(state_dict, self.objective)
+            ours, theirs = checkpoint.separate(state_dict, self.objective)
             refuse_other_optimizers(theirs.get("param_groups", ()), self.inner)
             self.inner.load_state_dict(theirs)
-            checkpoint.mark(self.param_groups)
+            checkpoint.add_empty_key(self.param_groups)
             self._step.begin_loaded()
             if ours is None:
                 warn(

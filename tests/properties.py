@@ -3,15 +3,12 @@
 Profiles: "few", which `make test` runs, always the same examples; "many", which `make soak` runs.
 """
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch import Tensor
-
-T = TypeVar("T")
 
 _COMMON: dict[str, Any] = {
     "deadline": None,
@@ -67,11 +64,3 @@ json_values = st.recursive(
     max_leaves=12,
 )
 """What a file may hold after it was read."""
-
-
-def attempt(call: Callable[[], T]) -> tuple[T | None, str]:
-    """What a call gives and "", or None and the ValueError's sentence."""
-    try:
-        return call(), ""
-    except ValueError as error:
-        return None, str(error)

@@ -1,7 +1,5 @@
 """The collectives of a step in one process group, and checks that all ranks do the same."""
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -13,6 +11,7 @@ from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
 from doge_fast.kernels.schema import STORAGE_DTYPES
+from doge_fast.weights.weights_file import fingerprint_of
 
 # torch 2.13 introduced all_gather_single and deprecated all_gather_into_tensor.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -86,7 +85,7 @@ class Communicator:
 
     def _compare(self, settings: Mapping[str, object]) -> None:
         """Raise the same RuntimeError on all ranks if a setting differs."""
-        digests_Dn = self._gather([*map(_digest, settings.values())]).T.tolist()
+        digests_Dn = self._gather([*map(fingerprint_of, settings.values())]).T.tolist()
         for name, digests_n in zip(settings, digests_Dn, strict=True):
             refuse_difference(digests_n, name)
 
@@ -139,12 +138,6 @@ def _cpu_group_of(group: ProcessGroup) -> ProcessGroup:
     if "cpu:" in config or config in ("gloo", "mpi"):
         return group
     return group_of(dist.get_process_group_ranks(group), group, "gloo")
-
-
-def _digest(value: object) -> float:
-    """A hash of a value: 48 bits, which a float holds exactly."""
-    text = json.dumps(value, sort_keys=True, default=str)
-    return float(int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big"))
 
 
 def _widest(codes: Sequence[int]) -> torch.dtype | None:

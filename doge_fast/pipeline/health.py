@@ -13,8 +13,6 @@ from torch import Tensor
 
 # Steps between looks at the counts, which make a host wait for its device.
 LOOK_EVERY = 16
-# The largest share of a run's steps that may be lost without its result being so.
-MOST_LOST = 0.1
 WAY_OUT = (
     "Its records are kept, and no result is written. Name another directory, and lower "
     "learning_rate (--learning-rate) or lengthen the warm-up (--warmup-steps)."

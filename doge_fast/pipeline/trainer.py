@@ -41,6 +41,7 @@ from doge_fast.pipeline.failures import FileFailure
 from doge_fast.pipeline.named import visible
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.wording import first_few
+from doge_fast.weights.diagnosis import MOST_SKIPPED
 
 # A line waits this long on the device at most: reading it makes the host wait for the step.
 FLUSH_SECONDS = 1.0
@@ -445,7 +446,7 @@ class Recorder(TrainerCallback):
     def on_train_end(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         """A result that would mean nothing is none."""
         lost = self.trainer.num_lost()
-        if state.global_step >= state.max_steps and lost > health.MOST_LOST * state.max_steps:
+        if state.global_step >= state.max_steps and lost > MOST_SKIPPED * state.max_steps:
             raise health.diverged(
                 self.run,
                 f"{lost} of its {state.max_steps} steps were lost, for a gradient is not finite in "

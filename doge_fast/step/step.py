@@ -213,7 +213,7 @@ class Step:
             self._may_be_loaded = False
             checkpoint.warn_of_loading_in_place(self.parameters.optimizer)
         # The user may have loaded a state_dict of ours into the wrapped optimizer.
-        checkpoint.mark(self.parameters.groups)
+        checkpoint.add_empty_key(self.parameters.groups)
         if self.state is StepState.COMBINED:
             # p.grad was cleared without a step, as a scaler does on overflow. The draw of domains
             # stays: the loop has read `domains_of_step`.

@@ -7,125 +7,123 @@ names, number of the draw, the vectors and counts, mu. If a checkpoint has both 
 read, since its parts are named and a user may edit them.
 
 The groups of a live optimizer hold an empty tuple under that key. The key is needed because
-torch.distributed.checkpoint reads back only the keys that it finds there. The tuple is empty
+torch.distributed.checkpoint reads back only the keys that the live groups have. The tuple is empty
 because the weights are on the device, and a copy would be out of date after one step.
 """
 
-import hashlib
-import json
-import math
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from doge_fast.tracing import warn
-from doge_fast.weights import simplex
 from doge_fast.weights.objective import Objective
 from doge_fast.weights.reweight import COUNTS, VECTORS
-from doge_fast.weights.weights_file import refusal_of_removed
+from doge_fast.weights.weights_file import fingerprint_of
 
 KEY = "doge"
 VERSION = 2
 
-# Vectors [R] that earlier versions appended: moving target weights, and the running norms of a
-# score; both methods were removed.
-_REMOVED = ("tau", "norms")
 
-
-def named(
-    parts: Mapping[str, Tensor], objective: Objective, *, draws: int, mu: float
-) -> dict[str, Any]:
-    """The dict of a checkpoint: what `DomainWeights.state` returns, and names and numbers."""
+def as_dict(state: Mapping[str, Any], objective: Objective, *, draws: int) -> dict[str, Any]:
+    """The dict of a checkpoint, from what `DomainWeights.state` returns."""
     return {
         "version": VERSION,
         "domains": list(objective.domains),
         "names": list(objective.names),
         "draws": draws,
-        "mu": mu,
-        **parts,
+        **state,
     }
 
 
-def packed(state: Mapping[str, Any], objective: Objective) -> tuple[float, ...]:
-    """The tuple of a checkpoint: 6 + 3 K floats, from the dict of `named`. Waits for the device."""
+def as_tuple(state: Mapping[str, Any], objective: Objective) -> tuple[float, ...]:
+    """The tuple of a checkpoint: 6 + 3 K floats, from the dict. Waits for the device."""
     # One vector, to wait for the device only once.
     values_S = torch.cat([state[name].double().view(-1) for name in (*VECTORS, *COUNTS)])
-    head = (state["version"], fingerprint(objective), state["draws"])
+    head = (state["version"], _fingerprint(objective), state["draws"])
     return (*map(float, head), *values_S.tolist(), float(state["mu"]))
 
 
-def unpacked(values: tuple[float, ...], objective: Objective) -> dict[str, Any]:
-    """The dict of `named` from its tuple; tensors on the CPU.
+def from_tuple(values: tuple[float, ...], objective: Objective) -> dict[str, Any]:
+    """The dict from its tuple; tensors on the CPU.
 
-    ValueError if another version or a removed method wrote it, or it is for other names.
+    ValueError if the tuple is of another version, other domains or another target.
     """
-    _check_version(values[0])
-    head, numbers, mu = values[:3], values[3:-1], values[-1]
-    num_domains, num_rows = len(objective.domains), len(objective.names)
-    sizes = [num_domains] * len(VECTORS) + [1] * len(COUNTS)
-    is_ours = head[1:2] == (fingerprint(objective),) and all(map(math.isfinite, head))
-    num_further = len(numbers) - sum(sizes)
-    if is_ours and num_further in (num_rows, 2 * num_rows):
-        _refuse_removed(_REMOVED[num_further // num_rows - 1])
-    if not is_ours or num_further:
+    version, fingerprint, draws, *numbers, mu = values
+    if (version, fingerprint) != (VERSION, _fingerprint(objective)):
         raise ValueError(
-            "the parameter groups of the checkpoint hold weights of other domains or another "
-            f"target than those of this optimizer, {list(objective.domains)} with the rows "
+            f"the parameter groups of the checkpoint have version {version:g} and other domains or "
+            f"another target than this optimizer, which has version {VERSION} and "
             f"{list(objective.names)}. Build it with the same ones in the same order."
         )
+    sizes = [len(objective.domains)] * len(VECTORS) + [1] * len(COUNTS)
     pieces = torch.split(torch.tensor(numbers, dtype=torch.float64), sizes)
     parts = dict(zip((*VECTORS, *COUNTS), pieces, strict=True))
     parts |= {name: parts[name].long().view(()) for name in COUNTS}
-    return named(parts, objective, draws=int(head[2]), mu=mu)
+    return as_dict({"mu": mu, **parts}, objective, draws=int(draws))
 
 
-def fingerprint(objective: Objective) -> float:
-    """A hash of the names in their order: 48 bits, which a float holds exactly."""
-    names = json.dumps([objective.domains, objective.names])
-    return float(int.from_bytes(hashlib.sha256(names.encode()).digest()[:6], "big"))
+def _fingerprint(objective: Objective) -> float:
+    return fingerprint_of([objective.domains, objective.names])
 
 
-def mark(groups: list[dict[str, Any]]) -> None:
+def add_empty_key(groups: list[dict[str, Any]]) -> None:
     """Give every group of a live optimizer the key of the weights, with an empty tuple."""
     for group in groups:
         group[KEY] = ()
 
 
-def put_into(
-    state_dict: dict[str, Any], ours: dict[str, Any], objective: Objective
-) -> dict[str, Any]:
-    """An optimizer's state dict with the dict `ours` of `named`, in both forms."""
-    values = packed(ours, objective)
+def add(state_dict: dict[str, Any], state: dict[str, Any], objective: Objective) -> dict[str, Any]:
+    """An optimizer's state dict with the domain weights in both forms; `state` is their dict."""
+    values = as_tuple(state, objective)
     groups = [group | {KEY: values} for group in state_dict["param_groups"]]
     # Only for readers of the file: the rate of the first group, by which the weights move.
-    eta = float(groups[0]["lr"])
-    return state_dict | {"param_groups": groups, KEY: ours | {"lr": eta}}
+    lr = float(groups[0]["lr"])
+    return state_dict | {"param_groups": groups, KEY: state | {"lr": lr}}
 
 
-def taken_from(
+def separate(
     state_dict: Mapping[str, Any], objective: Objective
 ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """Divide an optimizer's state dict: the dict of `named`, None if there is none; and the rest.
+    """The dict of the domain weights in an optimizer's state dict, or None; and the rest of it.
 
-    ValueError if it is for other domains or of another version, or its groups differ.
+    ValueError as `check`, or if the groups hold different weights.
     """
     rest = dict(state_dict)
-    ours: dict[str, Any] | None = rest.pop(KEY, None)
-    groups = rest.get("param_groups", [])
-    in_groups = {tuple(group[KEY]) for group in groups if group.get(KEY)}
-    if ours is None and len(in_groups) > 1:
+    state: dict[str, Any] | None = rest.pop(KEY, None)
+    groups = rest.get("param_groups", ())
+    tuples = {tuple(group[KEY]) for group in groups if group.get(KEY)}
+    if state is None and tuples:
+        # All groups hold the same one.
+        (values,) = tuples
+        state = from_tuple(values, objective)
+    if state is not None:
+        check(state, objective)
+    return state, rest
+
+
+def check(state: Mapping[str, Any], objective: Objective) -> None:
+    """Refuse the dict of another version or of other names, and weights off the simplex.
+
+    ValueError for these. A part that is missing is a KeyError.
+    """
+    theirs = state["version"], [*state["domains"]], [*state["names"]]
+    ours = VERSION, [*objective.domains], [*objective.names]
+    if theirs != ours:
         raise ValueError(
-            f"the parameter groups of the checkpoint hold {len(in_groups)} different states of the "
-            "domain weights; all should hold the same. Load those of one optimizer."
+            "the checkpoint is of another version, other domains or another target: it has "
+            f"{theirs}, and this optimizer {ours}. Build it with the same domains in the same "
+            "order, and the same target."
         )
-    if ours is None and in_groups:
-        ours = unpacked(in_groups.pop(), objective)
-    if ours is not None:
-        check(ours, objective)
-    return ours, rest
+    for name in ("alpha", "alpha_mean"):
+        alpha_K = state[name]
+        # A long run's rounding is far below 1e-9, an edited file's far above; NaN fails both.
+        if not ((alpha_K >= 0).all() and abs(float(alpha_K.sum()) - 1) < 1e-9):
+            raise ValueError(
+                f"the checkpoint's {name} must be weights >= 0 that sum to 1; it is {alpha_K!r}."
+            )
 
 
 def warn_of_loading_in_place(optimizer: Optimizer) -> None:
@@ -149,77 +147,3 @@ def warn_of_loading_in_place(optimizer: Optimizer) -> None:
             "not: they begin anew. Pass the loaded dict to load_state_dict() or set_state_dict() "
             "as well, or keep optimizer.doge in the checkpoint."
         )
-
-
-def check_is_dict(state_dict: object) -> None:
-    """Raise TypeError unless it is a mapping."""
-    if not isinstance(state_dict, Mapping):
-        raise TypeError(f"load_state_dict() needs what state_dict() returned; got {state_dict!r}.")
-
-
-def check(ours: Mapping[str, Any], objective: Objective) -> None:
-    """Refuse a dict with other names, or with values that a run cannot produce.
-
-    TypeError if `ours` is no dict. ValueError if another version or a removed method wrote it; it
-    is for other domains or rows; parts are missing; weights are off the simplex; or a score is not
-    finite.
-    """
-    check_is_dict(ours)
-    needed = ("version", "domains", "names", "draws", "mu", *VECTORS, *COUNTS)
-    if missing := [name for name in needed if name not in ours]:
-        raise ValueError(
-            f"the checkpoint's DoGE state lacks {missing}; it was not written by state_dict()."
-        )
-    for name in ("version", "draws"):
-        value = ours[name]
-        # Not a tensor: a draw's number is part of a random key as text.
-        is_integer = isinstance(value, int) and not isinstance(value, bool)
-        _require(is_integer and value >= 0, name, "a count", value)
-    _check_version(ours["version"])
-    for name in filter(ours.__contains__, _REMOVED):
-        _refuse_removed(name)
-    for name, expected in (("domains", objective.domains), ("names", objective.names)):
-        value = ours[name]
-        if not isinstance(value, list | tuple) or tuple(value) != expected:
-            raise ValueError(
-                f"the checkpoint has the {name} {value!r}; this optimizer has {list(expected)}. "
-                "Build it with the same domains in the same order, and the same target."
-            )
-    for name in COUNTS:
-        value = ours[name]
-        is_one = isinstance(value, Tensor) and value.numel() == 1
-        is_count = is_one and float(value) >= 0 and float(value).is_integer()
-        _require(is_count, name, "a count, as a tensor", value)
-    for name in VECTORS:
-        value = ours[name]
-        is_finite = (
-            isinstance(value, Tensor)
-            and value.shape == (len(objective.domains),)
-            and bool(value.isfinite().all())
-        )
-        _require(is_finite, name, f"{len(objective.domains)} finite numbers, as a tensor", value)
-        if name != "gain":
-            is_point = abs(float(value.sum()) - 1) < 1e-9 and bool((value >= 0).all())
-            _require(is_point, name, "weights >= 0 that sum to one", value)
-    simplex.check_mu(ours["mu"])
-
-
-def _require(is_right: bool, name: str, rule: str, value: object) -> None:
-    if not is_right:
-        raise ValueError(
-            f"the checkpoint's {name} must be {rule}; it is {value!r}. Load what state_dict() "
-            "returned in a run that did not diverge."
-        )
-
-
-def _check_version(version: float) -> None:
-    if version != VERSION:
-        later = ", or a later one" if version > VERSION else ""
-        raise ValueError(
-            f"the checkpoint's DoGE state has version {version:g}; this library reads version "
-            f"{VERSION}. Take the doge_fast that wrote it{later}."
-        )
-
-
-def _refuse_removed(name: str) -> NoReturn:
-    raise ValueError(refusal_of_removed(f"the checkpoint's DoGE state: {name!r}"))

@@ -10,13 +10,5 @@ def default_mu(learning_rate: float, sum_of_targets: float) -> float:
     The weights' logarithms move by lr W / mu, so mu is proportional to the peak learning rate. For
     one target, 20 lr is 0.01 at the paper's 5e-4: the published code's value for its held-out mix.
     W is a sum over targets, so mu grows with the sum T of their weights (docs/evidence.md).
-
-    Raises:
-        ValueError: the learning rate, the proxy's peak, is not positive and finite.
     """
-    if not 0 < learning_rate < float("inf"):
-        raise ValueError(
-            "mu=None is computed from the learning rate, which must be positive when the optimizer "
-            f"is built; it is {learning_rate!r}. Pass mu=."
-        )
     return 20 * learning_rate * (sum_of_targets + 1) / 2

@@ -1,7 +1,8 @@
 """From a Gram matrix to W and to the scores that move the domain weights.
 
-Nothing here reads memory of the size of the model. Rows are the K training domains, then M held-out
-targets; R = K + M. All tensors are float64; results are on the device of the inputs.
+Nothing here reads memory of the size of the model. R = K + M stands for the names of the
+objective: the K training domains, then the M held-out targets. All tensors are float64; results
+are on the device of the inputs.
 """
 
 from abc import ABC, abstractmethod
@@ -82,12 +83,8 @@ NAMED_SCORES: dict[str, Score] = {score.name: score for score in (PAPER, PUBLISH
 
 
 def score_of(score: str | Score) -> Score:
-    """The score named "paper" or "published", or a `Score` itself; ValueError for anything else."""
-    if isinstance(score, Score):
-        return score
-    if not isinstance(score, str) or score not in NAMED_SCORES:
-        raise ValueError(f"score must be 'paper', 'published' or a Score; got {score!r}.")
-    return NAMED_SCORES[score]
+    """The score named "paper" or "published", or a `Score` itself."""
+    return score if isinstance(score, Score) else NAMED_SCORES[score]
 
 
 def gain(gram_RR: Tensor, tau_R: Tensor, num_domains: int) -> Tensor:

@@ -17,45 +17,42 @@ The softmax of unbiased scores is not unbiased. The variance of both estimates f
 import random
 
 from doge_fast.weights.objective import Objective
-from doge_fast.weights.simplex import is_integer
 
 
 class Subset:
     """The domains of a step, and the buffer's row of each.
 
-    `num_domains` is S, the number of training domains of a step; None: all. ValueError if it is no
-    integer in [2, K] (in [1, K] if no training domain is a target), or `seed` is none >= 0.
+    `num_domains` is S, the number of training domains of a step; None: all. ValueError if it is
+    outside [2, K], or outside [1, K] where no training domain is a target.
     """
 
     def __init__(self, objective: Objective, num_domains: int | None, seed: int) -> None:
-        if not is_integer(seed) or seed < 0:
-            raise ValueError(f"seed must be an integer, at least 0; got {seed!r}.")
         self._objective = objective
         names = objective.domains
+        self._num_domains = len(names) if num_domains is None else num_domains
         # With one domain alone its effect on the others cannot be measured.
         least = min(2, len(names)) if any(objective.tau[: len(names)]) else 1
-        number = len(names) if num_domains is None else num_domains
-        if not is_integer(number) or not least <= number <= len(names):
+        if not least <= self._num_domains <= len(names):
             raise ValueError(
-                f"domains_per_step must be an integer between {least} and the {len(names)} "
-                f"training domains; got {num_domains!r}."
+                f"domains_per_step must be between {least} and the {len(names)} training domains; "
+                f"got {num_domains!r}."
             )
-        self._num_domains = number
         self._seed = seed
         self.draw(0)
 
     def draw(self, number: int) -> None:
         """Take the subset of draw `number`."""
-        self.draws = number
+        # A checkpoint may hold a tensor, whose text would be another key.
+        self.draws = int(number)
         names = self._objective.domains
         if self._num_domains < len(names):
             # Keyed by seed and number, so that draw t does not depend on the draws before.
-            generator = random.Random(f"{self._seed} {number}")
+            generator = random.Random(f"{self._seed} {self.draws}")
             chosen = generator.sample(range(len(names)), self._num_domains)
             names = tuple(names[index] for index in sorted(chosen))
         self.domains: tuple[str, ...] = names
         """The S training domains of the step."""
         self.names: tuple[str, ...] = names + self._objective.measured
-        """Of the B rows of the buffer: these, then the M held-out targets."""
+        """The names of the B rows of the buffer: these domains, then the M held-out targets."""
         self.row_of = {name: row for row, name in enumerate(self.names)}
         """{name: its row of the buffer}."""

@@ -22,9 +22,17 @@ def write(path: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
 
 def digest_of(record: Mapping[str, Any]) -> str:
     """SHA-256 of all fields but `sha256`: damage and edits of a file show in it."""
-    fields = {name: value for name, value in record.items() if name != "sha256"}
-    text = json.dumps(fields, sort_keys=True, ensure_ascii=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return _sha256({name: value for name, value in record.items() if name != "sha256"}).hexdigest()
+
+
+def fingerprint_of(value: Any) -> float:
+    """The first 48 bits of a value's SHA-256, which a float holds exactly."""
+    return float(int.from_bytes(_sha256(value).digest()[:6], "big"))
+
+
+def _sha256(value: Any) -> "hashlib._Hash":
+    """The hash of a value's JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode())
 
 
 def plain(value: Any) -> Any:
@@ -49,21 +57,9 @@ def plain(value: Any) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` (see `plain`) as JSON, whole or not at all; ValueError if it is no UTF-8."""
+    """Write `value` (see `plain`) as JSON, whole or not at all.
+
+    UnicodeEncodeError, a ValueError, if a path in it is not UTF-8; nothing is written then.
+    """
     text = json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False)
-    try:
-        data = f"{text}\n".encode()
-    except UnicodeEncodeError as error:
-        line = text.split("\n")[text.count("\n", 0, error.start)].strip()
-        raise ValueError(
-            f"{path} must be in UTF-8, and its line {line!a} cannot be. Rename what it names."
-        ) from None
-    atomic_file.write(path, data)
-
-
-def refusal_of_removed(what: str) -> str:
-    """The message that refuses a file of a removed method; `what` is its place and its name."""
-    return (
-        f"{what} belongs to a method that was removed. Learn new weights, or read it with the "
-        "commit that is tagged 'before-the-card'."
-    )
+    atomic_file.write(path, f"{text}\n")

@@ -51,7 +51,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         patch.setenv("COLUMNS", str(PIPE_WIDTH))
         for file in sorted(RESULTS.glob("evidence-*.json")):
             if file.stem.endswith("-unbiased"):
-                # Only the commit that is tagged before-the-card reads weights of this score.
+                # Commit a3f4879 is the last one that has this score.
                 continue
             record = json.loads(file.read_text(encoding="utf-8"))
             if record["benchmark"] == "temperature":

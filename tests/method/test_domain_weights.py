@@ -12,7 +12,8 @@ from torch import Tensor
 from doge_fast.weights import state
 from doge_fast.weights.objective import UNIVERSAL, Objective, Target
 from doge_fast.weights.reweight import LastStep
-from doge_fast.weights.state import DomainWeights, UpdateRule
+from doge_fast.weights.rule import UpdateRule
+from doge_fast.weights.state import DomainWeights
 
 TARGET = {"a": 1.0, "c": 2.0, "x": 0.5, "y": 3.0}
 UNCLIPPED = UpdateRule(0.5, domain_max_grad_norm=None)
@@ -47,12 +48,9 @@ def move(
 @pytest.mark.parametrize(
     ("initial", "message"),
     [
-        ({"a": 0.5, "b": 0.5}, "exactly .*'c'"),
-        ({"a": 0.5, "b": 0.3, "c": 0.2, "d": 0.0}, "exactly .*'d': 0.0"),
+        ({"a": 0.5, "b": 0.25, "c": 0.0, "d": 0.25}, "that sum to 1"),
         ({"a": 1.5, "b": -0.5, "c": 0.0}, "weights >= 0 .*'b': -0.5"),
-        ({"a": 0.5, "b": "0.5", "c": 0.0}, "weights >= 0 .*'b': '0.5'"),
-        ([0.2, 0.3, 0.5], "a dict {domain: weight}"),
-        ({"a": math.nan, "b": 0.5, "c": 0.5}, "weights >= 0 that sum to 1"),
+        ({"a": math.nan, "b": 0.5, "c": 0.5}, "that sum to 1"),
         ({"a": 0.5, "b": 0.5, "c": 1.1e-5}, r"sum to 1 \(within 1e-05\)"),
     ],
 )
@@ -94,7 +92,7 @@ def test_rates_may_live_on_the_device():
 @pytest.mark.parametrize("lr", [-1e-9, math.nan])
 def test_no_rate_below_zero_moves_the_weights(lr):
     weights = weights_of()
-    with pytest.raises(ValueError, match=f"must be >= 0; got {lr}"):
+    with pytest.raises(ValueError, match=f"must be >= 0 .*got {lr}"):
         move(weights, torch.eye(2, dtype=torch.float64), lr)
     move(weights, torch.eye(2, dtype=torch.float64), 0)
     assert weights.read("alpha").tolist() == [0.5, 0.5]
@@ -116,12 +114,12 @@ def test_settings_that_stay_are_not_written_again(monkeypatch):
 
 def test_settings_move_to_where_the_gradients_are():
     """As far as a device without values shows it."""
-    kept = state.KeptVector(2, torch.float64)
-    first = kept.write([1.0, 2.0], torch.device("cpu")).clone()
-    there = kept.write([1.0, 2.0], torch.device("meta"))
+    vector = state.DeviceVector(2, torch.float64)
+    first = vector.write([1.0, 2.0], torch.device("cpu")).clone()
+    there = vector.write([1.0, 2.0], torch.device("meta"))
     assert there.device.type == "meta"
-    assert kept.write([3.0, 2.0], torch.device("meta")) is there
-    back = kept.write([1.0, 2.0], torch.device("cpu"))
+    assert vector.write([3.0, 2.0], torch.device("meta")) is there
+    back = vector.write([1.0, 2.0], torch.device("cpu"))
     assert back.tolist() == first.tolist() == [1.0, 2.0]
     assert weights_of(device="meta").read("alpha").is_meta
 
@@ -165,7 +163,7 @@ def assert_silent(weights: DomainWeights) -> None:
 
 def test_collapsed_weights_warn_once_and_name_the_largest():
     weights = learned([0.001, 0.998, 0.001])
-    with pytest.warns(UserWarning, match=r"collapsed: 1\.02 of 3 .* after 4 steps, .* 'e'.* 0\.25"):
+    with pytest.warns(UserWarning, match=r"collapsed onto e: .* 1\.02 of 3 .* 0\.25"):
         weights.warn_of_failure()
     assert_silent(weights)
 

@@ -1,7 +1,4 @@
-"""What the mirror step and its helpers refuse, whose laws are in test_properties; projections."""
-
-import math
-from typing import Any
+"""Points on the simplex, and projections; laws of the mirror step are in test_properties."""
 
 import numpy as np
 import pytest
@@ -10,54 +7,6 @@ from torch import Tensor
 
 from doge_fast.weights import projection, simplex
 from tests.laws import assert_simplex
-
-ALPHA_K = torch.tensor([3, 1, 4, 1, 5, 9, 2], dtype=torch.float64) / 25
-GAIN_K = torch.tensor([1.6, -1.8, 0.3, 0.4, -0.7, 0.0, 0.9], dtype=torch.float64)
-
-
-def moved(gain_K: Tensor, **rates: Any) -> Tensor:
-    return simplex.mirror_step(ALPHA_K, gain_K, **{"lr": 0.1, "mu": 0.5} | rates)
-
-
-@pytest.mark.parametrize(
-    ("rates", "message"),
-    [
-        ({"lr": -0.1}, "learning rate .* >= 0; got -0.1"),
-        ({"lr": math.nan}, ">= 0; got nan"),
-        ({"mu": 0.0}, "positive and finite; got 0.0"),
-        ({"mu": math.inf}, "positive and finite; got inf"),
-        ({"mu": True}, "positive and finite; got True"),
-    ],
-)
-def test_a_mirror_step_refuses(rates, message):
-    with pytest.raises(ValueError, match=message):
-        moved(GAIN_K, **rates)
-    simplex.check_mu(math.ulp(0.0))
-
-
-@pytest.mark.parametrize("shapes", [((1, 7), (1, 7)), ((7,), (3,))])
-def test_weights_and_gains_are_vectors_of_one_length(shapes):
-    alpha_K, gain_K = map(torch.ones, shapes)
-    with pytest.raises(ValueError, match="vectors of one length"):
-        simplex.mirror_step(alpha_K, gain_K, lr=0.1, mu=1.0)
-
-
-def test_what_lives_on_a_device_is_not_looked_at():
-    """A refusal would wait for it."""
-    minus_one = torch.tensor(-1.0, dtype=torch.float64)
-    back_K = moved(-GAIN_K, lr=1.0, mu=1.0)
-    for rates in ({"lr": minus_one, "mu": 1.0}, {"lr": 1.0, "mu": minus_one}):
-        torch.testing.assert_close(moved(GAIN_K, **rates), back_K, rtol=1e-14, atol=0)
-    wide_K = simplex.smooth(ALPHA_K, torch.tensor(2.0, dtype=torch.float64))
-    torch.testing.assert_close(wide_K, 2 / 7 - ALPHA_K, rtol=1e-14, atol=0)
-
-
-@pytest.mark.parametrize("smoothing", [1.0, -1e-9, math.nan, False, "0"])
-def test_smoothing_is_at_least_zero_and_less_than_one(smoothing):
-    with pytest.raises(ValueError, match=r"must be in \[0, 1\); got "):
-        simplex.smooth(ALPHA_K, smoothing)
-    simplex.check_smoothing(0)
-    simplex.check_smoothing(math.nextafter(1.0, 0.0))
 
 
 @pytest.mark.parametrize(
@@ -80,11 +29,9 @@ def test_uniform_smoothing_and_means():
     assert simplex.uniform(4).tolist() == [0.25] * 4
     alone_K = simplex.uniform(1, device="meta")
     assert (alone_K.shape, alone_K.dtype, alone_K.device.type) == ((1,), torch.float64, "meta")
-    with pytest.raises(ValueError, match="at least one domain; got 0"):
-        simplex.uniform(0)
     alpha_K = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
     assert simplex.smooth(alpha_K, 0.2).min() == 0.05
-    assert simplex.smooth(alpha_K, 0.0) is alpha_K
+    assert torch.equal(simplex.smooth(alpha_K, 0.0), alpha_K)
     points = torch.rand(10, 7, dtype=torch.float64).softmax(1)
     mean_K = torch.full((7,), 0.3, dtype=torch.float64)
     for count, point_K in enumerate(points, start=1):

@@ -140,6 +140,5 @@ def test_collapse_is_told_by_the_verb_alone(proxy, recwarn):
 def test_a_report_does_not_believe_a_run_that_diverged(tmp_path):
     run = write_proxy(tmp_path / "run", steps=20, skipped=range(5, 21), is_finished=False)
     told = " ".join(" ".join(remarks_on(run)).split())
-    assert "16 of 20 logged steps were skipped for a gradient" in told
-    assert "these weights mean nothing. Lower learning_rate." in told
+    assert "16 of 20 logged steps were skipped because a gradient was not finite" in told
     assert "smaller mu" not in told

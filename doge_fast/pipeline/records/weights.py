@@ -24,7 +24,7 @@ from doge_fast.pipeline.records.shapes import (
     check_shape,
 )
 from doge_fast.weights import weights_file
-from doge_fast.weights.weights_file import SCHEMA_VERSION, refusal_of_removed
+from doge_fast.weights.weights_file import SCHEMA_VERSION
 
 _WAY_TO_WEIGHTS = (
     ' A file needs {"schema_version": 1, "domains": [{"name": "web", "weight": 1.0}]} or '
@@ -178,7 +178,6 @@ def check_fields(record: Mapping[str, Any], where: str) -> None:
         FileFailure: one does not, or a domain occurs twice; the sentence names it.
         ValueError: a name cannot be seen whole.
     """
-    _refuse_removed(record, where)
     entries = record.get("domains")
     if isinstance(entries, list):
         # First: JSON itself has no word for half a character.
@@ -188,12 +187,3 @@ def check_fields(record: Mapping[str, Any], where: str) -> None:
     names = [entry.name for entry in found.domains]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise FileFailure(f"{where}: a domain has one weight; {', '.join(twice)} occurs twice.")
-
-
-def _refuse_removed(record: Mapping[str, Any], where: str) -> None:
-    """Refuse weights of a score or target that there is none of any more."""
-    for field, value in (("score", "unbiased"), ("target", "worst")):
-        if record.get(field) == value:
-            raise FileFailure(refusal_of_removed(f"{where}: {field} {value!r}"))
-    if record.get("target_mu") is not None:
-        raise FileFailure(refusal_of_removed(f"{where}: target_mu"))

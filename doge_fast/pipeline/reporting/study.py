@@ -12,7 +12,7 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
-from doge_fast.pipeline import health, records
+from doge_fast.pipeline import records
 from doge_fast.pipeline.config import MIX, UNIVERSAL
 from doge_fast.pipeline.config.stages import target_of
 from doge_fast.pipeline.records.movement import Floats, Movement, movement_of
@@ -20,13 +20,12 @@ from doge_fast.pipeline.reporting.runs import LEARNING, RecordedRun, open_runs
 from doge_fast.pipeline.reporting.statistics import Line, Losses, Stat, stat_of, weight_text
 from doge_fast.pipeline.tables import as_ascii
 from doge_fast.pipeline.wording import count_text, listed, plural, wrapped
+from doge_fast.weights import diagnosis
 from doge_fast.weights.projection import effective_domains
 
 Kind = TypeVar("Kind")
 _BASELINES, _GIVEN = {"uniform": "baseline", "natural": "by tokens"}, "from a file"
 
-# Nearly everything on one domain; the paper's most extreme weight is 0.72.
-_COLLAPSED = 0.8
 # Hardly moved: no domain is further than this from uniform, as a share of uniform.
 _UNMOVED = 0.02
 # Of uniform: in docs/evidence.md a domain at a half of uniform lost a quarter already, and one at a
@@ -131,24 +130,21 @@ class Proxy:
             return
         lines = [line for run in self.runs for line in run.train if line.lr is not None]
         lost = sum(line.skipped for line in lines)
-        if lost > health.MOST_LOST * len(lines):
-            yield (
-                f"{lost} of {plural(len(lines), 'logged step')} were skipped for a gradient that "
-                "was not finite, so these weights mean nothing. Lower learning_rate."
-            )
+        if sentence := diagnosis.skipped(lost, len(lines), "logged steps"):
+            yield sentence
             return
         asked, number = self.runs[0].asked, len(self.domains)
         is_universal = self.is_doremi or self.runs[0].target_names <= {UNIVERSAL, MIX}
         slower, faster, other = "larger mu", "smaller mu", " or --target mix"
         if self.is_doremi:
             slower, faster, other = "smaller step_size", "larger step_size", ""
-        largest, most = max(self.weights.items(), key=lambda item: item[1].mean)
         starved = [name for name, stat in self.weights.items() if stat.mean < _STARVED / number]
-        if most.mean > _COLLAPSED and number > 1:
-            yield (
-                f"the weights collapsed onto {largest} ({most.mean:.2f}). A {slower} or more "
-                "smoothing keeps them apart."
-            )
+        # Of each seed: the mean over seeds that collapsed onto different domains has not collapsed.
+        last_SK = self.series("alpha")[1][:, -1]
+        seeds = (dict(zip(self.domains, last_K, strict=True)) for last_K in last_SK.tolist())
+        sentences = filter(None, map(diagnosis.collapsed, seeds))
+        if is_universal and (sentence := next(sentences, None)):
+            yield f"{sentence} A {slower} or more smoothing keeps them apart."
         elif self.has_moved:
             if starved and is_universal:
                 yield (
@@ -156,8 +152,9 @@ class Proxy:
                     f"weights, and a small model tends to pay for it there. Try a {slower}{other}, "
                     "or set a floor: doge-fast weights constrain --floor."
                 )
-        # W_j = 1 + g_1 . g_2 for both of two domains whose gradients are of norm 1.
-        elif number == 2 and asked.domain_max_grad_norm and asked.target == (UNIVERSAL,):
+        elif diagnosis.have_equal_scores(
+            number, asked.domain_max_grad_norm, is_universal=asked.target == (UNIVERSAL,)
+        ):
             yield (
                 "the weights hardly left uniform: two domains whose gradients are clipped to one "
                 "norm have equal scores, whatever mu is. Use --domain-max-grad-norm 0."
