@@ -34,20 +34,21 @@ MOST_LOGITS_BYTES_ELSEWHERE = 4 << 30
 def shifts_labels(model: Any) -> bool:
     """Whether the model's own loss predicts token i + 1 from the tokens up to i.
 
-    Trainer reads `model.loss_type`, which is None for some causal models (GPT-2). They have the
-    same `loss_function` as models that do not use theirs: Pegasus, or a class of the user's.
+    Trainer reads `model.loss_type`, which is None for some causal models (GPT-2). `loss_function`
+    alone does not tell either: every model has it, and some never call it (Pegasus).
     """
     is_causal = getattr(model, "loss_function", None) is ForCausalLMLoss
-    of_adapter = getattr(model, "get_base_model", None)
-    model = of_adapter() if of_adapter else model
-    is_used = _uses_loss_function(type(getattr(model, "_orig_mod", model)))
-    return is_causal and is_used and not getattr(model.config, "is_encoder_decoder", False)
+    # Under adapters of peft, then under torch.compile.
+    get_base_model = getattr(model, "get_base_model", None)
+    model = get_base_model() if get_base_model else model
+    is_called = _calls_loss_function(type(getattr(model, "_orig_mod", model)))
+    return is_causal and is_called and not getattr(model.config, "is_encoder_decoder", False)
 
 
-def _uses_loss_function(kind: type) -> bool:
-    """Whether the class's forward, or one of a base class that it may call, has this word."""
-    for each in kind.__mro__:
-        code = getattr(inspect.unwrap(vars(each).get("forward", each)), "__code__", None)
+def _calls_loss_function(kind: type) -> bool:
+    """Whether the class's forward, or that of a base class that it calls, has this name."""
+    for base in kind.__mro__:
+        code = getattr(inspect.unwrap(vars(base).get("forward", base)), "__code__", None)
         if code is None:
             continue
         if "loss_function" in code.co_names or "forward" not in code.co_names:
@@ -56,11 +57,11 @@ def _uses_loss_function(kind: type) -> bool:
 
 
 def has_own_forward(model: Any) -> bool:
-    """Whether the model or its class was given another forward, whose loss may be another.
+    """Whether forward is not that of transformers or peft, so that its loss may be another.
 
-    That of an adapter (peft) calls the model's, but with further tokens where it learns a prompt.
+    peft's calls the model's, but with further tokens where it learns a prompt.
     """
-    # accelerate puts another one in its place under autocast.
+    # Under autocast accelerate replaces forward and keeps this one.
     forward = getattr(model, "_original_forward", model.forward)
     package = str(getattr(forward, "__module__", "")).partition(".")[0]
     adapter = getattr(model, "active_peft_config", None)
@@ -69,14 +70,15 @@ def has_own_forward(model: Any) -> bool:
 
 def num_targets(
     batches: Iterable[Mapping[str, Batch]],
-    rows: Sequence[str],
+    names: Sequence[str],
     device: torch.device,
     *,
     is_shifted: bool,
 ) -> Tensor:
-    """[R] number of predicted tokens of each row in a step's micro-batches; 0 without labels.
+    """[R] number of predicted tokens of each domain in a step's micro-batches; 0 without labels.
 
-    With `is_shifted` the model shifts the labels, so the first one is not predicted.
+    The order is that of `names`. With `is_shifted` the model shifts the labels, so the first one is
+    not predicted.
     """
     counts: dict[str, Tensor] = {}
     for micro_batch in batches:
@@ -88,9 +90,9 @@ def num_targets(
             targets = batch.get("shift_labels", labels)
             counts[name] = counts.get(name, 0) + targets.ne(IGNORED).sum()
     if not counts:
-        return torch.zeros(len(rows), dtype=torch.int64, device=device)
+        return torch.zeros(len(names), dtype=torch.int64, device=device)
     zero = torch.zeros_like(next(iter(counts.values())))
-    return on_device(torch.stack([counts.get(name, zero) for name in rows]), device)
+    return on_device(torch.stack([counts.get(name, zero) for name in names]), device)
 
 
 def unstackable_reason(inputs: Mapping[str, Batch]) -> str | None:
@@ -147,5 +149,5 @@ def stacked_losses(
 def _is_plain(model: Any, head: Any) -> bool:
     """Whether the logits are the head's weight times the last hidden states, and nothing else."""
     is_known = isinstance(model, PreTrainedModel) and model.config.model_type in PLAIN_HEADS
-    has_hooks = any(each._forward_hooks or each._forward_pre_hooks for each in (model, head))
+    has_hooks = any(part._forward_hooks or part._forward_pre_hooks for part in (model, head))
     return is_known and type(head) is nn.Linear and head.bias is None and not has_hooks

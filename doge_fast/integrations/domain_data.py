@@ -1,7 +1,7 @@
 """Datasets by domain for a trainer that takes a single dataset, and each rank's part of a batch.
 
-The source is a mapping, a column or a stream. This module needs torch and numpy alone: it calls the
-methods of Hugging Face's datasets by name.
+They come from a mapping, a column or a stream. This module needs torch and numpy alone: it looks up
+the methods of Hugging Face's datasets by name.
 """
 
 from collections import Counter, deque
@@ -21,14 +21,14 @@ Collate = Callable[[list[Any]], Batch]
 
 # Rows of the domain column that are read at a time.
 ROWS_AT_ONCE = 100_000
-# A domain of a mixed stream keeps examples for at most this many steps while another domain lacks
-# some; further examples are skipped.
+# While a domain of a mixed stream lacks examples, another keeps those of at most this many steps;
+# further ones are skipped.
 WAITING_STEPS = 64
 # A mixed stream must complete a batch of every domain within this many examples.
 MOST_EXAMPLES_WITHOUT = 1_000_000
 
 
-def by_domain(dataset: Any, column: str, rows: Sequence[str]) -> Any:
+def by_domain(dataset: Any, column: str, names: Sequence[str]) -> Any:
     """`split_by_domain` of a dataset whose examples name a domain; any other one unchanged."""
     if isinstance(dataset, IterableDataset | Mapping):
         return dataset
@@ -37,7 +37,7 @@ def by_domain(dataset: Any, column: str, rows: Sequence[str]) -> Any:
         is_mixed = len(dataset) > 0 and _names_a_domain(dataset[0], column)
     else:
         is_mixed = column in columns
-    return split_by_domain(dataset, column, rows) if is_mixed else dataset
+    return split_by_domain(dataset, column, names) if is_mixed else dataset
 
 
 class DomainZip(Dataset[Mapping[str, Any]]):
@@ -45,29 +45,13 @@ class DomainZip(Dataset[Mapping[str, Any]]):
 
     Example i holds example i mod n_d of every domain d: the length is that of the longest domain,
     and shorter ones repeat. Examples are read lazily, so a rank reads its own part alone.
-
-    Raises:
-        ValueError: there is no domain, or a domain is empty or a stream.
     """
 
     def __init__(self, datasets: Mapping[str, Any]) -> None:
-        if streams := [n for n, rows in datasets.items() if isinstance(rows, IterableDataset)]:
-            raise ValueError(
-                f"a mapping of training datasets needs their lengths; {streams} are streams. Give "
-                "their examples the column of the domain, and make them one stream: "
-                'datasets.interleave_datasets([...], stopping_strategy="all_exhausted").'
-            )
-        empty = [name for name, rows in datasets.items() if len(rows) == 0]
-        if empty or not datasets:
-            raise ValueError(
-                "A mapping of training datasets needs at least one example for every domain; of "
-                f"{list(datasets)} these have none: {empty}. Leave them out of train_dataset and "
-                "domains."
-            )
         self.datasets = dict(datasets)
 
     def __len__(self) -> int:
-        return max(len(rows) for rows in self.datasets.values())
+        return max(map(len, self.datasets.values()))
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         return _Examples(self.datasets, index)
@@ -81,8 +65,8 @@ class _Examples(Mapping[str, Any]):
         self._index = index
 
     def __getitem__(self, name: str) -> Any:
-        rows = self._datasets[name]
-        return rows[self._index % len(rows)]
+        dataset = self._datasets[name]
+        return dataset[self._index % len(dataset)]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._datasets)
@@ -91,31 +75,31 @@ class _Examples(Mapping[str, Any]):
         return len(self._datasets)
 
 
-def split_by_domain(dataset: Any, column: str, rows: Sequence[str]) -> dict[str, Any]:
-    """The examples of a mixed dataset by domain, in the order of `rows`; nothing is copied.
+def split_by_domain(dataset: Any, column: str, names: Sequence[str]) -> dict[str, Any]:
+    """The examples of a mixed dataset by domain, in the order of `names`; nothing is copied.
 
     The column holds text or class labels. A torch dataset, whose examples have the key, is read
     once in full.
 
     Raises:
-        ValueError: a name in `rows` has no example, or an example names none of `rows`.
+        ValueError: the examples name other domains than `names`.
     """
     number_of: dict[str, int] = {}
     numbers_E = np.fromiter(
         (number_of.setdefault(name, len(number_of)) for name in _domains_of(dataset, column)),
         dtype=np.int32,
     )
-    if number_of.keys() != set(rows):
+    if number_of.keys() != set(names):
         raise ValueError(
-            f"column {column!r} must name exactly the domains and targets {list(rows)}; it lacks "
-            f"{sorted(set(rows) - number_of.keys())} and also names "
-            f"{sorted(number_of.keys() - set(rows))}. Name the latter in domains= (trained on) or "
-            "target= (measured only), or filter them out of the dataset."
+            f"column {column!r} must name exactly the domains and targets {list(names)}; it lacks "
+            f"{sorted(set(names) - number_of.keys())} and also names "
+            f"{sorted(number_of.keys() - set(names))}. Name the latter in domains= or target=, or "
+            "filter them out of the dataset."
         )
-    indices = {name: np.flatnonzero(numbers_E == number_of[name]) for name in rows}
+    indices = {name: np.flatnonzero(numbers_E == number_of[name]) for name in names}
     if hasattr(dataset, "select"):
-        return {name: dataset.select(chosen) for name, chosen in indices.items()}
-    return {name: Subset(dataset, chosen.tolist()) for name, chosen in indices.items()}
+        return {name: dataset.select(positions) for name, positions in indices.items()}
+    return {name: Subset(dataset, positions.tolist()) for name, positions in indices.items()}
 
 
 def _domains_of(dataset: Any, column: str) -> Iterator[str]:
@@ -131,7 +115,7 @@ def _domains_of(dataset: Any, column: str) -> Iterator[str]:
 
 
 def _plain(value: Any) -> Any:
-    """A number that a format of datasets has made an array or tensor of."""
+    """A number as such, where a format of datasets has made it an array or a tensor."""
     return value.item() if hasattr(value, "item") else value
 
 
@@ -143,21 +127,22 @@ class DomainStream(IterableDataset[dict[str, Batch]]):
     the end of the stream is dropped. Finished batches `{domain: batch}` pass unchanged.
 
     Raises:
-        ValueError: an example names none of the domains, or a domain has too few examples.
+        KeyError: an example names none of the domains.
+        ValueError: a domain has too few examples.
     """
 
     def __init__(
         self,
         stream: IterableDataset[Any],
         column: str,
-        rows: Sequence[str],
+        names: Sequence[str],
         *,
         batch_size: int,
         collate: Collate,
     ) -> None:
         self.stream = stream
         self.column = column
-        self.rows = tuple(rows)
+        self.names = tuple(names)
         self.batch_size = batch_size
         self.collate = collate
 
@@ -168,9 +153,9 @@ class DomainStream(IterableDataset[dict[str, Batch]]):
 
     def __iter__(self) -> Iterator[dict[str, Batch]]:
         """One pass over the stream."""
-        waiting: dict[str, deque[Any]] = {name: deque() for name in self.rows}
+        waiting: dict[str, deque[Any]] = {name: deque() for name in self.names}
         num_waited, num_batches = 0, 0
-        # Of a class label examples hold the number.
+        # Examples hold the number of a class label.
         label = (getattr(self.stream, "features", None) or {}).get(self.column)
         name_of = getattr(label, "int2str", None)
         for example in self.stream:
@@ -195,21 +180,14 @@ class DomainStream(IterableDataset[dict[str, Batch]]):
 
     def _put(self, example: Mapping[str, Any], waiting: dict[str, deque[Any]]) -> None:
         name = str(_plain(example[self.column]))
-        if name not in waiting:
-            raise ValueError(
-                f"an example's {self.column!r} must be one of {list(self.rows)}; got {name!r}. "
-                "Name it in domains= (trained on) or target= (measured only), or filter it out of "
-                "the stream."
-            )
         if len(waiting[name]) < WAITING_STEPS * self.batch_size:
             waiting[name].append(_unnamed(example, self.column))
 
     def _refuse(self, waiting: Mapping[str, deque[Any]], count: int) -> None:
-        lacking = [name for name, rows in waiting.items() if len(rows) < self.batch_size]
+        rare = [name for name, examples in waiting.items() if len(examples) < self.batch_size]
         raise ValueError(
             f"a step needs {self.batch_size} examples of every domain; {count} examples of the "
-            f"stream had too few of {lacking}. Leave these domains out, shuffle the stream, or "
-            "pass train_dataset as a mapping from domains to datasets."
+            f"stream had too few of {rare}. Leave these domains out, or shuffle the stream."
         )
 
 
@@ -229,7 +207,7 @@ def collate_by_domain(
     sizes = dict.fromkeys(checked_batch(examples[0]), len(examples))
     mine = examples_of_rank(sizes, *(place or (0, 1)), all_domains=all_domains)
     batches = {
-        name: collate([_unnamed(each[name], column) for each in examples[first:last]])
+        name: collate([_unnamed(example[name], column) for example in examples[first:last]])
         for name, (first, last) in mine.items()
     }
     return batches if place is None else RankBatch(batches, mine, sizes)
@@ -251,15 +229,12 @@ def _names_a_domain(example: Any, column: str) -> bool:
 
 def checked_batch(batch: Any) -> dict[str, Any]:
     """The batch itself; ValueError if it is not `{domain: batch}`."""
-    if isinstance(batch, Mapping) and all(isinstance(rows, Mapping) for rows in batch.values()):
-        return cast("dict[str, Any]", batch)
-    got = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
-    raise ValueError(
-        'DoGETrainer takes batches by domain, {"arxiv": {"input_ids": ..., "labels": ...}, ...}; '
-        f"got {got}. Pass a train_dataset with a column that names the domain "
-        "(domain_column=), a mapping from domains to datasets, or an iterable dataset of such "
-        "batches."
-    )
+    if not all(isinstance(part, Mapping) for part in batch.values()):
+        raise ValueError(
+            f"a batch must be by domain, {{domain: {{'input_ids': ..., ...}}}}; got {list(batch)}. "
+            "Name the column of the dataset that names the domain, domain_column=."
+        )
+    return cast("dict[str, Any]", batch)
 
 
 class RankBatch(dict[str, Batch]):
@@ -292,8 +267,7 @@ def examples_of_rank(
     if few := {name: size for name, size in sizes.items() if size < num_ranks}:
         raise ValueError(
             f"with fsdp all {num_ranks} ranks run every domain of a step; got {few} examples. Give "
-            f"each domain at least {num_ranks} in a step; if only the last step has fewer, pass "
-            "TrainingArguments(dataloader_drop_last=True)."
+            f"each domain at least {num_ranks}; for the last step pass dataloader_drop_last=True."
         )
     return {
         name: (size * rank // num_ranks, size * (rank + 1) // num_ranks)
@@ -307,17 +281,17 @@ def part_of(
     """A rank's part of a batch that all ranks have; `all_domains` is that of `examples_of_rank`.
 
     A domain that is divided among ranks is sliced along the first axis of its tensors, which must
-    be the examples; ValueError if these differ in length. A domain of a single rank is unchanged.
+    be the examples; ValueError if these differ in number. A domain of a single rank is unchanged.
     """
     lengths = {
         name: {
-            key: len(rows) if isinstance(rows, Tensor) and rows.dim() else None
-            for key, rows in domain.items()
+            key: len(value) if isinstance(value, Tensor) and value.dim() else None
+            for key, value in domain.items()
         }
         for name, domain in batch.items()
     }
     # A batch of scalars is one example.
-    sizes = {name: next(filter(None, each.values()), 1) for name, each in lengths.items()}
+    sizes = {name: next(filter(None, by_key.values()), 1) for name, by_key in lengths.items()}
     mine = examples_of_rank(sizes, rank, num_ranks, all_domains=all_domains)
     batches = {}
     for name, (first, last) in mine.items():
@@ -325,11 +299,10 @@ def part_of(
         if last - first < sizes[name]:
             if len(set(lengths[name].values())) > 1:
                 raise ValueError(
-                    "several ranks share a domain, whose finished batch is divided along the first "
-                    f"axis; that of {name!r} has the lengths {lengths[name]}. Make the examples "
-                    "the first axis of every entry."
+                    f"ranks divide the batch of {name!r} along the first axis, which must be the "
+                    f"examples in every entry; its lengths are {lengths[name]}."
                 )
-            batches[name] = {key: rows[first:last] for key, rows in batch[name].items()}
+            batches[name] = {key: value[first:last] for key, value in batch[name].items()}
     return RankBatch(batches, mine, sizes)
 
 

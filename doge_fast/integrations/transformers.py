@@ -1,17 +1,18 @@
 """Hugging Face's Trainer with a gradient per domain.
 
 Trainer owns the loop: it accumulates micro-batches, clips `p.grad`, steps, schedules, logs and
-saves. This file changes four things. The loader gives batches by domain, and every rank takes its
-part. Every domain gets its own gradient, in one backward pass per domain or one for all. `p.grad`
-holds the weighted gradient before Trainer reads it. A gradient that `DoGEOptimizer` has clipped is
-not clipped again. Ranks sum only the numbers of targets in a step, and the losses for the log.
+saves. This file changes four things. The loader gives batches by domain, of which every rank takes
+a part. Every domain has a gradient of its own, from one backward pass per domain or one for all.
+`p.grad` holds the weighted gradient before Trainer reads it. A gradient that `DoGEOptimizer` has
+clipped is not clipped again. Beside gradients, ranks exchange the numbers of targets in a step, and
+the losses for the log.
 """
 
 import math
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from inspect import signature
 from itertools import islice
@@ -40,56 +41,7 @@ from doge_fast.weights.scores import Score
 Mode = Literal["auto", "sequential", "stacked"]
 
 
-class _TrainersAround(type):
-    """Puts `_StepByDomain` right above Trainer in the order of bases.
-
-    In `class Mine(DoGETrainer, Other)` the `training_step` of Other then runs around that of the
-    domains, instead of not at all.
-    """
-
-    def mro(cls) -> list[type]:
-        """Python's order, with that class moved."""
-        order = super().mro()
-        bottom = next(each for each in order if each.__name__ == "_StepByDomain")
-        order.remove(bottom)
-        order.insert(order.index(Trainer), bottom)
-        return order
-
-
-class _StepByDomain(Trainer, metaclass=_TrainersAround):
-    """Trainer with a step of several gradients."""
-
-    _step_by_domain: Callable[[nn.Module, dict[str, Any], Any], Tensor]
-
-    def training_step(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
-    ) -> Tensor:
-        """Compute every domain's gradient; on the last micro-batch combine them in `p.grad`.
-
-        `inputs` is {domain: batch}, for every training domain and every held-out target;
-        `num_items_in_batch` is {domain: number of targets in the optimizer step}, or None if all
-        micro-batches have the same weight. Returns the mean of the training domains' losses,
-        detached; `domain_losses` has all of them.
-
-        Raises:
-            ValueError: `inputs` is not by domain, or names an unknown domain.
-        """
-        return self._step_by_domain(model, inputs, num_items_in_batch)
-
-    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's, of the batch of one domain."""
-        self._refuse_all_domains(inputs)
-        return super().compute_loss(model, inputs, *args, **kwargs)
-
-    def _refuse_all_domains(self, data: Any) -> None:
-        if isinstance(data, RankBatch):
-            raise TypeError(
-                f"{type(self).__name__}.training_step takes {{domain: batch}} for the batch of one "
-                "domain. Have it call super().training_step(), which runs a pass for each."
-            )
-
-
-class DoGETrainer(_StepByDomain):
+class DoGETrainer(Trainer):
     """A `transformers.Trainer` that learns domain weights while it trains.
 
         trainer = DoGETrainer(
@@ -109,12 +61,13 @@ class DoGETrainer(_StepByDomain):
     examples, for a model that takes no number of targets). Logs carry `loss/DOMAIN`, `alpha/DOMAIN`
     and `alpha_mean/DOMAIN`.
 
-    `train_dataset` may be, with `per_device_train_batch_size` examples of every row in a step:
+    A step has `per_device_train_batch_size` examples of every training domain and of every held-out
+    target. `train_dataset` may be:
 
     - a dataset with a column `domain_column`, or one whose examples have this key; then all
       examples are read once before training. It is split by domain, and no example is dropped;
-    - a mapping from row names to datasets. Here and above an epoch is one pass over the longest
-      row; shorter rows restart;
+    - a mapping from domains to datasets. Here and above an epoch is one pass over the longest
+      domain; shorter ones restart;
     - a dataset whose examples are `{domain: example}`: collated domain by domain;
     - an iterable dataset of examples with the key `domain_column`. Examples wait until every domain
       has enough for a step; most of the surplus of a frequent domain is skipped;
@@ -132,8 +85,8 @@ class DoGETrainer(_StepByDomain):
     `TrainingArguments(logging_nan_inf_filter=False)` too, or Trainer reads the loss on the host at
     every step.
 
-    With n ranks a step has n `per_device_train_batch_size` examples of every row; a finished batch
-    is divided among all ranks. All ranks read the same data, and the result equals that of one
+    With n ranks a step has n `per_device_train_batch_size` examples of every domain; a finished
+    batch is divided among all ranks. All ranks read the same data. The result equals that of one
     process on the same batches to rounding, without dropout.
 
     Args:
@@ -153,8 +106,8 @@ class DoGETrainer(_StepByDomain):
             or as `DoGEOptimizer`.
         FileNotFoundError: a checkpoint to resume from lacks the optimizer's state.
         RuntimeError: several GPUs in one process, several processes that Trainer would train
-            separately, or a model sharded by anything but FSDP2 (FSDP1, DeepSpeed,
-            parallelism_config).
+            separately, a model sharded by anything but FSDP2 (FSDP1, DeepSpeed,
+            parallelism_config), or a base class whose method would never run.
 
     Source: DoGE, Algorithms 1 and 2.
     """
@@ -199,29 +152,30 @@ class DoGETrainer(_StepByDomain):
             "initial": initial,
         }
         if isinstance(ready, DoGEOptimizer):
-            self._check_ready(ready)
+            self._refuse_options(ready)
         self.mode: Mode = mode
         self.domain_column = domain_column
         self._doge: DoGEOptimizer | None = None
         self._is_new_step = True
         self.domain_losses: dict[str, Tensor] = {}
-        # {domain: micro-batches of the step that have it}
-        self._times: Counter[str] = Counter()
+        # {domain: number of the step's micro-batches that have it}
+        self._num_micro_batches: Counter[str] = Counter()
         # Whether compute_loss() divides by the number of targets; None: not measured yet.
         self._divides_by_targets: bool | None = None
         super().__init__(*args, **kwargs)
         # Trainer does not recognise GPT-2, whose evaluation losses would be too small.
-        known = getattr(self, "_loss_shifts_labels", False)  # Not in transformers 5.0.
+        # transformers 5.0 does not have the attribute.
+        is_known = getattr(self, "_loss_shifts_labels", False)
         is_shifted, name = self.shifts_labels(), type(self.model).__name__
-        self._loss_shifts_labels = known or is_shifted
+        self._loss_shifts_labels = is_known or is_shifted
         if is_shifted or name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
             # Trainer goes by the name of the class when it smooths labels; fully_shard changes it.
             smoother = self.label_smoother
             self.label_smoother = cast(Any, smoother and partial(smoother, shift_labels=True))
         self.check_host()
 
-    def _check_ready(self, optimizer: DoGEOptimizer) -> None:
-        """Refuse arguments that have no effect because the optimizer exists already."""
+    def _refuse_options(self, optimizer: DoGEOptimizer) -> None:
+        """Refuse options of this trainer that the user's `DoGEOptimizer` would not see."""
         parameters = signature(DoGETrainer.__init__).parameters
         without_effect = {name: parameters[name].default for name in self._doge_options}
         without_effect["domains"] = list(optimizer.domains)
@@ -229,18 +183,14 @@ class DoGETrainer(_StepByDomain):
         if ignored:
             raise ValueError(
                 f"{', '.join(ignored)} would have no effect: the optimizer is a DoGEOptimizer over "
-                f"{list(optimizer.domains)} already. Pass these options to it, or pass the wrapped "
-                "optimizer to DoGETrainer."
+                f"{list(optimizer.domains)} already. Pass these options to it."
             )
 
     @property
     def doge(self) -> DoGEOptimizer:
         """The optimizer with the domain weights; RuntimeError before it is created."""
         if self._doge is None:
-            raise RuntimeError(
-                "The domain weights do not exist before train() creates the optimizer; call "
-                "train() or create_optimizer() first."
-            )
+            raise RuntimeError("train() or create_optimizer() creates the domain weights.")
         return self._doge
 
     @property
@@ -256,11 +206,11 @@ class DoGETrainer(_StepByDomain):
             return self.optimizer
         inner = super().create_optimizer(model)
         if isinstance(inner, DoGEOptimizer):
-            self._check_ready(inner)
+            self._refuse_options(inner)
         else:
-            several: Any = inner
-            for each in several if isinstance(several, list | tuple) else [several]:
-                _name_parameters(each, cast(nn.Module, model or self.model))
+            optimizers: Any = inner if isinstance(inner, list | tuple) else [inner]
+            for optimizer in optimizers:
+                _name_parameters(optimizer, cast(nn.Module, model or self.model))
             max_grad_norm = self.args.max_grad_norm
             inner = DoGEOptimizer(
                 inner,
@@ -276,54 +226,46 @@ class DoGETrainer(_StepByDomain):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             # Under FSDP2 the optimizer is saved as a folder, optimizer_0.
-            left = {name.split(".")[0].split("_")[0] for name in os.listdir(checkpoint)}
-            # Trainer would go on without a word, with moments and an average of the rest alone.
-            if missing := {"optimizer", "scheduler"} - left:
+            saved = {name.split(".")[0].split("_")[0] for name in os.listdir(checkpoint)}
+            # Without its file Trainer leaves the optimizer as it is, and begins the weights anew.
+            if missing := {"optimizer", "scheduler"} - saved:
                 raise FileNotFoundError(
-                    f"{checkpoint} lacks the state of the {' and the '.join(sorted(missing))}, "
-                    "which holds the domain weights and their average (save_only_model=True leaves "
-                    "it out). Resume from a whole checkpoint, or load its model and begin a new "
-                    "run: train() without resume_from_checkpoint."
+                    f"{checkpoint} lacks the state of the {' and the '.join(sorted(missing))}; "
+                    "save_only_model=True leaves it out. Resume from a whole checkpoint, or load "
+                    "its model and begin a new run."
                 )
         super()._load_optimizer_and_scheduler(checkpoint)
 
     def check_host(self) -> None:
-        """Raise RuntimeError for parallelism that DoGETrainer does not support (see the class).
+        """Raise RuntimeError for what would train something else than the class says.
 
         Where it returns, `is_fsdp_enabled` means FSDP2: every rank runs every domain of a step.
         """
-        for name in ("get_train_dataloader", "get_batch_samples", "_clip_grad_norm"):
-            own, *others = [each for each in type(self).__mro__ if name in vars(each)]
-            if own is DoGETrainer and others[:-1]:
+        replaced = "training_step", "get_train_dataloader", "get_batch_samples", "_clip_grad_norm"
+        for name in replaced:
+            first, *later = [kind for kind in type(self).__mro__ if name in vars(kind)]
+            if first is DoGETrainer and later[0] is not Trainer:
                 raise RuntimeError(
-                    f"{others[0].__name__}.{name}() would never run, for DoGETrainer has its own. "
-                    f"Define {name}() in {type(self).__name__}, with what you need of either."
+                    f"{later[0].__name__}.{name}() would never run, for DoGETrainer has its own. "
+                    f"Define {name}() in {type(self).__name__}; it may be DoGETrainer.{name}."
                 )
-        accelerator = self.accelerator
-        kept_by = {
-            f"deepspeed={self.args.deepspeed!r}": self.is_deepspeed_enabled,
+        args, accelerator, world = self.args, self.accelerator, default_group()
+        unsupported = {
+            f"deepspeed={args.deepspeed!r}": self.is_deepspeed_enabled,
             "FSDP1": self.is_fsdp_enabled and not accelerator.is_fsdp2,
             "a parallelism_config": getattr(accelerator, "parallelism_config", None),
             "a distributed_config": getattr(self, "is_distributed_loading_by_transformers", False),
+            f"{args.n_gpu} GPUs in one process, without torchrun": args.n_gpu > 1,
+            # Trainer's default on CPUs.
+            "a model of its own in each process, without TrainingArguments(use_cpu=True)": (
+                args.world_size == 1 and world is not None and world.size() > 1
+            ),
         }
-        if unsupported := [name for name, is_on in kept_by.items() if is_on]:
+        if refused := [name for name, is_on in unsupported.items() if is_on]:
             raise RuntimeError(
-                "DoGETrainer needs the gradient of each parameter for each domain: the whole model "
-                'on every rank, or fsdp=True with fsdp_config={"version": 2} (fully_shard). '
-                f"{unsupported[0]} keeps or shards gradients in another way. Learn the weights "
-                "without it, with a smaller proxy if necessary."
-            )
-        world = default_group()
-        if self.args.world_size == 1 and world is not None and world.size() > 1:
-            raise RuntimeError(
-                f"Trainer would train a separate model in each of the {world.size()} processes, "
-                "its default on CPUs. Pass TrainingArguments(use_cpu=True), or start one process."
-            )
-        if self.args.n_gpu > 1:
-            raise RuntimeError(
-                f"DoGETrainer takes one GPU in each process; got {self.args.n_gpu} in one. Start "
-                f"it with torchrun --nproc-per-node {self.args.n_gpu}, or set CUDA_VISIBLE_DEVICES "
-                "to one GPU."
+                f"DoGETrainer does not train with {refused[0]}. It needs each parameter's gradient "
+                "of each domain: the whole model on one device of every rank, or fsdp=True with "
+                'fsdp_config={"version": 2}.'
             )
 
     @property
@@ -350,8 +292,6 @@ class DoGETrainer(_StepByDomain):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """The loader of batches `{domain: batch}`."""
-        if self.train_dataset is None:
-            raise ValueError("DoGETrainer needs a train_dataset to train; got None.")
         names = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
         options = {name: getattr(self.args, f"dataloader_{name}") for name in names}
         # The oldest supported transformers do not have it.
@@ -373,10 +313,10 @@ class DoGETrainer(_StepByDomain):
             dataset = domain_data.DomainZip(
                 {name: self._without_unused_columns(part) for name, part in dataset.items()}
             )
-        left = 0 if self.args.dataloader_drop_last else len(dataset) % batch_size
-        if left and self.is_fsdp_enabled:
-            # Raises now, not at the end of an epoch.
-            examples_of_rank({"the last batch of an epoch": left}, *self._place, all_domains=True)
+        rest = 0 if self.args.dataloader_drop_last else len(dataset) % batch_size
+        if rest and self.is_fsdp_enabled:
+            # Refuses now what would be refused at the end of an epoch.
+            examples_of_rank({"the last batch of an epoch": rest}, *self._place, all_domains=True)
         # Workers read ahead and do not know yet which domains a step will have.
         place = None if num_ranks == 1 or self._are_steps_partial else self._place
         loader: DataLoader[Any] = DataLoader(
@@ -404,30 +344,26 @@ class DoGETrainer(_StepByDomain):
         )
         return cast("DataLoader[Any]", prepared)
 
-    def _without_unused_columns(self, rows: Any) -> Any:
-        if hasattr(rows, "column_names"):
-            return self._remove_unused_columns(rows, description="training")
-        return rows
+    def _without_unused_columns(self, dataset: Any) -> Any:
+        if hasattr(dataset, "column_names"):
+            return self._remove_unused_columns(dataset, description="training")
+        return dataset
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """This rank's parts of the micro-batches of one optimizer step, and {domain: targets}.
+        """This rank's parts of a step's micro-batches, and {domain: number of targets}.
 
-        Targets are counted over all ranks in the step, for the domains that this rank has.
+        Targets are counted over all ranks and micro-batches, for the domains that this rank has.
         """
         parts = [self.part_of(batch) for batch in islice(epoch_iterator, num_batches)]
         if len(parts) < num_batches and isinstance(self.train_dataset, IterableDataset):
-            # Trainer would add them to the next step, each with a divisor of its own.
-            if self.state.global_step == 0:
-                raise ValueError(
-                    f"The stream of train_dataset ended after {len(parts)} micro-batches; the "
-                    f"first step needs {num_batches}. Give it more examples, or pass a smaller "
-                    "gradient_accumulation_steps."
-                )
+            # Trainer would add what is left to the next step, each part with a divisor of its own.
             return [], None
         self.shares = domain_data.shares(parts)
-        self._times = Counter(name for part in parts for name, size in part.sizes.items() if size)
+        self._num_micro_batches = Counter(
+            name for part in parts for name, size in part.sizes.items() if size
+        )
         if self.is_fsdp_enabled:
             # FSDP2 averages over ranks, but the parts of a loss must be summed.
             self.shares = dict.fromkeys(self.shares, 1 / self.args.world_size)
@@ -447,7 +383,7 @@ class DoGETrainer(_StepByDomain):
         return self.args.process_index, self.args.world_size
 
     def part_of(self, batch: Any) -> RankBatch:
-        """This rank's part of a batch that all ranks have, without domains not in this step."""
+        """This rank's part of a batch that all ranks have; a step's other domains are left out."""
         if isinstance(batch, RankBatch):
             return batch
         left_out = set(self.doge.domains) - set(self.doge.domains_of_step)
@@ -457,9 +393,19 @@ class DoGETrainer(_StepByDomain):
 
     # Gradients by domain.
 
-    def _step_by_domain(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
+        """Compute every domain's gradient; on the last micro-batch combine them in `p.grad`.
+
+        `inputs` is {domain: batch}, for every training domain and every held-out target;
+        `num_items_in_batch` is {domain: number of targets in the optimizer step}, or None if all
+        micro-batches have the same weight. Returns the mean of the training domains' losses,
+        detached; `domain_losses` has all of them.
+
+        Raises:
+            ValueError: `inputs` is not by domain, or names an unknown domain.
+        """
         model.train()
         if callable(begin_training := getattr(self.optimizer, "train", None)):
             # Schedule-free optimizers evaluate other parameters than they train.
@@ -472,9 +418,10 @@ class DoGETrainer(_StepByDomain):
         if interval is not None and self.state.global_step % interval == 0:
             clear_device_cache()
         losses = self._backward_of(model, part, num_items_in_batch or {})
-        nothing: Tensor = torch.zeros((), device=self.args.device)
+        # The loss of a domain whose examples are on other ranks.
+        zero: Tensor = torch.zeros((), device=self.args.device)
         for name in filter(part.sizes.get, part.sizes):
-            loss, earlier = losses.get(name, nothing), self.domain_losses.get(name)
+            loss, earlier = losses.get(name, zero), self.domain_losses.get(name)
             self.domain_losses[name] = loss if earlier is None else earlier + loss
         # True if the optimizer steps after this micro-batch.
         self._is_new_step = bool(self.accelerator.sync_gradients)
@@ -488,12 +435,12 @@ class DoGETrainer(_StepByDomain):
                 parts = torch.stack([loss.double() for loss in self.domain_losses.values()])
                 summed = cast(Tensor, self.accelerator.reduce(parts))
                 self.domain_losses = dict(zip(self.domain_losses, summed.unbind(), strict=True))
-        # Of the step: a micro-batch need not have all of them.
-        seen = self._times or part.sizes
-        trained = [name for name in self.doge.domains if seen.get(name)] or list(part.sizes)
-        mine = torch.stack([losses[name] for name in trained if name in losses] or [nothing])
+        # The domains of the step; a micro-batch need not have all of them.
+        in_step = self._num_micro_batches or part.sizes
+        trained = [name for name in self.doge.domains if in_step.get(name)] or list(part.sizes)
+        here = torch.stack([losses[name] for name in trained if name in losses] or [zero])
         # Trainer logs the mean over the ranks.
-        return cast(Tensor, mine.sum() * (self.args.world_size / len(trained)))
+        return cast(Tensor, here.sum() * (self.args.world_size / len(trained)))
 
     def _backward_of(
         self, model: nn.Module, part: RankBatch, num_targets: Mapping[str, Any]
@@ -505,14 +452,13 @@ class DoGETrainer(_StepByDomain):
         if self._is_to_be_stacked(inputs):
             return self._backward_stacked(model, part, inputs, num_targets)
         losses: dict[str, Tensor] = {}
-        for place, (name, batch) in enumerate(inputs.items(), 1):
-            self._prepare_shards(model, is_last=place == len(inputs))
+        for number, (name, batch) in enumerate(inputs.items(), 1):
+            self._prepare_shards(model, is_last=number == len(inputs))
             losses[name] = self._backward(model, name, part, batch, num_targets.get(name))
         return losses
 
     def _prepare_input(self, data: Any) -> Any:
-        """Trainer's; the host does not wait for the copy of a tensor to a GPU."""
-        self._refuse_all_domains(data)
+        """Trainer's, but the host does not wait for the copy of a tensor to a GPU."""
         is_copied = isinstance(data, Tensor) and data.device.type == "cpu"
         if is_copied and self.args.device.type == "cuda":
             return on_device(data, self.args.device, data.dtype)
@@ -522,16 +468,16 @@ class DoGETrainer(_StepByDomain):
         """Have FSDP2 reduce the gradient of the next pass."""
         if not self.is_fsdp_enabled:
             return
-        # In every micro-batch: each domain's gradient is reduced by itself.
+        # accelerate would have it reduce in the last micro-batch alone.
         model.set_requires_gradient_sync(True)
-        # Unsharded parameters are kept for the next domain, until the step's last pass.
+        # Parameters stay whole for the next domain's pass, and are sharded after the step's last.
         if not self.accelerator.state.fsdp_plugin.reshard_after_forward:
             model.set_reshard_after_backward(is_last and self.accelerator.sync_gradients)
 
-    def _steps_of_mean(self, part: RankBatch, name: str) -> float:
-        """The divisor of a mean over this rank's examples, without numbers of targets."""
-        times = self._times.get(name, self.current_gradient_accumulation_steps)
-        return times * part.sizes[name] / part.counts[name]
+    def _divisor_of_mean(self, part: RankBatch, name: str) -> float:
+        """What divides a mean over this rank's examples, if targets are not counted."""
+        num = self._num_micro_batches.get(name, self.current_gradient_accumulation_steps)
+        return num * part.sizes[name] / part.counts[name]
 
     def _backward(
         self, model: nn.Module, name: str, part: RankBatch, batch: Batch, num_targets: Tensor | None
@@ -548,7 +494,7 @@ class DoGETrainer(_StepByDomain):
             with self.compute_loss_context_manager():
                 loss = cast(Tensor, self.compute_loss(model, batch, num_items_in_batch=num_items))
             if not is_scaled:
-                loss = loss / self._steps_of_mean(part, name)
+                loss = loss / self._divisor_of_mean(part, name)
             # The optimizer averages over ranks, weighted by shares; losses must be summed.
             share = self.shares.get(name, 1.0)
             self.accelerator.backward(loss if share == 1.0 else loss / share)
@@ -566,7 +512,9 @@ class DoGETrainer(_StepByDomain):
             with self.compute_loss_context_manager(), self.accelerator.autocast():
                 losses_D = causal_lm.stacked_losses(model, unwrapped, inputs, num_targets or None)
             if not num_targets:
-                losses_D = _divided(losses_D, [self._steps_of_mean(part, name) for name in inputs])
+                losses_D = _divided(
+                    losses_D, [self._divisor_of_mean(part, name) for name in inputs]
+                )
             shares = [self.shares.get(name, 1.0) for name in inputs]
             self.accelerator.backward(_divided(losses_D, shares).sum())
         return dict(zip(inputs, losses_D.detach(), strict=True))
@@ -587,7 +535,7 @@ class DoGETrainer(_StepByDomain):
     def _unstackable_reason(self, inputs: Mapping[str, Batch]) -> str | None:
         if self.is_fsdp_enabled:
             return "takes a whole model, and fsdp shards it."
-        is_own_loss = type(self).compute_loss is _StepByDomain.compute_loss
+        is_own_loss = type(self).compute_loss is Trainer.compute_loss
         if not (is_own_loss and self.compute_loss_func is None and self.label_smoother is None):
             return "takes the model's own loss, and another is set."
         model = self.accelerator.unwrap_model(self.model)
@@ -624,12 +572,12 @@ class DoGETrainer(_StepByDomain):
         a part of the loss by it.
         """
         losses = []
-        # On ranks without FSDP2 another one may have no example now: no communication here.
+        # No communication without FSDP2: another rank may have no example now.
         probed = model if self.is_fsdp_enabled else self.accelerator.unwrap_model(model)
         devices = [self.args.device] if self.args.device.type == "cuda" else []
         buffers = [(buffer, buffer.clone()) for buffer in probed.buffers()]
         for factor in (1, 1, 2):
-            drawn = random.getstate(), np.random.get_state()
+            states = random.getstate(), np.random.get_state()
             with (
                 torch.no_grad(),
                 torch.random.fork_rng(devices),
@@ -637,22 +585,21 @@ class DoGETrainer(_StepByDomain):
             ):
                 loss = self.compute_loss(probed, dict(batch), num_items_in_batch=factor * num_items)
                 for buffer, before in buffers:
-                    # One that is expanded cannot be written, and has not been.
+                    # An expanded buffer cannot be written to; the pass has not changed it either.
                     if not torch.equal(buffer, before):
                         buffer.copy_(before)
-            random.setstate(drawn[0])
-            np.random.set_state(drawn[1])
+            random.setstate(states[0])
+            np.random.set_state(states[1])
             losses.append(float(cast(Tensor, loss)))
         first, again, other = losses
         if not first or not all(map(math.isfinite, losses)):
             return None
-        # Of other devices the generator was not set back.
+        # fork_rng() has restored no generator of another device.
         is_replayed = self.args.device.type in ("cpu", "cuda")
         if is_replayed and not math.isclose(first, again, rel_tol=1e-3):
             raise RuntimeError(
-                "compute_loss gives one batch two losses, so it cannot be measured whether it "
-                "divides by num_items_in_batch. Set loss_is_scaled_for_ga of the trainer: True if "
-                "it does."
+                "compute_loss gives one batch two losses. Set the trainer's loss_is_scaled_for_ga: "
+                "True if the loss is divided by num_items_in_batch, else False."
             )
         return not math.isclose(first, other, rel_tol=1e-3)
 
@@ -666,7 +613,7 @@ class DoGETrainer(_StepByDomain):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Tensor:
         # From the Gram matrix; Trainer would read every gradient again.
         last = self.doge.last
-        # None: an overridden training_step has left out the domains, which step() refuses.
+        # None: an overridden training_step has run no domain, and step() will refuse the step.
         if last is None:
             return cast(Tensor, super()._get_grad_norm(model))  # type: ignore[no-untyped-call]
         return last.combined_norm
@@ -683,12 +630,12 @@ class DoGETrainer(_StepByDomain):
     def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
         # One call: it communicates, and ranks may have different numbers of domains.
         name = getattr(self.model, "main_input_name", "input_ids")
-        found: dict[str, Tensor] = {}
+        joined: dict[str, Tensor] = {}
         for key in (name, "attention_mask"):
             if all(key in batch for batch in inputs.values()):
                 parts = [batch[key].flatten() for batch in inputs.values()]
-                found[key] = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
-        super()._track_num_input_tokens(found)  # type: ignore[no-untyped-call]
+                joined[key] = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+        super()._track_num_input_tokens(joined)  # type: ignore[no-untyped-call]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Trainer's log, plus the losses and weights of the domains."""

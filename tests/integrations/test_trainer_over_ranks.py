@@ -265,7 +265,7 @@ def refused(folder: str, what: str) -> str:
     ("what", "said"),
     [
         pytest.param(
-            *("alone", "a separate model in each of the 2 processes"),
+            *("alone", "a model of its own in each process"),
             marks=pytest.mark.skipif(
                 torch.cuda.is_available(), reason="on GPUs Trainer joins the processes"
             ),

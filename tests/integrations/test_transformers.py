@@ -479,37 +479,23 @@ def test_micro_batches_change_nothing_but_rounding(tmp_path, kind, is_masked, is
     assert parts.state.log_history[0]["loss/ab"] == pytest.approx(float(expected), rel=1e-5)
 
 
-def test_the_step_of_another_trainer_runs_around_that_of_the_domains(tmp_path):
-    class Around(Trainer):
-        entered = 0
-
-        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-            self.entered += 1
-            return super().training_step(*args, **kwargs)
-
-    both = type("Both", (DoGETrainer, Around), {})
-    trainer, alone = trainer_for(tmp_path / "both", kind=both), trainer_for(tmp_path / "alone")
-    trainer.train()
-    alone.train()
-    assert trainer.entered == trainer.state.global_step
-    assert torch.equal(trainer.doge.alpha, alone.doge.alpha)
-    assert torch.equal(parameters(trainer.model), parameters(alone.model))
+def test_a_method_of_another_trainer_that_would_never_run_is_refused(tmp_path):
+    for name in ("training_step", "get_batch_samples"):
+        other = type("Other", (Trainer,), {name: getattr(Trainer, name)})
+        with pytest.raises(RuntimeError, match=rf"Other.{name}\(\) would never run"):
+            trainer_for(tmp_path, kind=type("Both", (DoGETrainer, other), {}))
+        both = type("Both", (DoGETrainer, other), {name: getattr(DoGETrainer, name)})
+        trainer_for(tmp_path, kind=both, max_steps=1).train()
 
 
-def test_a_step_of_another_trainer_that_leaves_out_that_of_the_domains_is_refused(tmp_path):
-    def picks(_: Any, model: Any, batches: Any, *__: Any) -> Any:
+def test_a_step_without_domains_is_refused(tmp_path):
+    def one_domain(_: Any, model: Any, batches: Any, *__: Any) -> Any:
         model(**batches["ab"]).loss.backward()
         return torch.zeros(())
 
-    for name, step, told in (
-        ("training_step", lambda self, _, each, *__: self._prepare_inputs(each), r"call super\(\)"),
-        ("training_step", lambda self, *each: self.compute_loss(*each[:2]), r"call super\(\)"),
-        ("training_step", picks, "outside any domain"),
-        ("get_batch_samples", picks, r"Other.get_batch_samples\(\) would never run"),
-    ):
-        other = type("Other", (Trainer,), {name: step})
-        with pytest.raises((TypeError, RuntimeError), match=told):
-            trainer_for(tmp_path, kind=type("Both", (DoGETrainer, other), {})).train()
+    kind = type("OneDomain", (DoGETrainer,), {"training_step": one_domain})
+    with pytest.raises(RuntimeError, match="outside any domain"):
+        trainer_for(tmp_path, kind=kind).train()
 
 
 @pytest.mark.parametrize(
@@ -609,8 +595,7 @@ class _Flat(IterableDataset[Any]):
 @pytest.mark.parametrize(
     ("changes", "data", "error", "message"),
     [
-        ({}, _Flat(), ValueError, r"batches by domain.*got \['input_ids', 'labels'\]"),
-        ({}, {"ab": [1], "cd": [], "ef": []}, ValueError, "at least one example for every domain"),
+        ({}, _Flat(), ValueError, r"by domain.*got \['input_ids', 'labels'\]"),
         (
             {"train_sampling_strategy": "group_by_length"},
             {name: [1] for name in DOMAINS},
@@ -628,7 +613,7 @@ def test_data_that_is_refused(tmp_path, changes, data, error, message):
 
 def test_misuse_is_answered_in_a_sentence(tmp_path):
     for domains in ({"ab": 0.7, "cd": 0.3}, "ab", []):
-        with pytest.raises(ValueError, match=r"domains must be (a list of|at least one) name"):
+        with pytest.raises(ValueError, match="domains must be a list of"):
             DoGETrainer(model=tiny_gpt2(), args=arguments(tmp_path), domains=domains)
     with pytest.raises(ValueError, match=r"mode .*'sideways'"):
         trainer_for(tmp_path, mode="sideways")
@@ -636,7 +621,7 @@ def test_misuse_is_answered_in_a_sentence(tmp_path):
         _ = trainer_for(tmp_path).weights
     args = copy.deepcopy(arguments(tmp_path))
     args._n_gpu = 2
-    with pytest.raises(RuntimeError, match="one GPU in each process; got 2"):
+    with pytest.raises(RuntimeError, match="2 GPUs in one process"):
         DoGETrainer(model=tiny_gpt2(), args=args, domains=DOMAINS)
     trainer = trainer_for(tmp_path)
     hosts = {
@@ -715,8 +700,6 @@ def test_a_stream_is_grouped_as_it_comes(tmp_path, kind):
     dataset = mixed(COUNTS)
     apart = by_domain(dataset)
     streams = {name: rows.to_iterable_dataset() for name, rows in apart.items()}
-    with pytest.raises(ValueError, match="interleave_datasets"):
-        trainer_for(tmp_path, streams).train()
     if kind in ("labelled", "tensors"):
         # The names in another order than those of the trainer.
         dataset = dataset.cast_column("domain", datasets.ClassLabel(names=DOMAINS[::-1]))
@@ -766,8 +749,7 @@ def test_steps_of_a_stream_are_whole(tmp_path):
     stream = mixed({name: 6 for name in DOMAINS}).to_iterable_dataset()
     seen = seen_of(tmp_path, stream, gradient_accumulation_steps=2, max_steps=3)
     assert [step for step, _ in seen] == [0, 0, 1, 1, 2, 2]
-    with pytest.raises(ValueError, match="ended after 3 micro-batches; the first step needs 4"):
-        seen_of(tmp_path, stream, gradient_accumulation_steps=4, max_steps=3)
+    assert not seen_of(tmp_path, stream, gradient_accumulation_steps=4, max_steps=3)
 
 
 def test_a_stream_skips_a_surplus_and_names_the_domains_it_lacks(monkeypatch):
@@ -784,7 +766,7 @@ def test_a_stream_skips_a_surplus_and_names_the_domains_it_lacks(monkeypatch):
         [1, 5],
         [7, 6],
     ]
-    with pytest.raises(ValueError, match=r"\['a', 'b'\]; got 'c'"):
+    with pytest.raises(KeyError, match="c"):
         grouped(["a", "c"])
     with pytest.raises(ValueError, match=r"2 examples of the stream had too few of \['b'\]"):
         grouped(["a", "a"])
