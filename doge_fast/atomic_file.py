@@ -25,7 +25,7 @@ def write(path: Path, content: str | bytes) -> None:
         path.write_bytes(data)
         return
     path = path.resolve()
-    _sweep(path)
+    _remove_abandoned(path)
     beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}{_ENDING}")
     try:
         # O_EXCL refuses a link that somebody has put there.
@@ -41,17 +41,17 @@ def write(path: Path, content: str | bytes) -> None:
             # Otherwise the message names the temporary file, or none.
             error.filename = str(path)
         raise
-    keep_names(path.parent)
+    sync_directory(path.parent)
 
 
-def keep_names(directory: Path) -> None:
-    """Sync the names in a directory to disk, if the system can."""
+def sync_directory(directory: Path) -> None:
+    """Sync a directory's list of names to disk, if the system can."""
     # Windows opens no directories, and some network file systems do not sync them.
     with suppress(OSError):
-        keep(directory)
+        sync(directory)
 
 
-def keep(path: Path) -> None:
+def sync(path: Path) -> None:
     """Sync a file or a directory to disk, so that it survives a loss of power."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -60,7 +60,7 @@ def keep(path: Path) -> None:
         os.close(descriptor)
 
 
-def _sweep(path: Path) -> None:
+def _remove_abandoned(path: Path) -> None:
     """Remove temporary files of `path` that killed processes have left."""
     start = f".{path.name}."
     # OSError: another process may remove them at the same time.

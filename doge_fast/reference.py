@@ -3,8 +3,8 @@
 Tests and benchmarks compare with this file. It imports only torch: code shared with what it checks
 would share the mistakes.
 
-Rows of `grads_RN` are domain gradients: the K training domains first, then M domains that
-are measured and never trained on (R = K + M).
+Rows of `grads_RN` are domain gradients: the K training domains first, then the M held-out targets,
+which are measured and never trained on (R = K + M).
 """
 
 import itertools
@@ -91,9 +91,8 @@ def step(
         lr: eta, this step's learning rate.
         mu: > 0, Bregman coefficient.
         selected_N: [N] bool; columns that enter W. None: all. Norms always see all columns.
-        scale_by_mean_norm: W over the mean norm of the training rows, the published code's scale
-            and not the paper's; `bounds` clip its score.
-        bounds: as above.
+        scale_by_mean_norm: W over the mean norm of the training rows, as in the published code.
+        bounds: to which the scores are clipped, as in the published code; None: not clipped.
         domain_max_grad_norm: norm to which each row is clipped first.
         smoothing: mixture with uniform.
         max_grad_norm: norm to which the combined gradient is clipped.

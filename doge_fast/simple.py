@@ -77,11 +77,9 @@ class SimpleDoGE:
 
     def step(self) -> None:
         """Move the domain weights, then the model by the newly weighted gradient (Algorithm 1)."""
-        if missing := [name for name in self.names if name not in self._rows]:
-            raise RuntimeError(f"step() needs a gradient of every domain; missing {missing}.")
-        grads_RN = torch.stack([self._rows.pop(name) for name in self.names])
-        used, self._used = self._used, set()
-        # A model in 16 bits too needs sums in float32; under autocast `@` would have 16 bits.
+        grads_RN = torch.stack([self._rows[name] for name in self.names])
+        used, self._rows, self._used = self._used, {}, set()
+        # Sums of a model in 16 bits are in float32 too; under autocast those of `@` would not be.
         grads_RN = grads_RN.to(torch.promote_types(grads_RN.dtype, torch.float32))
         if self.domain_max_grad_norm is not None:
             norms_R1 = grads_RN.norm(dim=1, keepdim=True)

@@ -44,7 +44,7 @@ class DomainZip(Dataset[Mapping[str, Any]]):
     """Datasets by domain as one dataset whose examples are `{domain: example}`.
 
     Example i holds example i mod n_d of every domain d: the length is that of the longest domain,
-    and shorter ones repeat. Examples are read lazily, so a rank reads its own part alone.
+    and shorter ones repeat. Examples are read on access, so a rank reads only its part.
     """
 
     def __init__(self, datasets: Mapping[str, Any]) -> None:
@@ -174,16 +174,16 @@ class DomainStream(IterableDataset[dict[str, Batch]]):
                 }
                 num_waited, num_batches = 0, num_batches + 1
             elif num_waited >= MOST_EXAMPLES_WITHOUT:
-                self._refuse(waiting, num_waited)
+                self._refuse_rare(waiting, num_waited)
         if num_waited and not num_batches:
-            self._refuse(waiting, num_waited)
+            self._refuse_rare(waiting, num_waited)
 
     def _put(self, example: Mapping[str, Any], waiting: dict[str, deque[Any]]) -> None:
         name = str(_plain(example[self.column]))
         if len(waiting[name]) < WAITING_STEPS * self.batch_size:
-            waiting[name].append(_unnamed(example, self.column))
+            waiting[name].append(_without_domain(example, self.column))
 
-    def _refuse(self, waiting: Mapping[str, deque[Any]], count: int) -> None:
+    def _refuse_rare(self, waiting: Mapping[str, deque[Any]], count: int) -> None:
         rare = [name for name, examples in waiting.items() if len(examples) < self.batch_size]
         raise ValueError(
             f"a step needs {self.batch_size} examples of every domain; {count} examples of the "
@@ -205,15 +205,15 @@ def collate_by_domain(
     `all_domains` is that of `examples_of_rank`.
     """
     sizes = dict.fromkeys(checked_batch(examples[0]), len(examples))
-    mine = examples_of_rank(sizes, *(place or (0, 1)), all_domains=all_domains)
+    ranges = examples_of_rank(sizes, *(place or (0, 1)), all_domains=all_domains)
     batches = {
-        name: collate([_unnamed(example[name], column) for example in examples[first:last]])
-        for name, (first, last) in mine.items()
+        name: collate([_without_domain(example[name], column) for example in examples[first:last]])
+        for name, (first, last) in ranges.items()
     }
-    return batches if place is None else RankBatch(batches, mine, sizes)
+    return batches if place is None else RankBatch(batches, ranges, sizes)
 
 
-def _unnamed(example: Any, column: str) -> Any:
+def _without_domain(example: Any, column: str) -> Any:
     """The example without the name of its domain."""
     if not _names_a_domain(example, column):
         return example
@@ -243,11 +243,11 @@ class RankBatch(dict[str, Batch]):
     def __init__(
         self,
         batches: Mapping[str, Batch],
-        mine: Mapping[str, tuple[int, int]],
+        ranges: Mapping[str, tuple[int, int]],
         sizes: Mapping[str, int],
     ) -> None:
         super().__init__(batches)
-        self.counts = {name: last - first for name, (first, last) in mine.items()}
+        self.counts = {name: last - first for name, (first, last) in ranges.items()}
         """{domain: examples on this rank}."""
         self.sizes = dict(sizes)
         """{domain: examples on all ranks}, for all domains of the batch."""
@@ -292,9 +292,9 @@ def part_of(
     }
     # A batch of scalars is one example.
     sizes = {name: next(filter(None, by_key.values()), 1) for name, by_key in lengths.items()}
-    mine = examples_of_rank(sizes, rank, num_ranks, all_domains=all_domains)
+    ranges = examples_of_rank(sizes, rank, num_ranks, all_domains=all_domains)
     batches = {}
-    for name, (first, last) in mine.items():
+    for name, (first, last) in ranges.items():
         batches[name] = batch[name]
         if last - first < sizes[name]:
             if len(set(lengths[name].values())) > 1:
@@ -303,7 +303,7 @@ def part_of(
                     f"examples in every entry; its lengths are {lengths[name]}."
                 )
             batches[name] = {key: value[first:last] for key, value in batch[name].items()}
-    return RankBatch(batches, mine, sizes)
+    return RankBatch(batches, ranges, sizes)
 
 
 def shares(parts: Sequence[RankBatch]) -> dict[str, float]:

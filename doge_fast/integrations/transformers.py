@@ -53,13 +53,13 @@ class DoGETrainer(Trainer):
         trainer.train()
         trainer.weights                                     # {"arxiv": 0.61, "book": 0.39}
 
-    Everything else is Trainer's. The optimizer that `args.optim` names is wrapped, or your own, or
-    several as one, `optimizers=([muon, adamw], None)`; `args.max_grad_norm` clips the combined
-    gradient, once. If your own is a `DoGEOptimizer` already, its options hold; if its
-    `max_grad_norm` is None, `args.max_grad_norm` clips. A domain's loss, l_j of the paper, is the
-    mean over its tokens in the whole optimizer step (the mean over micro-batches of its means over
-    examples, for a model that takes no number of targets). Logs carry `loss/DOMAIN`, `alpha/DOMAIN`
-    and `alpha_mean/DOMAIN`.
+    Everything else is Trainer's. The optimizer that `args.optim` names is wrapped, or the one that
+    you pass, or several as one, `optimizers=([muon, adamw], None)`; `args.max_grad_norm` clips the
+    combined gradient, once. If you pass a `DoGEOptimizer`, its options hold; if its `max_grad_norm`
+    is None, `args.max_grad_norm` clips. A domain's loss, l_j of the paper, is the mean over its
+    tokens in the whole optimizer step. For a model that takes no number of targets it is the mean
+    over micro-batches of means over examples. Logs have `loss/DOMAIN`, `alpha/DOMAIN` and
+    `alpha_mean/DOMAIN`.
 
     A step has `per_device_train_batch_size` examples of every training domain and of every held-out
     target. `train_dataset` may be:
@@ -74,7 +74,8 @@ class DoGETrainer(Trainer):
     - an iterable dataset that yields finished batches `{domain: {"input_ids": ..., ...}}`; they
       reach the model unchanged.
 
-    A run over a stream resumes bitwise within its first pass, whose number Trainer cannot count.
+    A run over a stream resumes bitwise if it stopped within the first pass: Trainer cannot count
+    the passes over a dataset without a length.
 
     Gradients come from one backward pass per domain (`mode="sequential"`) or from one pass over
     the batches of all domains (`"stacked"`; `DoGEOptimizer.stacked`); the weights are the same to
@@ -156,6 +157,7 @@ class DoGETrainer(Trainer):
         self.mode: Mode = mode
         self.domain_column = domain_column
         self._doge: DoGEOptimizer | None = None
+        # Whether the next micro-batch is the first one of an optimizer step.
         self._is_new_step = True
         self.domain_losses: dict[str, Tensor] = {}
         # {domain: number of the step's micro-batches that have it}
@@ -227,7 +229,7 @@ class DoGETrainer(Trainer):
         if checkpoint is not None:
             # Under FSDP2 the optimizer is saved as a folder, optimizer_0.
             saved = {name.split(".")[0].split("_")[0] for name in os.listdir(checkpoint)}
-            # Without its file Trainer leaves the optimizer as it is, and begins the weights anew.
+            # Trainer would go on in silence, with new domain weights or a new schedule.
             if missing := {"optimizer", "scheduler"} - saved:
                 raise FileNotFoundError(
                     f"{checkpoint} lacks the state of the {' and the '.join(sorted(missing))}; "
@@ -449,7 +451,7 @@ class DoGETrainer(Trainer):
         if not part:
             return {}
         inputs = cast("dict[str, Batch]", self._prepare_inputs(dict(part)))
-        if self._is_to_be_stacked(inputs):
+        if self._should_stack(inputs):
             return self._backward_stacked(model, part, inputs, num_targets)
         losses: dict[str, Tensor] = {}
         for number, (name, batch) in enumerate(inputs.items(), 1):
@@ -519,7 +521,7 @@ class DoGETrainer(Trainer):
             self.accelerator.backward(_divided(losses_D, shares).sum())
         return dict(zip(inputs, losses_D.detach(), strict=True))
 
-    def _is_to_be_stacked(self, inputs: Mapping[str, Batch]) -> bool:
+    def _should_stack(self, inputs: Mapping[str, Batch]) -> bool:
         """Whether to stack this micro-batch; ValueError if mode="stacked" and it cannot be."""
         if self.mode == "sequential":
             return False
@@ -562,10 +564,12 @@ class DoGETrainer(Trainer):
             # A mean over the batch is a mean over the step.
             return True
         if self._divides_by_targets is None:
-            self._divides_by_targets = self._measured_to_divide(model, batch, num_items)
+            self._divides_by_targets = self._depends_on_num_targets(model, batch, num_items)
         return self._divides_by_targets is not False
 
-    def _measured_to_divide(self, model: nn.Module, batch: Batch, num_items: Tensor) -> bool | None:
+    def _depends_on_num_targets(
+        self, model: nn.Module, batch: Batch, num_items: Tensor
+    ) -> bool | None:
         """Whether the loss depends on the number of targets; None: this batch has none.
 
         Many heads, and many overridden `compute_loss`, take the number and ignore it. Others divide

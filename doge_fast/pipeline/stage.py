@@ -193,7 +193,7 @@ def leave_model(trainer: RecordedTrainer) -> None:
     _open_as_new(beside)
     records.write_manifest(beside)
     os.replace(beside, out / records.MODEL)
-    atomic_file.keep_names(out)
+    atomic_file.sync_directory(out)
 
 
 def _open_as_new(folder: Path) -> None:

@@ -52,7 +52,7 @@ def skipped(num_skipped: int, num_steps: int, steps: str = "steps") -> str | Non
 
 
 def collapsed(weights: Mapping[str, float]) -> str | None:
-    """Few of the domains have nearly all the weight; says no way out."""
+    """Few of the domains have nearly all the weight. The caller adds what to do about it."""
     num_effective = effective_domains(weights.values())
     if num_effective >= 1 + _LEAST_SHARE * (len(weights) - 1):
         return None

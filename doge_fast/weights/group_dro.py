@@ -14,9 +14,9 @@ One follows neither paper nor code: a domain that no batch has had yet has the m
 others. In DoReMi's code it is log V, which in each such step multiplies the domain's weight by up
 to V; in DoGE's it is zero.
 
-The variant "doge" is the baseline in DoGE's published code, without two more of its habits. It runs
+The variant "doge" is the baseline in DoGE's published code, with two differences. That code runs
 the reference in training mode, with dropout. And it clips the gradient to `max_grad_norm` again
-after adding each domain, so that the step depends on the order of the domains.
+after adding each domain, so that its step depends on the order of the domains.
 """
 
 from typing import Literal, NamedTuple

@@ -77,7 +77,7 @@ class Objective:
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """Targets whose gradients a score needs: all held-out ones, or else one of these."""
+        """Targets without whose gradients no score moves: those held out, or else one of these."""
         weighed = self._weighed()
         return tuple(name for name in self.measured if name in weighed) or tuple(weighed)
 

@@ -101,8 +101,8 @@ class DomainWeights:
     def warn_of_failure(self) -> None:
         """Warn, once each, of what is wrong with the weights. Waits for the device."""
         state = state_views(self.state_S.cpu())
-        found = diagnosis.diagnose(state, self._initial_K, self.objective, self.rule)
-        for name, sentence in found.items():
+        sentences = diagnosis.diagnose(state, self._initial_K, self.objective, self.rule)
+        for name, sentence in sentences.items():
             if name not in self._warned:
                 self._warned.add(name)
                 warn(sentence)

@@ -6,7 +6,7 @@ and without clipping, these estimates are unbiased over the draws:
 
     W_j   of a domain in the step:  tau_j ||g_j||^2
               + (K - 1) / (S - 1) sum over its other training domains i of  tau_i <g_j, g_i>
-              + sum over the measured targets r of  tau_r <g_j, g_r>
+              + sum over the held-out targets r of  tau_r <g_j, g_r>
     sum_j alpha_j g_j:              K / S  sum over the step's domains j of  alpha_j g_j
 
 `doge_fast.weights.reweight` applies both factors. A domain outside the step keeps its last score,
@@ -30,7 +30,7 @@ class Subset:
         self._objective = objective
         names = objective.domains
         self._num_domains = len(names) if num_domains is None else num_domains
-        # With one domain alone its effect on the others cannot be measured.
+        # The effect of a step's only domain on the other domains cannot be measured.
         least = min(2, len(names)) if any(objective.tau[: len(names)]) else 1
         if not least <= self._num_domains <= len(names):
             raise ValueError(

@@ -140,5 +140,5 @@ def test_misuse_is_refused():
     for name in ("a", "c"):
         with pytest.raises(ValueError, match=repr(name)), readable.domain(name):
             raise AssertionError("entered")
-    with pytest.raises(RuntimeError, match="'b'"):
+    with pytest.raises(KeyError, match="'b'"):
         readable.step()

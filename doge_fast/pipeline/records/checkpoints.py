@@ -79,7 +79,7 @@ def complete_checkpoint(run: Path, step: int) -> None:
     # One of this very step belongs to the same trajectory, or is damaged.
     shutil.rmtree(folder / name, ignore_errors=True)
     os.replace(written, folder / name)
-    atomic_file.keep_names(folder)
+    atomic_file.sync_directory(folder)
     for older in _generations(run)[GENERATIONS:]:
         shutil.rmtree(older)
 

@@ -28,11 +28,11 @@ def write_manifest(folder: Path, **fields: Any) -> None:
     """
     files = _files(folder)
     with ThreadPoolExecutor(_THREADS) as pool:
-        kept = pool.map(atomic_file.keep, files)
+        kept = pool.map(atomic_file.sync, files)
         digests = list(pool.map(_digest, files))
         list(kept)
     for directory in {file.parent for file in files}:
-        atomic_file.keep_names(directory)
+        atomic_file.sync_directory(directory)
     held = {
         file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": sha256}
         for file, sha256 in zip(files, digests, strict=True)

@@ -341,7 +341,7 @@ def keep_metrics(run: Path) -> Json:
     """
     path = run / METRICS
     path.touch()
-    atomic_file.keep(path)
+    atomic_file.sync(path)
     content = path.read_bytes()
     return {"lines": content.count(b"\n"), "bytes": len(content), "sha256": _sha256(content)}
 
