@@ -11,9 +11,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from doge_fast.flat_buffer import on_device
+from doge_fast.kernels.schema import sum_dtype
 from doge_fast.stacked.layers.batch import SortedBatch
 from doge_fast.stacked.layers.linear import autocast_dtype, multiply, without_autocast
-from doge_fast.stacked.layers.token_sums import exact, wide_dtype
+from doge_fast.stacked.layers.token_sums import exact
 from doge_fast.stacked.stacked import (
     StackedModel,
     recording_model,
@@ -224,7 +225,7 @@ class _LinearLosses(torch.autograd.Function):
                 views_DVH = []
             elif head.rows is not None:
                 views_DVH = head.rows.reserve(dtype)
-        share_D = None if views_DVH is None else counts_D.to(wide_dtype(dtype)).reciprocal()
+        share_D = None if views_DVH is None else counts_D.to(sum_dtype(dtype)).reciprocal()
         with without_autocast(hidden_TH):
             sums_D, ctx.grad_TH = _losses_and_gradients(
                 head.spans,
@@ -262,7 +263,7 @@ class _LinearLosses(torch.autograd.Function):
         dtype = tensors[0].dtype
         grad_VH = None
         if needs_weight and rows is None:
-            grad_VH = torch.zeros_like(tensors[1], dtype=wide_dtype(dtype))
+            grad_VH = torch.zeros_like(tensors[1], dtype=sum_dtype(dtype))
 
         def out_of(domain: int) -> tuple[Tensor, bool]:
             if rows is None:

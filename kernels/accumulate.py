@@ -8,15 +8,15 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from doge_fast.kernels import build
-from doge_fast.kernels.dispatch import Operator, choose, instead_of_cuda, register
-from doge_fast.kernels.schema import (
-    STORAGE_DTYPES,
+from doge_fast.kernels.dispatch import (
+    Operator,
     by_device,
-    check_pairs,
-    check_writable,
-    dtype_names,
+    choose,
+    choose_without_cuda,
     is_one_device,
+    register,
 )
+from doge_fast.kernels.schema import STORAGE_DTYPES, check_pairs, check_writable, dtype_names
 
 
 def accumulate(
@@ -120,13 +120,16 @@ def _add_in_tiles(grad_N: Tensor, row_N: Tensor) -> None:
 
 def accumulate_cpp(grads: Sequence[Tensor], rows: Sequence[Tensor], add: bool) -> None:
     """On a CPU."""
-    build.operators(build.CPP).accumulate.default(grads, rows, add)
+    torch.ops.doge_fast_cpp.accumulate.default(grads, rows, add)
 
 
 def accumulate_cuda(grads: Sequence[Tensor], rows: Sequence[Tensor], add: bool) -> None:
-    """One launch for every 144 pairs of dtypes; float64 is another's."""
+    """One launch for up to 144 gradients of one dtype, whose rows have one dtype, too.
+
+    The kernel does not take float64: then another implementation runs.
+    """
     if torch.float64 in map(_dtype_of, [*grads, *rows]):
-        instead_of_cuda("accumulate", grads[0].device)(grads, rows, add)
+        choose_without_cuda("accumulate", grads[0].device)(grads, rows, add)
     elif grads:
         build.cuda_operators(grads[0].device.type).accumulate(grads, rows, add)
 

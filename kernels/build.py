@@ -87,17 +87,9 @@ class Recipe(NamedTuple):
         return digest.hexdigest()[:20]
 
 
-def operators(name: str) -> Any:
-    """The operators `torch.ops.<name>` of one of the three libraries; raises BuildError."""
-    reason = unavailable_reason(name)
-    if reason is not None:
-        raise BuildError(reason)
-    return getattr(torch.ops, name)
-
-
 def cuda_operators(device_type: str) -> Any:
-    """The CUDA operators for "cuda", or the emulated ones for "cpu"."""
-    return operators(CUDA if device_type == "cuda" else EMULATED)
+    """The CUDA operators for "cuda", or the emulated ones for "cpu"; their library is loaded."""
+    return getattr(torch.ops, CUDA if device_type == "cuda" else EMULATED)
 
 
 @functools.cache

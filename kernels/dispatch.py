@@ -2,19 +2,20 @@
 
 The first implementation that can run is chosen: on a CPU the compiled one (`cpp`), else plain
 torch; on a GPU Triton, then CUDA, then plain torch, unless an operator's file has another order.
-The choice is made on first use and kept. `DOGE_FAST_BACKEND=auto|torch|cpp|triton|cuda` or the
-argument `implementation=` forces an implementation; if it cannot run, the call raises. The variable
-applies to all operators; an operator without that implementation runs in plain torch. A warning,
-once per process, names a faster implementation and the reason why it cannot run.
+The choice is made on first use and remembered. `DOGE_FAST_BACKEND=auto|torch|cpp|triton|cuda` or
+the argument `implementation=` forces an implementation; if it cannot run, the call raises. The
+variable applies to all operators; an operator without that implementation runs in plain torch. A
+warning, once per process, names a faster implementation and the reason why it cannot run.
 """
 
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from doge_fast.kernels.availability import REASONS
 
@@ -83,6 +84,8 @@ def choose(
 ) -> Run:
     """The implementation of `operator` on `device`; with `is_checked` it checks its arguments.
 
+    The library of a compiled implementation is loaded when it is chosen.
+
     Raises:
         ValueError: the operator has no implementation of the requested name.
         RuntimeError: a forced implementation cannot run.
@@ -90,8 +93,8 @@ def choose(
     key = (operator, device, implementation, os.environ.get("DOGE_FAST_BACKEND"), is_checked)
     run = _chosen.get(key)
     if run is None:
-        requested = implementation or _of_environment(operator)
-        name = _settle(operator, device, requested)
+        requested = implementation or _requested_by_environment(operator)
+        name = _resolve(operator, device, requested)
         if requested == AUTO:
             _warn_of_better_than(name, operator, device)
         entry = OPERATORS[operator]
@@ -100,16 +103,32 @@ def choose(
     return run
 
 
-def instead_of_cuda(operator: str, device: torch.device) -> Run:
-    """The implementation of what the CUDA kernels do not take: float64, and many rows."""
+def choose_without_cuda(operator: str, device: torch.device) -> Run:
+    """The best implementation but `cuda`, for what its kernels do not take, such as float64."""
     others = [name for name in preference(operator, device) if name != "cuda"]
     best = next(name for name in others if unavailable_reason(name, device) is None)
     return choose(operator, device, best)
 
 
+def is_one_device(tensors: Sequence[Tensor]) -> bool:
+    """Whether all tensors are on one device; True for an empty list."""
+    if torch.compiler.is_compiling():
+        return all(tensor.device == tensors[0].device for tensor in tensors)
+    # In half the time of .device, which makes an object for each tensor. It is -1 on a CPU.
+    return len(set(map(Tensor.get_device, tensors))) <= 1
+
+
+def by_device(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Indices of the tensors of each device, in order of first appearance."""
+    groups: dict[torch.device, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        groups.setdefault(tensor.device, []).append(index)
+    return list(groups.values())
+
+
 def chosen(device: torch.device | str = "cpu", operator: str = "gram") -> str:
     """The implementation of `operator` that runs on `device` when a call forces none."""
-    return _settle(operator, torch.device(device), _of_environment(operator))
+    return _resolve(operator, torch.device(device), _requested_by_environment(operator))
 
 
 def implementations(device: torch.device | str = "cpu") -> dict[str, str | None]:
@@ -134,16 +153,6 @@ def unavailable_reason(name: str, device: torch.device) -> str | None:
     return _reasons[key]
 
 
-def explain(device: torch.device | str | None = None) -> str:
-    """The chosen implementations and the reasons against others, one line for each.
-
-    Args:
-        device: None: the CPU, and the current GPU if there is one.
-    """
-    devices = [device] if device else ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    return "\n".join(line for name in devices for line in _explanation(torch.device(name)))
-
-
 def preference(operator: str, device: torch.device) -> tuple[str, ...]:
     """Implementations of `operator` on `device`, best first."""
     entry = OPERATORS[operator]
@@ -152,42 +161,24 @@ def preference(operator: str, device: torch.device) -> tuple[str, ...]:
     return tuple(name for name in names if name in entry.implementations)
 
 
-def _of_environment(operator: str) -> str:
+def _requested_by_environment(operator: str) -> str:
     """The implementation that DOGE_FAST_BACKEND requests for an operator."""
     name = os.environ.get("DOGE_FAST_BACKEND") or AUTO
-    is_written = name not in IMPLEMENTATIONS or name in OPERATORS[operator].implementations
-    return name if is_written else "torch"
+    is_absent = name in IMPLEMENTATIONS and name not in OPERATORS[operator].implementations
+    return "torch" if is_absent else name
 
 
-def _explanation(device: torch.device) -> list[str]:
-    requested = os.environ.get("DOGE_FAST_BACKEND") or AUTO
-    how = "chosen" if requested == AUTO else f"forced by DOGE_FAST_BACKEND={requested}"
-    reasons = implementations(device)
-    try:
-        names = {operator: chosen(device, operator) for operator in OPERATORS}
-    except (ValueError, RuntimeError) as error:
-        lines = [f"{device}: none: {error}"]
-    else:
-        first = names["gram"]
-        others = [f"{operator} {name}" for operator, name in names.items() if name != first]
-        lines = [f"{device}: {', '.join([first, *others])} ({how})"]
-    return lines + [f"  {name}: {reason or 'can run'}" for name, reason in reasons.items()]
-
-
-def _settle(operator: str, device: torch.device, requested: str) -> str:
+def _resolve(operator: str, device: torch.device, requested: str) -> str:
+    """The name of the implementation that runs; AUTO is the best that can."""
     if requested == AUTO:
         order = preference(operator, device)
         return next(name for name in order if unavailable_reason(name, device) is None)
-    if requested not in IMPLEMENTATIONS:
+    names = OPERATORS[operator].implementations
+    if requested not in names:
         raise ValueError(
-            f"An operator's implementation is one of {', '.join((AUTO, *IMPLEMENTATIONS))}; got "
-            f"{requested!r}. Correct the argument implementation= or DOGE_FAST_BACKEND."
-        )
-    written = OPERATORS[operator].implementations
-    if requested not in written:
-        raise ValueError(
-            f"The operator {operator} is not written in {requested}, but in {', '.join(written)}. "
-            "Name one of these, or leave the choice open with 'auto'."
+            f"The operator {operator} has the implementations {', '.join(names)}; got "
+            f"{requested!r}. Correct the argument implementation= or DOGE_FAST_BACKEND, or leave "
+            "the choice open with 'auto'."
         )
     reason = unavailable_reason(requested, device)
     if reason is not None:
@@ -219,24 +210,21 @@ def _failure_of_the_first_kernel(name: str, device: torch.device) -> str | None:
     try:
         OPERATORS["gram"].implementations[name]([torch.ones(1, 16, device=device)])
         torch.cuda.synchronize(device)
-    # Any exception: drivers and compilers raise what they like.
+    # Drivers and compilers raise exceptions of any class.
     except Exception as error:
-        return f"Its first kernel failed: {type(error).__name__}: {_first_line(error)}"
+        first_line = (str(error).splitlines() or ["no reason given"])[0]
+        return f"Its first kernel failed: {type(error).__name__}: {first_line}"
     return None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or ["no reason given"])[0]
 
 
 def _checked(operator: Operator, name: str) -> Run:
     run, check = operator.implementations[name], operator.check
 
-    def run_checked(*args: Any) -> Any:
+    def check_and_run(*args: Any) -> Any:
         check(*args)
         return run(*args)
 
-    def run_explained(*args: Any) -> Any:
+    def run_and_explain(*args: Any) -> Any:
         try:
             return run(*args)
         except RuntimeError:
@@ -245,5 +233,6 @@ def _checked(operator: Operator, name: str) -> Run:
 
     if name in operator.checks_itself:
         return run
-    # C++ checks its arguments in a tenth of the time; `check` then raises the common message.
-    return run_explained if name == "cpp" else run_checked
+    # C++ checks its arguments in a tenth of the time. If it refuses them, `check` raises the
+    # message that all implementations share.
+    return run_and_explain if name == "cpp" else check_and_run

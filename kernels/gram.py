@@ -15,16 +15,16 @@ from torch import Tensor
 
 from doge_fast.kernels import build
 from doge_fast.kernels.chunks import ChunkTable, chunk_tables, spans_by_dtype
-from doge_fast.kernels.dispatch import Operator, choose, instead_of_cuda, register
-from doge_fast.kernels.schema import as_blocks, by_device, check_blocks, is_one_device
-from doge_fast.kernels.triton_support import (
-    is_interpreted,
-    kernel,
-    on_device,
-    sum_dtype,
-    tl,
-    triton_dtype,
+from doge_fast.kernels.dispatch import (
+    Operator,
+    by_device,
+    choose,
+    choose_without_cuda,
+    is_one_device,
+    register,
 )
+from doge_fast.kernels.schema import check_blocks, sum_dtype
+from doge_fast.kernels.triton_support import is_interpreted, kernel, on_device, tl, triton_dtype
 
 
 def gram(grads: Tensor | Sequence[Tensor], *, implementation: str | None = None) -> Tensor:
@@ -46,13 +46,13 @@ def gram(grads: Tensor | Sequence[Tensor], *, implementation: str | None = None)
         [K, K] float64, on the device of the first block.
 
     Raises:
-        ValueError: there is no block, a block is not [K, n] of these dtypes with stride(1) == 1,
-            or the numbers of rows differ.
+        ValueError: a block is not [K, n] of these dtypes with stride(1) == 1, or the numbers of
+            rows differ.
         RuntimeError: the forced implementation cannot run.
 
     Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), eq. (ge-decompose): W = G tau.
     """
-    blocks = as_blocks(grads)
+    blocks = [grads] if isinstance(grads, Tensor) else grads
     if is_one_device(blocks):
         gram_KK: Tensor = _op(blocks, implementation=implementation)
         return gram_KK
@@ -153,20 +153,24 @@ FIELDS = ("source", "row_stride", "length")
 
 
 def gram_cpp(blocks: Sequence[Tensor]) -> Tensor:
-    """On a CPU; more rows are plain torch's."""
+    """On a CPU; plain torch takes more than MAX_CPP_ROWS rows."""
     if len(blocks[0]) > MAX_CPP_ROWS:
         return gram_torch(blocks)
-    gram_RR: Tensor = build.operators(build.CPP).gram.default(blocks)
+    gram_RR: Tensor = torch.ops.doge_fast_cpp.gram.default(blocks)
     return gram_RR
 
 
 def gram_cuda(blocks: Sequence[Tensor]) -> Tensor:
-    """Two launches for each dtype and alignment; many rows and float64 are another's."""
+    """Two launches for each dtype and alignment.
+
+    The kernels take neither float64 nor more than MAX_CUDA_ROWS rows: then another implementation
+    runs.
+    """
     groups = spans_by_dtype(partial(check_gram, blocks), blocks)
     gram_RR = _empty_result(blocks)
     device = gram_RR.device
     if len(gram_RR) > MAX_CUDA_ROWS or any(torch.float64 in dtypes for dtypes, _ in groups):
-        result: Tensor = instead_of_cuda("gram", device)(blocks)
+        result: Tensor = choose_without_cuda("gram", device)(blocks)
         return result
     run = build.cuda_operators(device.type).gram
     is_first = True
@@ -720,8 +724,6 @@ def check_gram(blocks: Sequence[Tensor]) -> None:
 
 
 def _run(blocks: Sequence[Tensor], *, implementation: str | None = None) -> Tensor:
-    if not blocks:
-        check_gram(blocks)
     run: Callable[..., Tensor] = choose("gram", blocks[0].device, implementation)
     return run(blocks)
 

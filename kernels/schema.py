@@ -1,8 +1,9 @@
-"""Checks of arguments that operators share.
+"""What operators accept: storage dtypes, the dtype of sums, and checks of arguments.
 
-The dispatcher runs an operator's check before plain torch, Triton and CUDA. Implementations that
-keep tables of their blocks run it once for each new list of blocks. C++ checks its arguments
-faster itself; if it raises, the dispatcher runs the check to raise the common message.
+Kernels take addresses, so an argument that passes these checks must not make them read or write
+beyond a tensor. Plain torch runs an operator's check at every call; Triton and CUDA run it once for
+each new list of blocks. C++ checks its arguments itself, faster. If it refuses them, the dispatcher
+runs the check here, so that the message is the same.
 """
 
 from collections.abc import Sequence
@@ -13,34 +14,13 @@ from torch import Tensor
 STORAGE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def as_blocks(tensors: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
-    """One tensor as a list of one."""
-    return [tensors] if isinstance(tensors, Tensor) else tensors
-
-
-def is_one_device(tensors: Sequence[Tensor]) -> bool:
-    """Whether all tensors are on one device; True for an empty list."""
-    if torch.compiler.is_compiling():
-        return all(tensor.device == tensors[0].device for tensor in tensors)
-    # Half the time of .device, which makes an object for each tensor; -1 is the CPU.
-    return len(set(map(Tensor.get_device, tensors))) <= 1
-
-
-def by_device(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Indices of the tensors of each device, in order of first appearance."""
-    groups: dict[torch.device, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        groups.setdefault(tensor.device, []).append(index)
-    return list(groups.values())
+def sum_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    """The dtype of sums: float64 if any storage is float64, else float32."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def check_blocks(operator: str, blocks: Sequence[Tensor]) -> None:
     """Raise ValueError unless `blocks` are [R, n_p] floating rows on one device."""
-    if not blocks:
-        raise ValueError(
-            f"{operator}() needs at least one block to know the number of rows; got an empty "
-            "list. Pass [K, n] tensors, or one [K, N] tensor."
-        )
     first = blocks[0]
     for index, block in enumerate(blocks):
         if block.dim() != 2 or block.shape[0] == 0:

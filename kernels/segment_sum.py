@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from doge_fast.kernels.dispatch import Operator, choose, register
-from doge_fast.kernels.schema import STORAGE_DTYPES
-from doge_fast.kernels.triton_support import kernel, on_device, sum_dtype, tl, triton_dtype
+from doge_fast.kernels.schema import STORAGE_DTYPES, sum_dtype
+from doge_fast.kernels.triton_support import kernel, on_device, tl, triton_dtype
 
 
 def segment_sum(

@@ -1,15 +1,15 @@
 """Shared by the Triton kernels: decoration at the first launch, dtypes, the current device.
 
-Triton is an optional package and a large import. An operator's file takes `tl` and `kernel` from
-here, under `from __future__ import annotations`, so that importing the file does not import Triton.
-At the first launch of one of its kernels, `decorate` replaces the file's `tl` by `triton.language`
-and its kernels by the results of `triton.jit`.
+Triton is an optional package and a large import, so importing an operator's file must not import
+it. The file takes `tl` and `kernel` from here, under `from __future__ import annotations`. At the
+first launch of one of its kernels, `decorate` replaces the file's `tl` by `triton.language` and its
+kernels by the results of `triton.jit`.
 """
 
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,21 +25,26 @@ class kernel:
 
     def __getitem__(self, grid: Any) -> Any:
         """The kernel's launch over a grid."""
-        # Called once per file: `decorate` replaces all its kernels.
-        names = self.function.__globals__
-        decorate(names)
-        return names[self.function.__name__][grid]
+        # Runs once per file, because `decorate` replaces all its kernels.
+        file_globals = self.function.__globals__
+        decorate(file_globals)
+        return file_globals[self.function.__name__][grid]
+
+    if TYPE_CHECKING:
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            """A call by another kernel, in code that Triton compiles; never in Python."""
 
 
-def decorate(names: dict[str, Any]) -> None:
+def decorate(file_globals: dict[str, Any]) -> None:
     """Decorate all kernels among the globals of a file."""
     import triton
     import triton.language
 
-    names["tl"] = triton.language
-    for name, value in list(names.items()):
+    file_globals["tl"] = triton.language
+    for name, value in list(file_globals.items()):
         if isinstance(value, kernel):
-            names[name] = triton.jit(value.function)
+            file_globals[name] = triton.jit(value.function)
 
 
 def is_installed() -> bool:
@@ -66,11 +71,6 @@ def triton_dtype(dtype: torch.dtype) -> Any:
     import triton.language
 
     return getattr(triton.language, str(dtype).removeprefix("torch."))
-
-
-def sum_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """The dtype of sums: float64 if any storage is float64, else float32."""
-    return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

@@ -16,16 +16,16 @@ from torch.autograd.graph import increment_version
 
 from doge_fast.kernels import build
 from doge_fast.kernels.chunks import chunk_tables, spans_by_dtype
-from doge_fast.kernels.dispatch import Operator, choose, instead_of_cuda, register
-from doge_fast.kernels.schema import (
-    as_blocks,
+from doge_fast.kernels.dispatch import (
+    Operator,
     by_device,
-    check_blocks,
-    check_pairs,
-    check_writable,
+    choose,
+    choose_without_cuda,
     is_one_device,
+    register,
 )
-from doge_fast.kernels.triton_support import kernel, on_device, sum_dtype, tl, triton_dtype
+from doge_fast.kernels.schema import check_blocks, check_pairs, check_writable, sum_dtype
+from doge_fast.kernels.triton_support import kernel, on_device, tl, triton_dtype
 
 
 def weighted_sum(
@@ -60,10 +60,12 @@ def weighted_sum(
 
     Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), Algorithm 1: sum_j alpha'_j g_j.
     """
-    blocks = as_blocks(grads)
-    outs = [block.new_empty(block.shape[1:]) for block in blocks] if out is None else as_blocks(out)
+    blocks = [grads] if isinstance(grads, Tensor) else grads
+    outs = [out] if isinstance(out, Tensor) else out
+    if outs is None:
+        outs = [block.new_empty(block.shape[1:]) for block in blocks]
     if is_one_device(blocks) or len(blocks) != len(outs):
-        c_R = coefficients_R.to(blocks[0].device if blocks else None, torch.float64)
+        c_R = coefficients_R.to(blocks[0].device, torch.float64)
         _op(blocks, c_R, outs, implementation=implementation)
     else:
         for group in by_device(blocks):
@@ -108,12 +110,12 @@ def _sum_used_rows(
         for first in range(0, block.shape[1], TILE_COLUMNS):
             tile_RT = block[:, first : first + TILE_COLUMNS]
             out_T = out_N[first : first + TILE_COLUMNS]
-            wide = _wide(block.dtype)
+            dtype = sum_dtype(block.dtype)
             # Sum in the output itself if it has the sum's dtype.
-            sum_T = out_T if out.dtype == wide else torch.empty_like(out_T, dtype=wide)
+            sum_T = out_T if out.dtype == dtype else torch.empty_like(out_T, dtype=dtype)
             sum_T.zero_()
             for row, c in terms:
-                sum_T.add_(tile_RT[row].to(wide), alpha=c)
+                sum_T.add_(tile_RT[row].to(dtype), alpha=c)
             if sum_T is not out_T:
                 out_T.copy_(sum_T)
 
@@ -125,17 +127,13 @@ def _sum_masked_rows(
     # replaced by zeros, because 0 * NaN is NaN.
     used_R1 = (coefficients_R != 0)[:, None]
     for block, out in zip(blocks, outs, strict=True):
-        out_N, wide = out.view(-1), _wide(block.dtype)
-        c_R1 = coefficients_R.to(wide)[:, None]
+        out_N, dtype = out.view(-1), sum_dtype(block.dtype)
+        c_R1 = coefficients_R.to(dtype)[:, None]
         for first in range(0, block.shape[1], TILE_COLUMNS):
-            tile_RT = block[:, first : first + TILE_COLUMNS].to(wide)
+            tile_RT = block[:, first : first + TILE_COLUMNS].to(dtype)
             # Not a matrix product, which might run in tf32.
             sum_T = (c_R1 * torch.where(used_R1, tile_RT, 0)).sum(0)
             out_N[first : first + TILE_COLUMNS].copy_(sum_T)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 # Compiled: csrc/cpu/weighted_sum.cpp and csrc/cuda/weighted_sum.cu.
@@ -149,17 +147,20 @@ def weighted_sum_cpp(
     blocks: Sequence[Tensor], coefficients_R: Tensor, outs: Sequence[Tensor]
 ) -> None:
     """On a CPU."""
-    build.operators(build.CPP).weighted_sum.default(blocks, coefficients_R, outs)
+    torch.ops.doge_fast_cpp.weighted_sum.default(blocks, coefficients_R, outs)
 
 
 def weighted_sum_cuda(
     blocks: Sequence[Tensor], coefficients_R: Tensor, outs: Sequence[Tensor]
 ) -> None:
-    """One launch for each pair of dtypes and alignment; float64 is another's."""
+    """One launch for each pair of dtypes and alignment.
+
+    The kernel does not take float64: then another implementation runs.
+    """
     groups = spans_by_dtype(partial(check_weighted_sum, blocks, coefficients_R, outs), blocks, outs)
     check_coefficients(blocks, coefficients_R)
     if any(torch.float64 in dtypes for dtypes, _ in groups):
-        instead_of_cuda("weighted_sum", coefficients_R.device)(blocks, coefficients_R, outs)
+        choose_without_cuda("weighted_sum", coefficients_R.device)(blocks, coefficients_R, outs)
         return
     run = build.cuda_operators(coefficients_R.device.type).weighted_sum
     coefficients_R = coefficients_R.contiguous()
@@ -302,16 +303,12 @@ def check_weighted_sum(
 def check_coefficients(blocks: Sequence[Tensor], coefficients_R: Tensor) -> None:
     """Raise ValueError unless there is a float64 coefficient per row, on the blocks' device."""
     num_rows, device = blocks[0].shape[0], blocks[0].device
-    if coefficients_R.shape != (num_rows,) or coefficients_R.dtype != torch.float64:
+    is_right = coefficients_R.shape == (num_rows,) and coefficients_R.dtype == torch.float64
+    if not is_right or coefficients_R.device != device:
         raise ValueError(
-            f"weighted_sum() needs one float64 coefficient per row, shape [{num_rows}]; "
-            f"coefficients_R has shape {list(coefficients_R.shape)} and "
-            f"{coefficients_R.dtype}. Pass coefficients for the {num_rows} rows of the blocks."
-        )
-    if coefficients_R.device != device:
-        raise ValueError(
-            "weighted_sum() needs the coefficients on the blocks' device; coefficients_R is on "
-            f"{coefficients_R.device}, the blocks on {device}. Move them with .to({str(device)!r})."
+            f"weighted_sum() needs one float64 coefficient per row, shape [{num_rows}] on "
+            f"{device}; coefficients_R has shape {list(coefficients_R.shape)} and "
+            f"{coefficients_R.dtype} on {coefficients_R.device}."
         )
 
 
@@ -322,8 +319,6 @@ def _run(
     *,
     implementation: str | None = None,
 ) -> None:
-    if not blocks:
-        check_weighted_sum(blocks, coefficients_R, outs)
     choose("weighted_sum", blocks[0].device, implementation)(blocks, coefficients_R, outs)
     increment_version(outs)
 

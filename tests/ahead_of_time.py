@@ -24,16 +24,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from doge_fast.kernels.triton_support import decorate, sum_dtype, triton_dtype
-from doge_fast.weights import reweight_triton as reweight
+from doge_fast.kernels.schema import sum_dtype
+from doge_fast.kernels.triton_support import decorate, triton_dtype
+from doge_fast.weights.scores import PAPER, PUBLISHED
 from tests.processes import printed_by
 
-# The files, whose names stand for their functions in the package.
-gram, segment_sum, weighted_sum = (
-    importlib.import_module(f"doge_fast.kernels.{name}")
-    for name in ("gram", "segment_sum", "weighted_sum")
+# The files of the operators; in their packages the same names are functions.
+gram, segment_sum, weighted_sum, reweight = (
+    importlib.import_module(f"doge_fast.{name}")
+    for name in ("kernels.gram", "kernels.segment_sum", "kernels.weighted_sum", "weights.reweight")
 )
-for _file in (gram, segment_sum, weighted_sum):
+for _file in (gram, segment_sum, weighted_sum, reweight):
     decorate(vars(_file))
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -42,7 +43,7 @@ ARCHITECTURES = (80, 90)
 # Of a block. For sm_86, sm_89 and sm_120, which have the least, code is as for sm_80.
 SHARED_BYTES = {80: 101_376, 90: 232_448}
 POINTERS = {
-    **{"table": "*i64", "skipped": "*i1", "slot": "*i32", "found_inf": "*fp32"},
+    **{"table": "*i64", "skipped": "*i1", "row": "*i32", "found_inf": "*fp32"},
     **dict.fromkeys(["partials", "gram", "full", "state", "tau", "settings"], "*fp64"),
     **dict.fromkeys(["values", "coefficients_R"], "*fp64"),
 }
@@ -180,9 +181,9 @@ def reweight_cases(num_rows: int) -> Iterator[Case]:
     num_domains = max(1, num_rows - 1)
     options = {"num_warps": reweight.NUM_WARPS}
     # All domains and the paper's score; half of them and the published code's.
-    for num_used, score in ((num_rows, "paper"), (max(1, num_rows // 2), "published")):
+    for num_used, score in ((num_rows, PAPER), (max(1, num_rows // 2), PUBLISHED)):
         constants = reweight.constants_of(num_rows, num_domains, num_used, score)
-        name = f"reweight of {num_used} of {num_rows} rows, {score}"
+        name = f"reweight of {num_used} of {num_rows} rows, {score.name}"
         yield Case(name, reweight.reweight_once, constants, options)
 
 

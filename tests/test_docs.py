@@ -25,10 +25,8 @@ from tests.pipeline.task_documents import write_documents
 DOCS = ROOT / "docs"
 PAGES = [page for page in sorted(DOCS.rglob("*.md")) if "_build" not in page.parts]
 
-# Operators' implementations, and the parts of the report, which are nobody's to call.
-UNDOCUMENTED = re.compile(
-    r"doge_fast\.(__main__|_\w+(\..*)?|weights\.reweight_triton|pipeline\.reporting(\..*)?)"
-)
+# The parts of the report, which are nobody's to call.
+UNDOCUMENTED = re.compile(r"doge_fast\.(__main__|_\w+(\..*)?|pipeline\.reporting(\..*)?)")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -48,5 +48,5 @@ def test_variables_are_shown_a_wrong_one_too(monkeypatch):
     monkeypatch.setenv("DOGE_FAST_CACHE", "/none")
     found = info()
     assert found["devices"][0]["operators"]["gram"]["implementation"] is None
-    assert "nothing  An operator's implementation is one of" in text(found)
+    assert "nothing  The operator gram has the implementations" in text(found)
     assert found["cache"] == "/none"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from doge_fast.kernels import segment_sum
+from doge_fast.kernels.schema import sum_dtype
 from doge_fast.stacked.layers.batch import DomainRun
 
 # Devices on which each domain's sum over tokens is a call of its own: on a CPU torch's kernels are
@@ -75,9 +76,4 @@ def put(out: Tensor, gradient: Tensor, adds: bool) -> None:
 
 def exact(values: Tensor) -> Tensor:
     """The values in float32, or in float64."""
-    return values.to(wide_dtype(values.dtype))
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums: float32 for 16 bits."""
-    return torch.promote_types(dtype, torch.float32)
+    return values.to(sum_dtype(values.dtype))

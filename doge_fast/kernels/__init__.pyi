@@ -1,0 +1,38 @@
+# The signatures of the sources in kernels/, for type checkers. tests/test_types.py compares them.
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+def accumulate(
+    grads: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    *,
+    add: bool,
+    implementation: str | None = None,
+) -> None: ...
+def fill(grads: Sequence[Tensor], rows: Sequence[Tensor], *, add: bool) -> None: ...
+def chosen(device: torch.device | str = "cpu", operator: str = "gram") -> str: ...
+def implementations(device: torch.device | str = "cpu") -> dict[str, str | None]: ...
+def gram(grads: Tensor | Sequence[Tensor], *, implementation: str | None = None) -> Tensor: ...
+def segment_sum(
+    values_TD: Tensor,
+    out_GRD: Tensor,
+    *,
+    add: bool = False,
+    borders: Tensor | None = None,
+    order: Tensor | None = None,
+    factor_TD: Tensor | None = None,
+    mean_T: Tensor | None = None,
+    rstd_T: Tensor | None = None,
+    bias_GRD: Tensor | None = None,
+    implementation: str | None = None,
+) -> None: ...
+def weighted_sum(
+    grads: Tensor | Sequence[Tensor],
+    coefficients_R: Tensor,
+    *,
+    out: Tensor | Sequence[Tensor] | None = None,
+    implementation: str | None = None,
+) -> Tensor | list[Tensor]: ...
