@@ -1,11 +1,13 @@
-"""Wheel, sdist and editable install all import, and leak no bare `kernels`.
+"""Wheel, sdist and editable install all import, show their types, and leak no bare `kernels`.
 
-Everything is built from a copy of the tracked files into folders of its own, and imported from
-outside the checkout with the interpreter's own packages (torch, numpy) still visible.
+Everything is built from a copy of the tracked files into temporary folders, and imported from
+outside the checkout with the interpreter's packages (torch, numpy) still visible.
 """
 
+import ast
 import os
 import re
+import shutil
 import sys
 import tarfile
 import zipfile
@@ -15,6 +17,7 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 
+import doge_fast.kernels
 from tests.processes import ended, printed_by
 from tests.test_few_packages import environment_of
 
@@ -115,6 +118,77 @@ def test_editable(checkout, tmp_path):
     pip = [sys.executable, "-m", "pip", "--python", python, *PIP_INSTALL]
     printed_by(*pip, "--ignore-installed", "--editable", checkout)
     assert probe(tmp_path, python=python).is_relative_to(checkout)
+
+
+def test_the_stub_has_the_signatures_of_the_sources():
+    """Type checkers read the stub, because they do not see kernels/ beside the package."""
+    folder = ROOT / "doge_fast" / "kernels"
+    stub = functions_in(folder / "__init__.pyi")
+    sources = {}
+    for path in (ROOT / "kernels").glob("*.py"):
+        sources |= functions_in(path)
+    assert stub == {name: sources[name] for name in stub}
+    assert set(stub) == set(doge_fast.kernels.__all__)
+
+
+def functions_in(path: Path) -> dict[str, str]:
+    """{name: arguments -> result} of the public functions of a file."""
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    return {
+        node.name: f"{ast.unparse(node.args)} -> {ast.unparse(node.returns)}"
+        for node in body
+        if isinstance(node, ast.FunctionDef) and node.returns is not None
+    }
+
+
+# Reveals two signatures, then calls `gram` wrongly.
+USER = """
+from doge_fast.kernels import accumulate, chosen, fill, gram, implementations, segment_sum
+from doge_fast.kernels import weighted_sum
+reveal_type(gram)
+reveal_type(weighted_sum)
+gram(17, nonsense=True)
+"""
+SEEN = [
+    r"grads: (torch\._tensor\.)?Tensor \| ([\w.]+\.)?Sequence\[(torch\._tensor\.)?Tensor\]",
+    r"coefficients_R: (torch\._tensor\.)?Tensor",
+    r"nonsense",
+]
+
+
+@pytest.fixture(scope="module")
+def installed(
+    request: pytest.FixtureRequest, checkout: Path, wheel: Path, tmp_path_factory
+) -> tuple[Path, dict[str, str]]:
+    """A Python that has the package in one of three ways, and the environment that it needs."""
+    python = environment_of(
+        tmp_path_factory.mktemp("typed") / "venv", "torch", "numpy", "einops", "setuptools"
+    )
+    pip = [sys.executable, "-m", "pip", "--python", python, *PIP_INSTALL, "--ignore-installed"]
+    if request.param == "checkout":
+        return python, {"MYPYPATH": str(checkout), "PYTHONPATH": str(checkout)}
+    if request.param == "editable":
+        # Type checkers follow no import hooks, which are setuptools' other way.
+        pip += ["--config-settings", "editable_mode=strict", "--editable"]
+    printed_by(*pip, checkout if request.param == "editable" else wheel)
+    return python, {}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("checker", ["mypy", "basedpyright"])
+@pytest.mark.parametrize("installed", ["wheel", "editable", "checkout"], indirect=True)
+def test_a_users_type_checker_sees_the_signatures(installed, checker, tmp_path):
+    """Without them `gram` is Any, and everything is right."""
+    python, environment = installed
+    program = shutil.which(checker, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if program is None:
+        pytest.skip(f"{checker} is not installed")
+    (tmp_path / "user.py").write_text(USER, encoding="utf-8")
+    option = "--python-executable" if checker == "mypy" else "--pythonpath"
+    done = ended(*(program, option, python, "user.py"), cwd=tmp_path, env=os.environ | environment)
+    assert done.returncode == 1, done.stdout + done.stderr
+    for seen in SEEN:
+        assert re.search(seen, done.stdout), done.stdout
 
 
 def test_what_is_pinned_runs_on_the_python_of_debian():
