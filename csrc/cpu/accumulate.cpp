@@ -1,7 +1,7 @@
 // rows[i] = grads[i], or rows[i] += grads[i], for many pairs in one call.
 //
-// Reads the gradients once (N elements) and, when adding, the rows once; writes the rows once. A copy
-// that is larger than the caches goes past them; an addition does not, its rows are in them already.
+// Reads the gradients once (N elements) and, when adding, the rows once; writes the rows once. A copy that is
+// larger than the caches does not go through them. An addition does, because it has read its rows into them.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -16,8 +16,7 @@ namespace doge_fast {
 namespace {
 
 constexpr int64_t TILE = 1024;
-// How much of the rows one thread takes at a time, about. With four times as much copies take longer, and with a
-// quarter.
+// About the bytes of a piece. Copies take longer with four times as many, and with a quarter.
 constexpr int64_t PIECE_BYTES = 512 << 10;
 
 struct Pair {
@@ -69,7 +68,7 @@ void accumulate(TensorList grads, TensorList rows, bool add) {
 STABLE_TORCH_LIBRARY_FRAGMENT(doge_fast_cpp, library) {
   library.def("accumulate(Tensor[] grads, Tensor(a!)[] rows, bool add) -> ()");
 }
-// Whatever the device, so that a tensor elsewhere and an empty list get our message, not the
+// For every device, so that a tensor on another device and an empty list fail with our message, not the
 // dispatcher's.
 STABLE_TORCH_LIBRARY_IMPL(doge_fast_cpp, CompositeExplicitAutograd, library) {
   library.impl("accumulate", TORCH_BOX(&accumulate));

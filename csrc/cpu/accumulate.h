@@ -14,28 +14,28 @@ void add_to(A* sum, const A* value, int64_t n) {
   for (; i < n; ++i) sum[i] += value[i];
 }
 
-// Neither storage type loses anything on its way into this one.
+// The type that represents every number of both storage types.
 template <typename T, typename Row>
-struct Both {
+struct Common {
   using type = float;
 };
 template <typename T>
-struct Both<T, double> {
+struct Common<T, double> {
   using type = double;
 };
 template <typename Row>
-struct Both<double, Row> {
+struct Common<double, Row> {
   using type = double;
 };
 template <>
-struct Both<double, double> {
+struct Common<double, double> {
   using type = double;
 };
 
-// Through registers: what both can be loaded into at once is what they are added in.
+// Without tiles in between: both are loaded as vectors of the type of the sum.
 template <bool add, typename T, typename Row>
 void accumulate_vectors(const T* grad, Row* row, int64_t n, bool past_cache) {
-  using A = typename Both<T, Row>::type;
+  using A = typename Common<T, Row>::type;
   const auto one = [&](int64_t i) {
     const A value = widened(grad[i]);
     narrow_to(row[i], add ? static_cast<A>(widened(row[i])) + value : value);
@@ -54,7 +54,7 @@ void accumulate_vectors(const T* grad, Row* row, int64_t n, bool past_cache) {
 
 template <typename T, typename Row>
 void accumulate_span(const T* grad, Row* row, int64_t n, bool add, bool past_cache) {
-  using A = typename Both<T, Row>::type;
+  using A = typename Common<T, Row>::type;
   if constexpr (IS_SAME<T, Row>) {
     if (!add && !past_cache) {
       __builtin_memcpy(row, grad, n * sizeof(T));

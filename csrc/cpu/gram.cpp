@@ -1,8 +1,8 @@
 // gram_RR = sum over blocks of block block^T, in one pass over memory.
 //
-// Reads every block once (R*N elements); writes R*R doubles. Which columns make up a partial sum, and
-// in which order those are added, follows from the sizes and the CPU alone: on one kind of CPU the
-// result is bitwise the same for any number of threads.
+// Reads every block once (R*N elements); writes R*R doubles. The columns of a partial sum and the order of
+// additions depend on the sizes and the CPU alone: on one kind of CPU the result is bitwise the same for any
+// number of threads.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -20,12 +20,12 @@ namespace {
 
 using namespace arithmetic;
 
-// Two registers of sums for every pair of rows: 256 MiB a thread.
+// A thread has two registers of sums for every pair of rows: at this limit 256 MiB.
 constexpr int64_t MAX_ROWS = 2048;
 
 int64_t num_pairs_of(int64_t num_rows) { return num_rows * (num_rows + 1) / 2; }
 
-// What one worker needs: a tile of copied rows, and the running sums of the piece in hand.
+// The memory of a worker: a tile of copied rows, and the running sums of a piece.
 class Worker {
  public:
   explicit Worker(int64_t num_rows)
@@ -56,9 +56,9 @@ class Worker {
   Array sums_;
 };
 
-// Pieces of work, each with its own partial sums: enough to share out among many threads, long enough for
-// what a piece costs by itself (a first tile that nobody has fetched; clearing, flushing and adding up a
-// register per pair), and no more than 64 MiB of sums.
+// The number of pieces, which have separate partial sums. There are enough for many threads. But a piece has
+// fixed costs (its first tile is not prefetched; a register per pair is cleared, flushed and added up), so it
+// must not be short. All partial sums together take 64 MiB at most.
 int64_t choose_num_pieces(int64_t num_units, int64_t unit, int64_t num_pairs) {
   constexpr int64_t few = 8, enough = 64, most = 256, short_piece = 8192, long_piece = 262144;
   constexpr int64_t partial_bytes = 64 << 20;
@@ -80,7 +80,7 @@ Tensor gram(TensorList blocks) {
     lengths.push_back(block.size(1));
     num_bytes += block.numel() * static_cast<int64_t>(block.element_size());
   }
-  // Work is dealt out in tiles.
+  // A piece is a number of whole tiles.
   const int64_t unit = tile_columns(num_rows);
   const Columns columns(std::move(lengths), unit);
   const int64_t num_pairs = num_pairs_of(num_rows);
@@ -112,7 +112,7 @@ Tensor gram(TensorList blocks) {
 STABLE_TORCH_LIBRARY_FRAGMENT(doge_fast_cpp, library) {
   library.def("gram(Tensor[] blocks) -> Tensor");
 }
-// Whatever the device, so that a tensor elsewhere and an empty list get our message, not the
+// For every device, so that a tensor on another device and an empty list fail with our message, not the
 // dispatcher's.
 STABLE_TORCH_LIBRARY_IMPL(doge_fast_cpp, CompositeExplicitAutograd, library) {
   library.impl("gram", TORCH_BOX(&gram));

@@ -1,23 +1,26 @@
 // Products of all pairs of rows over a span of columns, onto running sums.
 //
-// As few rows as have all their sums in registers are read once, side by side. More are multiplied a tile
-// of columns at a time, a few rows with a few others in each call, where they lie, 16-bit ones widened in
-// registers; very many are copied together first. Meanwhile rows of the next tile are asked for, a few lines
-// at a time: many at once would hold up the loads that products wait for. float32 products are added up in
-// registers over a tile, in float32 memory over some tiles, and in float64 from there on.
+// If the sums of all pairs fit in registers, the rows are read once, together. More rows are multiplied one tile
+// of columns at a time; each call multiplies a few rows by a few others. Rows are read in place, and 16-bit
+// elements are widened in registers; only very many rows are copied to a contiguous tile first. During the
+// products the rows of the next tile are prefetched, a few cache lines at a time: many at once would delay the
+// loads that products wait for. float32 products are summed in registers over a tile, in float32 memory over
+// some tiles, and then in float64.
 #pragma once
 
 #include "vectors.h"
 
 namespace doge_fast::arithmetic {
 
-// Rows whose products with each other, and with PARTNERS rows above, are added up in registers, of which
-// there are 16 or 32: PANEL * PARTNERS sums, the partners and one more operand. ROWS_AT_ONCE rows have so few
-// pairs that all sums fit. (Where rows are widened first, GCC keeps some on the stack.) A call asks for
-// MOST_ROWS_AHEAD of the next tile at most: CPUs with AVX2 and no more were slower with several. TILE_BYTES of
-// a tile's rows should stay in the first-level cache, with those of the next one that arrive there meanwhile and,
-// of up to 24 rows, the sums; but so much is read of a row at least, since memory takes longer over shorter runs.
-// Beyond MOST_ROWS_FIRST_LEVEL rows that cache does not hold them, and GROUP rows go through those above together.
+// A call multiplies PANEL rows by each other or by PARTNERS rows above them. Its sums are in registers, of which
+// there are 16 or 32: PANEL * PARTNERS sums, PARTNERS operands and one more operand. ROWS_AT_ONCE rows have few
+// enough pairs that all sums fit. (Where rows are widened first, GCC spills some sums to the stack.)
+//
+// A call prefetches at most MOST_ROWS_AHEAD rows of the next tile; CPUs with AVX2 but without AVX-512 were slower
+// with several. The first-level cache should hold TILE_BYTES of a tile's rows, the rows of the next tile that
+// arrive meanwhile and, for up to 24 rows, the sums. But at least least_run_bytes are read of a row, because
+// memory is slower in shorter runs. The first-level cache does not hold more than MOST_ROWS_FIRST_LEVEL rows:
+// then GROUP rows at a time are multiplied by the rows above.
 constexpr int64_t PANEL = 4;
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int64_t PARTNERS = 6;
@@ -28,8 +31,8 @@ constexpr int64_t MOST_ROWS_FIRST_LEVEL = 48;
 constexpr int64_t least_run_bytes(int64_t num_rows) {
   return num_rows <= 24 ? 512 : num_rows <= MOST_ROWS_FIRST_LEVEL ? 768 : 1024;
 }
-// Rows of 16 bits that are widened take so many times that, as far as MOST_TERMS and tile_columns() allow:
-// arithmetic is what they wait for.
+// Rows of 16 bits that are widened take TILES_WIDENED times TILE_BYTES, if MOST_TERMS and tile_columns() allow
+// it: they are bound by arithmetic.
 constexpr int64_t TILES_WIDENED = 2;
 constexpr int64_t MOST_WIDENED_IN_PLACE = 128;
 #else
@@ -43,28 +46,28 @@ constexpr int64_t TILES_WIDENED = 1;
 constexpr int64_t MOST_WIDENED_IN_PLACE = 80;
 #endif
 constexpr int64_t GROUP = 3 * PANEL;
-// More rows are copied together first, which costs little beside R * R / 2 products: spread over as many pages the
-// rows of a tile are slow to find.
+// More rows are copied to a contiguous tile first, because a tile of rows on that many pages misses the TLB. The
+// copy costs little beside R * R / 2 products.
 constexpr int64_t MOST_IN_PLACE = 128;
-// Terms that a lane of a float32 sum adds up over a tile at most, and what these and the tiles after which it
-// moves on to float64 may come to together. Equal terms are rounded the same way each time: even then the sum is
-// right to 1e-6.
+// A lane of a float32 sum adds at most MOST_TERMS terms over a tile. These terms, and the tiles that it adds up
+// before it is moved to float64, are together at most MOST_ADDITIONS. So the error is below 1e-6 even if all
+// terms are equal, when every addition rounds the same way.
 constexpr int64_t MOST_TERMS = 48;
 constexpr int64_t MOST_ADDITIONS = 60;
 static_assert(MOST_ADDITIONS > MOST_TERMS);
-// How far ahead rows are fetched that are read at once: all of them together.
+// Rows that are read together are prefetched this far ahead, in bytes of all of them.
 constexpr int64_t BYTES_AHEAD = 8 << 10;
 
-// Columns of a tile at most: up to 768 rows of float32, and those of the next tile, fit in the second-level
-// cache.
+// The largest number of columns of a tile: up to 768 rows of float32, and those of the next tile, fit in the
+// second-level cache.
 constexpr int64_t tile_columns(int64_t num_rows) {
   constexpr int64_t most = 512, least = 64, second_level_bytes = 192 << 10;
   const int64_t fit = second_level_bytes / static_cast<int64_t>(sizeof(float)) / num_rows / 64 * 64;
   return fit < least ? least : fit > most ? most : fit;
 }
 
-// A tile of copied rows, of float64 at most, with a cache line between them, so that equal columns of the rows
-// do not share a cache set.
+// The bytes of a tile of copied rows, in float64 or narrower. There is a cache line between rows, so that the same
+// column of all rows does not fall into one cache set.
 constexpr int64_t gram_scratch_bytes(int64_t num_rows) {
   return num_rows * (tile_columns(num_rows) * static_cast<int64_t>(sizeof(double)) + 64);
 }
@@ -88,8 +91,8 @@ struct Operand {
   [[gnu::always_inline]] static void add(Sum& sum, Value a, Value b) { sum += a * b; }
 };
 
-// sum += a * b, into the register where the sum stands: left to itself GCC writes some of the products
-// elsewhere and copies back, and with sums in 12 of 16 registers that spills.
+// sum += a * b in the sum's register. GCC would write some results to another register and copy them back; with
+// sums in 12 of 16 registers that spills.
 [[gnu::always_inline]] inline void add_product(Vector<float>& sum, Vector<float> a, Vector<float> b) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
   asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
@@ -99,7 +102,7 @@ struct Operand {
 }
 
 #if defined(__AVX512BF16__)
-// Pairs of bfloat16, multiplied exactly and added to a float32 in one instruction.
+// One instruction multiplies pairs of bfloat16 exactly and adds both products to a float32.
 template <>
 struct Operand<BFloat16> {
   using Value = __m512bh;
@@ -115,8 +118,8 @@ struct Operand<BFloat16> {
   }
 };
 #else
-// The order of columns is nobody's business as long as it is the same in all rows: the even ones are
-// the upper halves of 32-bit words after a shift, the odd ones after a mask.
+// The order of columns does not matter as long as it is the same in all rows. So a shift of 32-bit words gives the
+// even columns, and a mask the odd ones.
 #if defined(__AVX2__) && !defined(__AVX512F__)
 alignas(32) inline constexpr uint32_t UPPER_HALVES[8] = {
     0xffff0000U, 0xffff0000U, 0xffff0000U, 0xffff0000U,
@@ -134,7 +137,7 @@ struct Operand<BFloat16> {
     Words words = *reinterpret_cast<const Words*>(from);
     if constexpr (part == 0) return (Value)(words << 16);
 #if defined(__AVX2__) && !defined(__AVX512F__)
-    // From memory: in a register of its own the mask would drive a sum out of the 16.
+    // The mask is read from memory: in a register it would spill one of the sums.
     asm("vpand %1, %0, %0" : "+x"(words) : "m"(UPPER_HALVES));
     return (Value)words;
 #else
@@ -158,8 +161,8 @@ struct Operand<Half> {
   [[gnu::always_inline]] static void add(Sum& sum, Value a, Value b) { add_product(sum, a, b); }
 };
 
-// What a call fetches in passing: a line of each of its rows, `step` bytes further on with each step of
-// its columns.
+// The rows that a call prefetches: at each step of its columns one cache line per row, `step` bytes after the
+// last one.
 struct Passing {
   const char* first;
   const char* last;
@@ -173,8 +176,8 @@ struct Passing {
   }
 };
 
-// The rows of the next tile. A call on this one fetches as large a share of them as it has of the products,
-// up to MOST_ROWS_AHEAD, so that memory is asked for all the time and never for much at once.
+// The rows of the next tile. A call prefetches a share of them equal to its share of this tile's products, up to
+// MOST_ROWS_AHEAD, so that prefetches are spread evenly.
 struct Ahead {
   const char* row = nullptr;
   int64_t row_bytes = 0;
@@ -193,8 +196,8 @@ struct Ahead {
   }
 };
 
-// Keeps one pointer for several rows of a loop: GCC would make one of each row, more than there are registers.
-// Without AVX-512 its choice is the better one, or not worse.
+// Makes GCC address several rows of a loop from one pointer. It would use a pointer per row, more than there are
+// registers. Without AVX-512 that is as fast or faster.
 template <typename T>
 [[gnu::always_inline]] inline void keep_pointer([[maybe_unused]] const T*& pointer) {
 #if defined(__AVX512F__)
@@ -202,8 +205,8 @@ template <typename T>
 #endif
 }
 
-// Sums that wait for each other less than the multiplier takes: where there are few of them, the two
-// parts of an operand are added up apart.
+// The sets of sums. Few sums do not hide the latency of a multiply-add: then the two parts of an operand have
+// separate sums, which `join` adds.
 template <typename T>
 constexpr int64_t sets_of(int64_t num_sums) {
   return Operand<T>::PARTS == 2 && num_sums < 8 ? 2 : 1;
@@ -229,7 +232,7 @@ template <typename T, int64_t part, int64_t ROWS>
     for (int64_t j = 0; j <= i; ++j) Operand<T>::add(sums[i * (i + 1) / 2 + j], value[i], value[j]);
 }
 
-// What is added up over a tile of columns. Sums stand in the order in which they are added to.
+// A tile of columns, and the sums over it, in the order of the calls.
 template <typename T>
 struct Tile {
   using Sum = typename Operand<T>::Sum;
@@ -249,7 +252,8 @@ struct Tile {
   }
 };
 
-// ROWS rows from `row` on, with each other. ALONE: they are all there are, and each is asked for further on.
+// The products of ROWS rows from `row` on with each other. ALONE: there are no other rows, and the call prefetches
+// the columns that follow.
 template <typename T, int64_t ROWS, bool ALONE>
 void add_panel(Tile<T>& tile, int64_t row) {
   using Sum = typename Operand<T>::Sum;
@@ -288,8 +292,8 @@ template <typename T, int64_t part, int64_t ROWS, int64_t WITH>
 [[gnu::always_inline]] inline void multiply_block(const T* panel, const T* partners,
                                                   int64_t row_stride,
                                                   typename Operand<T>::Sum* sums) {
-  // The partners wait in registers, the panel passes by: the other way round needs one register
-  // more than AVX2 has, and every load is then repeated.
+  // The partners stay in registers, and the panel's rows are loaded one by one. The other way needs one
+  // register more than AVX2 has, and every load is then repeated.
   typename Operand<T>::Value other[WITH];
 #pragma GCC unroll 8
   for (int64_t j = 0; j < WITH; ++j)
@@ -302,7 +306,7 @@ template <typename T, int64_t part, int64_t ROWS, int64_t WITH>
   }
 }
 
-// ROWS rows from `row` on, with WITH rows from `partner` on.
+// The products of ROWS rows from `row` on with WITH rows from `partner` on.
 template <typename T, int64_t ROWS, int64_t WITH>
 void add_block(Tile<T>& tile, int64_t row, int64_t partner) {
   using Sum = typename Operand<T>::Sum;
@@ -334,8 +338,8 @@ void add_block_of(int64_t width, Tile<T>& tile, int64_t row, int64_t partner) {
   add_block<T, ROWS, WITH>(tile, row, partner);
 }
 
-// Rows [row, last) with rows [above, end_above), the latter in shares as equal as can be: one row alone would wait
-// on latency.
+// Calls block() for rows [row, last) and shares of the rows [above, end_above). The shares are as equal as
+// possible, because a share of one row would be bound by latency.
 template <typename Block>
 void for_each_block(int64_t row, int64_t last, int64_t above, int64_t end_above, const Block& block) {
   const int64_t num_above = end_above - above;
@@ -349,8 +353,8 @@ void for_each_block(int64_t row, int64_t last, int64_t above, int64_t end_above,
 
 // The calls that make up all pairs of rows, in order: panel(row, rows) for rows with each other, all rows or
 // up to PANEL; block(row, partner, width) for PANEL rows with `width` rows above. The narrow panel comes
-// first, where it has no rows above: with partners it has too few sums to keep the multipliers busy. The panels of
-// a group go through the rows above it together, a few at a time, so that those come from the second level once.
+// first, where it has no rows above: with partners it would have too few sums to hide latency. The panels of a
+// group take the same few rows above before the next ones, so that these are read from the second level once.
 template <typename Panel, typename Block>
 void for_each_call(int64_t num_rows, const Panel& panel, const Block& block) {
   if (num_rows <= ROWS_AT_ONCE) return panel(0, num_rows);
@@ -383,7 +387,7 @@ void add_tile(Tile<T> tile, int64_t num_rows) {
       });
 }
 
-// The type that a copied tile holds: storage that is multiplied as it is, or its accumulator.
+// The element type of a copied tile: the storage type if there are products of it, else its accumulator.
 template <typename T>
 struct CopyOf {
   using type = Accumulator<T>;
@@ -406,7 +410,7 @@ inline void copy_row(const T* from, A* to, int64_t n) {
 using FloatSum = Vector<float>;
 using DoubleSum = Vector<double>;
 
-// float32 sums onto float64 ones, and zero again.
+// Adds the float32 sums to the float64 sums, and clears them.
 inline void flush(FloatSum* parts, DoubleSum* wholes, int64_t num_pairs) {
   using HalfVector = VectorOf<float, VECTOR_BYTES / 2>::type;
   for (int64_t pair = 0; pair < num_pairs; ++pair) {
@@ -433,7 +437,7 @@ class Gram {
   void add(int64_t first, int64_t columns) {
     const T* at = rows_RN_ + first;
     const int64_t most = columns_at_once();
-    // Float64 sums are there already.
+    // Sums of float64 rows are float64 from the start.
     const int64_t most_tiles = IS_SAME<T, double> ? 1 : MOST_ADDITIONS - most / FLOAT_LANES;
     for (int64_t left = columns; left > 0;) {
       const int64_t now = least(most, left);
@@ -452,10 +456,10 @@ class Gram {
  private:
   using Copy = typename CopyOf<T>::type;
 
-  // That are multiplied where they lie.
+  // More rows are copied before they are multiplied.
   static constexpr int64_t MOST_ROWS = Operand<T>::PARTS == 2 ? MOST_WIDENED_IN_PLACE : MOST_IN_PLACE;
 
-  // Where products go: per pair one register, of float32 (moved on by flush) or of float64.
+  // The sums of products: a register per pair, of float32 (which flush adds to float64) or of float64.
   auto* sums() const {
     if constexpr (IS_SAME<T, double>) {
       return wholes_;
@@ -465,7 +469,7 @@ class Gram {
   }
 
   int64_t columns_at_once() const {
-    // A copy that stays 16 bits wide takes in twice the columns with each step, and has room for them.
+    // A copy of 16-bit elements holds twice the columns, and a step multiplies twice as many.
     const bool is_narrow = num_rows_ > MOST_ROWS && sizeof(Copy) == 2;
     const int64_t all = (is_narrow ? 2 : 1) * tile_columns(num_rows_);
     const int64_t most = IS_SAME<T, double> ? all : least(all, MOST_TERMS * FLOAT_LANES);
@@ -483,7 +487,7 @@ class Gram {
     num_tiles_ = 0;
   }
 
-  // What is worth fetching while a tile of operands of type O is multiplied, if `left` columns follow it.
+  // The rows to prefetch while a tile of operands of type O is multiplied, if `left` columns follow it.
   template <typename O>
   Ahead ahead_of(const T* next, int64_t left) const {
     Ahead ahead;
@@ -496,7 +500,7 @@ class Gram {
     return ahead;
   }
 
-  // Columns that make up no whole step are copied, to be filled up.
+  // Columns that do not fill a step are copied, and padded with zeros.
   void add_in_place(const T* at, int64_t columns, int64_t left) {
     const int64_t whole = columns / Operand<T>::STEP * Operand<T>::STEP;
     if (whole > 0)
@@ -504,7 +508,7 @@ class Gram {
     if (whole < columns) add_copy(at + whole, columns - whole, {});
   }
 
-  // By way of the scratch tile, its end filled with zeros.
+  // Through the scratch tile, whose end is filled with zeros.
   void add_copy(const T* at, int64_t columns, Ahead ahead) {
     const int64_t stride = columns_at_once() + 64 / static_cast<int64_t>(sizeof(Copy));
     constexpr int64_t step = Operand<Copy>::STEP;
@@ -524,7 +528,7 @@ class Gram {
   Copy* tile_;
   DoubleSum* wholes_;
   FloatSum* parts_;
-  // Since the float32 sums moved on.
+  // Tiles since the last flush.
   int64_t num_tiles_ = 0;
 };
 

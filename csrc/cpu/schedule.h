@@ -1,4 +1,4 @@
-// Which thread does what: a list of pieces, taken one by one by whoever is free.
+// Pieces of work, and the threads that share them: a free thread takes the next piece.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -16,11 +16,11 @@
 
 namespace doge_fast {
 
-// Below this a second thread costs more than it brings.
+// With less work per thread, starting a second thread takes longer than it saves.
 constexpr int64_t MIN_BYTES_PER_THREAD = 256 << 10;
 
-// Calls body(piece, state) for every piece, on torch's threads. Each worker has one state, made by
-// make_state(): scratch memory that outlives a piece. Threads that are held up take fewer pieces.
+// Calls body(piece, state) for every piece, on torch's threads. Each worker makes one state by make_state(),
+// for example scratch memory, and uses it for all its pieces. A slow thread takes fewer pieces.
 template <typename MakeState, typename Body>
 void for_each_piece(int64_t num_pieces, int64_t num_bytes, const MakeState& make_state, const Body& body) {
   std::atomic<int64_t> next{0};
@@ -39,8 +39,8 @@ void for_each_piece(int64_t num_pieces, int64_t num_bytes, const MakeState& make
   }
 }
 
-// The columns of many tensors in a row, cut into units of at most `unit` columns, each inside one
-// tensor, and the units into pieces. The cuts depend on the sizes alone.
+// The columns of a list of tensors, divided into units of at most `unit` columns. A unit lies within one
+// tensor. A piece is a range of units; which ones depends on the sizes and the number of pieces alone.
 class Columns {
  public:
   struct Span {
@@ -85,7 +85,7 @@ class Columns {
   std::vector<int64_t> first_unit_;
 };
 
-// A result larger than the last-level cache would only push everything else out of it.
+// Writing a result larger than the last-level cache through it would evict all other data.
 inline bool is_larger_than_cache(int64_t num_bytes) {
   static const int64_t cache_bytes = [] {
     long size = 0;
@@ -97,7 +97,7 @@ inline bool is_larger_than_cache(int64_t num_bytes) {
   return num_bytes > cache_bytes;
 }
 
-// Streaming stores are weakly ordered; other threads may look once this has returned.
+// Streaming stores are weakly ordered: other threads may read their results after this has returned.
 inline void finish_streaming() {
 #if defined(__x86_64__)
   _mm_sfence();

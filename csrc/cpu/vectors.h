@@ -1,4 +1,4 @@
-// One vector register of the CPU this is compiled for, and the ways in and out of it.
+// Vectors of the CPU that this is compiled for: their types, loads, stores and conversions.
 //
 // GCC and Clang vector types: the same source becomes AVX-512, AVX2, SSE2 or NEON, and `a * b + c`
 // becomes one fused multiply-add where there is one. The builder compiles for the CPU of the machine.
@@ -14,14 +14,14 @@
 
 namespace doge_fast::arithmetic {
 
-// Rows of equal length, any distance apart.
+// Rows of equal length; the stride between them is arbitrary.
 struct Rows {
   const void* data;
   int64_t row_stride;
   int64_t num_rows;
   ScalarType dtype;
 
-  // Those of a checked block.
+  // The rows of a block that check_blocks has accepted.
   static Rows of(const Tensor& block) {
     return {block.const_data_ptr(), block.stride(0), block.size(0), block.scalar_type()};
   }
@@ -58,7 +58,7 @@ constexpr bool IS_SAME = false;
 template <typename A>
 constexpr bool IS_SAME<A, A> = true;
 
-// What a storage type is added up in.
+// The type of sums over elements of a storage type.
 template <typename T>
 struct AccumulatorOf {
   using type = float;
@@ -82,7 +82,8 @@ template <typename T>
   *reinterpret_cast<Vector<T>*>(to) = value;
 }
 
-// Past the caches: for a result that is larger than them. `to` is aligned to VECTOR_BYTES.
+// Writes to memory without going through the caches, for results larger than these. `to` is aligned to
+// VECTOR_BYTES.
 template <typename T>
 [[gnu::always_inline]] inline void store_past_cache(T* to, Vector<T> value) {
 #if defined(__AVX512F__)
@@ -99,7 +100,7 @@ template <typename T>
 using Words16 = typename VectorOf<uint16_t, VECTOR_BYTES / 2>::type;
 using Words32 = Vector<uint32_t>;
 
-// The same for half as many bytes; `to` is aligned to these.
+// The same for VECTOR_BYTES / 2 bytes, to which `to` is aligned.
 [[gnu::always_inline]] inline void store_past_cache(uint16_t* to, Words16 words) {
 #if defined(__AVX512F__)
   _mm256_stream_si256(reinterpret_cast<__m256i*>(to), (__m256i)words);
@@ -114,7 +115,7 @@ using Words32 = Vector<uint32_t>;
 #endif
 }
 
-// One number of storage, exactly; one rounded to nearest even, a NaN stays one.
+// One element of storage to float or double, exactly; and back, rounded to nearest even. NaN stays NaN.
 inline float widened(float value) { return value; }
 inline double widened(double value) { return value; }
 inline float widened(BFloat16 value) {
@@ -130,7 +131,7 @@ inline float widened(Half value) {
   if ((value.bits & 0x7c00) == 0x7c00) bits = magnitude + (224U << 23);
   float result;
   if ((value.bits & 0x7c00) == 0) {
-    // Below the normal numbers: so many times 2^-24.
+    // Subnormal: a multiple of 2^-24.
     result = static_cast<float>(value.bits & 0x3ff) * 0x1p-24F;
     __builtin_memcpy(&bits, &result, sizeof(bits));
   }
@@ -158,10 +159,10 @@ inline void narrow_to(Half& to, double exact) {
   if (bits > 0x7f800000) {
     half = 0x7e00;
   } else if (bits >= 0x477ff000) {
-    // Nearer to infinity than to the largest number.
+    // Nearer to infinity than to the largest float16.
     half = 0x7c00;
   } else if (bits < 0x38800000) {
-    // Adding a half rounds to a multiple of 2^-24, in the lowest bits of the sum.
+    // Adding 0.5 rounds to a multiple of 2^-24, and leaves it in the lowest bits of the sum.
     float magnitude;
     __builtin_memcpy(&magnitude, &bits, sizeof(magnitude));
     const float shifted = magnitude + 0.5F;
@@ -174,14 +175,14 @@ inline void narrow_to(Half& to, double exact) {
   to.bits = static_cast<uint16_t>(sign | half);
 }
 
-// FLOAT_LANES (or LANES<double>) neighbours of storage, widened.
+// FLOAT_LANES (or LANES<double>) adjacent elements of storage, widened.
 [[gnu::always_inline]] inline Vector<float> load(const float* from) {
   return *reinterpret_cast<const Vector<float>*>(from);
 }
 [[gnu::always_inline]] inline Vector<double> load(const double* from) {
   return *reinterpret_cast<const Vector<double>*>(from);
 }
-// GCC makes six instructions of a __builtin_convertvector between 16 and 32 bits that has one here.
+// Intrinsics: each is one instruction, where GCC's __builtin_convertvector from 16 to 32 bits takes six.
 [[gnu::always_inline]] inline Vector<float> load(const BFloat16* from) {
 #if defined(__AVX512F__)
   const auto words = (Words32)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
@@ -204,7 +205,7 @@ inline void narrow_to(Half& to, double exact) {
 #endif
 }
 
-// FLOAT_LANES values rounded to nearest even; a NaN stays one, as in torch's own conversion.
+// FLOAT_LANES values rounded to nearest even; NaN stays NaN, as in torch's conversion.
 [[gnu::always_inline]] inline Words16 rounded(const BFloat16*, Vector<float> value) {
   const Words32 bits = (Words32)value;
   const Words32 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -232,8 +233,8 @@ inline void narrow_to(Half& to, double exact) {
 #endif
 }
 
-// FLOAT_LANES (or LANES<double>) values into neighbours of storage; past the caches if asked for, `to`
-// being aligned to VECTOR_BYTES / 2 at least.
+// Writes FLOAT_LANES (or LANES<double>) values to adjacent elements of storage. With `past_cache`, `to` is
+// aligned to the bytes that are written.
 template <typename A, typename T>
 [[gnu::always_inline]] inline void put(T* to, Vector<A> value, bool past_cache) {
   if constexpr (IS_SAME<A, T>) {
@@ -251,11 +252,11 @@ template <typename A, typename T>
   }
 }
 
-// Two vectors into neighbours of storage.
+// Writes two vectors to adjacent elements of storage.
 template <typename A, typename T>
 [[gnu::always_inline]] inline void put_pair(T* to, Vector<A> first, Vector<A> second, bool past_cache) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
-  // One store of 32 bytes, and half the shuffles of two of 16.
+  // One store of 32 bytes needs half the shuffles of two stores of 16 bytes.
   if constexpr (IS_SAME<T, BFloat16>) {
     const auto words_of = [](Vector<float> value) {
       const auto bits = (__m256i)value;
@@ -283,7 +284,7 @@ inline bool is_streamable(const T* to) {
   return reinterpret_cast<uintptr_t>(to) % VECTOR_BYTES == 0;
 }
 
-// Whether vectors of A go into storage of T at once.
+// Whether `put` can write a vector of A to storage of T.
 template <typename A, typename T>
 constexpr bool HAS_PUT = IS_SAME<A, T> || (IS_SAME<A, float> && sizeof(T) == 2);
 
@@ -296,7 +297,7 @@ inline void widen(const T* from, A* to, int64_t n) {
   for (; i < n; ++i) to[i] = static_cast<A>(widened(from[i]));
 }
 
-// Accumulator -> storage, n elements; past the caches if asked for and possible.
+// Accumulator -> storage, n elements. With `past_cache`, aligned vectors do not go through the caches.
 template <typename A, typename T>
 inline void narrow(const A* from, T* to, int64_t n, bool past_cache) {
   int64_t i = 0;

@@ -1,9 +1,9 @@
 // outs[p] = sum_r coefficients_R[r] * blocks[p][r]
 //
-// Reads the rows whose coefficient is not zero (up to R*N elements), once; writes N. Up to eight rows
-// are added to a tile of columns in one go; the tile stays in the nearest caches until all rows are in,
-// and leaves for memory without passing through the others when the result is larger than they are.
-// Rows with a coefficient of exactly zero are not read: they may hold anything.
+// Reads each row whose coefficient is not zero once (up to R*N elements); writes N. Up to eight rows at a time
+// are added to a tile of columns, which stays in the nearest caches until it has all rows. A result larger
+// than the caches is written without going through them. A row with a coefficient of exactly zero is not
+// read: it may hold NaN.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -20,7 +20,7 @@ namespace {
 using namespace arithmetic;
 
 constexpr int64_t TILE = 1024;
-// What one thread takes at a time, about: so many columns or, of few rows, so much memory.
+// About the size of a piece: TILES_PER_PIECE tiles, but at least PIECE_BYTES of rows.
 constexpr int64_t TILES_PER_PIECE = 32;
 constexpr int64_t PIECE_BYTES = 1 << 20;
 
@@ -85,7 +85,7 @@ void weighted_sum(TensorList blocks, Tensor coefficients_R, TensorList outs) {
 STABLE_TORCH_LIBRARY_FRAGMENT(doge_fast_cpp, library) {
   library.def("weighted_sum(Tensor[] blocks, Tensor coefficients_R, Tensor(a!)[] outs) -> ()");
 }
-// Whatever the device, so that a tensor elsewhere and an empty list get our message, not the
+// For every device, so that a tensor on another device and an empty list fail with our message, not the
 // dispatcher's.
 STABLE_TORCH_LIBRARY_IMPL(doge_fast_cpp, CompositeExplicitAutograd, library) {
   library.impl("weighted_sum", TORCH_BOX(&weighted_sum));

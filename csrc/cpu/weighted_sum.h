@@ -1,9 +1,8 @@
 // out = sum of rows, each times its coefficient, on a span of columns.
 //
-// Up to eight rows are added to a tile of columns in one go; the tile stays in the nearest caches
-// while groups of rows follow each other. The last group, often the only one, goes straight to the
-// result, so that reads and writes take turns vector by vector; past the caches when the result is
-// larger than they are.
+// A group of up to eight rows is added to a tile of columns, which stays in the nearest caches for the next
+// group. The last group, often the only one, is written directly to the result, vector by vector, so that reads
+// and writes alternate. A result larger than the caches is written without going through them.
 #pragma once
 
 #include "vectors.h"
@@ -15,16 +14,17 @@ struct Term {
   double coefficient;
 };
 
-// 64 KB of a 16-bit row at a time: the hardware's prefetcher takes its time at each row's beginning.
+// 64 KB of a 16-bit row at a time, because the hardware's prefetcher is slow to start on each row.
 template <typename A>
 constexpr int64_t SUM_TILE = (128 << 10) / static_cast<int64_t>(sizeof(A));
 constexpr int64_t MAX_GROUP = 8;
-// How far ahead each row of 16 bits is asked for, at its end in a tile the next group's beginnings: left to
-// the hardware those come too late. And rows of one group alone, all of them together.
+// Rows of 16 bits are prefetched this far ahead, and at their end in a tile the first columns of the next group,
+// which the hardware prefetches too late. If there is only one group, its rows together are prefetched
+// ALONE_BYTES_AHEAD.
 constexpr int64_t SUM_BYTES_AHEAD = 384;
 constexpr int64_t ALONE_BYTES_AHEAD = 8 << 10;
 
-// Up to MAX_GROUP rows, at some column.
+// Up to MAX_GROUP rows; `rows_RN` is the first row at the tile's first column.
 template <typename T>
 struct Group {
   const T* rows_RN;
@@ -32,7 +32,7 @@ struct Group {
   int64_t num_terms;
 };
 
-// What a group adds to and where the sum goes: the tile, or the result when no group follows.
+// The tile to which a group is added, and the result to which the last group writes.
 template <typename T, typename Out>
 struct Sums {
   Accumulator<T>* tile;
@@ -42,8 +42,7 @@ struct Sums {
   bool past_cache;
 };
 
-// The rows of a group, by row: where they lie, what to ask the memory for beside each column, and their
-// coefficients.
+// For each row of a group its address, its prefetch address at column 0, and its coefficient.
 template <typename T, int64_t GROUP>
 struct Reads {
   const T* row[GROUP];
@@ -56,12 +55,13 @@ constexpr bool ASKS_AHEAD = sizeof(T) == 2;
 template <typename T>
 constexpr int64_t SUM_STEP = 4 * LANES<Accumulator<T>>;
 
-// (first ? 0 : tile) + sum over GROUP terms, from `column` on, in steps that end by `end`; where it ended.
+// (first ? 0 : tile) + sum over GROUP terms, from `column` on, in whole steps up to `end`. Returns the column
+// after the last step.
 template <typename T, typename Out, int64_t GROUP>
 int64_t add_steps(const Reads<T, GROUP>& reads, int64_t column, int64_t end, const Sums<T, Out>& sums) {
   using A = Accumulator<T>;
   constexpr int64_t UNROLL = SUM_STEP<T> / LANES<A>;
-  // Copies: what is written may not be them.
+  // Local copies, because the compiler must assume that a store changes what a reference refers to.
   const Reads<T, GROUP> from = reads;
   const auto [tile, out, is_first, is_last, past_cache] = sums;
   for (; column + SUM_STEP<T> <= end; column += SUM_STEP<T>) {
@@ -96,7 +96,7 @@ int64_t add_steps(const Reads<T, GROUP>& reads, int64_t column, int64_t end, con
   return column;
 }
 
-// The same on `columns` columns. `next`: what is read after it.
+// The same on `columns` columns. `next` is the group that is read next.
 template <typename T, typename Out, int64_t GROUP>
 void add_group(const Group<T>& group, const Group<T>& next, int64_t row_stride, int64_t columns,
                const Sums<T, Out>& sums) {
@@ -143,11 +143,11 @@ void sum_span(const T* rows_RN, int64_t row_stride, const Term* terms, int64_t n
               int64_t columns, bool past_cache) {
   using A = Accumulator<T>;
   alignas(64) A tile[SUM_TILE<A>];
-  // Streaming starts at a vector's boundary of the result.
+  // Streaming stores begin where the result is aligned to a vector.
   int64_t head = 0;
   if (past_cache)
     while (head < columns && !is_streamable(out + head)) ++head;
-  // As equal as can be: few rows together are slow.
+  // Groups of equal size, because a group of few rows is slow.
   const int64_t num_groups = (num_terms + MAX_GROUP - 1) / MAX_GROUP;
   const auto group_of = [&](int64_t i, int64_t first) -> Group<T> {
     const int64_t begin = i * num_terms / num_groups;

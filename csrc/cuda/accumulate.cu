@@ -1,7 +1,7 @@
-// rows[i] = grads[i], or rows[i] += grads[i], for as many pairs in one launch as its parameters hold.
+// rows[i] = grads[i], or rows[i] += grads[i], for up to MAX_PAIRS pairs in one launch.
 //
-// Gradients are at other addresses in every step, so addresses travel with the launch, 4 KiB at most:
-// nothing is uploaded, and a CUDA graph keeps a copy of its own.
+// Gradients have new addresses in every step. So the addresses are parameters of the launch, at most 4 KiB:
+// nothing is uploaded, and a CUDA graph has a copy of them.
 // Reads each gradient once, and each row once when adding; writes each row once.
 
 #include <algorithm>
@@ -14,13 +14,13 @@ namespace doge_fast::cuda {
 namespace {
 
 constexpr int THREADS = 256;
-// Elements that a thread handles together, 16 bytes of the narrowest dtype; and how many times.
+// A thread takes TIMES times TOGETHER elements; TOGETHER 16-bit elements are 16 bytes.
 constexpr int TOGETHER = 8;
 constexpr int TIMES = 2;
 constexpr int BLOCK_ELEMENTS = THREADS * TOGETHER * TIMES;
 constexpr int MAX_PAIRS = 144;
 
-// A parameter of the launch, by value. first_block[i] is the first block of pair i.
+// The parameter of a launch, by value. first_block[i] is the first block of pair i.
 struct Pairs {
   const void* grad[MAX_PAIRS];
   void* row[MAX_PAIRS];
@@ -28,7 +28,7 @@ struct Pairs {
   uint32_t first_block[MAX_PAIRS];
   int32_t count;
 };
-// What a launch can take everywhere.
+// The parameters of a launch on any GPU.
 static_assert(sizeof(Pairs) <= 4096);
 
 // The last pair that begins at or before `block`.
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(THREADS) accumulate(const __grid_constant__ Pa
   }
 }
 
-// Launches what `pairs` holds, and empties it.
+// Pairs of one pair of dtypes, launched when they are MAX_PAIRS, and at `flush`.
 class Queue {
  public:
   Queue(ScalarType grad, ScalarType row, bool add) : grad_(grad), row_(row), add_(add) {}

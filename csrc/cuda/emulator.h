@@ -1,10 +1,10 @@
-// A GPU made of one CPU thread: each CUDA thread of a block is a fiber that runs until it meets a
-// barrier or an instruction of the whole warp. For tests on machines without a GPU, and only that.
+// Emulates a GPU on one CPU thread, for tests on machines without a GPU. Each CUDA thread of a block is a fiber
+// that runs until a barrier or an instruction of the whole warp.
 //
-// What it can show: wrong indices, wrong fragments, barriers that are missing or not met by all
-// (fibers run in ascending and in descending order by turns), copies that nobody waited for (they
-// arrive at the last moment), memory that was never written (it starts as NaN), tensor cores that
-// truncate their operands and sums. What it cannot: speed, and races between blocks.
+// It shows wrong indices, wrong fragments, barriers that are missing or that some threads skip (fibers run in
+// ascending order in one launch and in descending order in the next), missing waits for copies (a copy arrives at
+// the last moment), memory that was never written (it starts as NaN), and the truncation of tensor cores. It shows
+// neither speed nor races between blocks.
 #pragma once
 
 #include <setjmp.h>
@@ -52,7 +52,7 @@ struct Copy {
   bool is_wanted;
 };
 
-// Meets when all of a group have arrived.
+// Releases its group when all have arrived.
 struct Barrier {
   int size = 0;
   int arrived = 0;
@@ -65,7 +65,7 @@ struct Fiber {
   std::unique_ptr<char[]> stack;
   bool is_started = false;
   bool is_done = false;
-  // Whose turn it is to be written in the warp's exchange.
+  // The half of the warp's exchange that this fiber writes next.
   int turn = 0;
   std::vector<std::vector<Copy>> copy_groups;
   std::vector<Copy> open_group;
@@ -117,7 +117,7 @@ inline void wait_at(Barrier& barrier) {
 
 inline Warp& warp() { return machine.warps[machine.running / LANES]; }
 
-// What every lane of the warp passes, in the order of lanes.
+// The values of `mine` of all lanes of the warp, in the order of lanes.
 template <typename T>
 std::vector<T> gather(const T& mine) {
   static_assert(sizeof(T) <= EXCHANGE_BYTES);
@@ -210,7 +210,7 @@ inline void arrive(const std::vector<Copy>& group) {
       std::memset(copy.target, 0, sizeof(Piece));
 }
 
-// Tensor cores cut off what does not fit.
+// Tensor cores truncate.
 inline float truncated(double x) {
   const float nearest = static_cast<float>(x);
   return std::abs(static_cast<double>(nearest)) > std::abs(x) ? std::nextafter(nearest, 0.0F) : nearest;
@@ -221,7 +221,7 @@ struct Operands {
   uint32_t right[2];
 };
 
-// `at(words, k)` reads column k of a lane's words; COLUMNS of them per lane and register.
+// at(word, k) is column k of a register's word, which holds COLUMNS columns.
 template <int COLUMNS, typename At>
 void multiply(float (&sums)[4], const uint32_t (&left)[4], const uint32_t (&right)[2], At at) {
   Operands mine;

@@ -1,10 +1,10 @@
 // sum_p B_p B_p^T over a table of chunks, [R, R] float64, up to 64 rows.
 //
-// A program takes chunks that follow each other, a later program fewer than an earlier one. Sums are
-// float32 over at most 8192 columns and float64 beyond; a second launch adds the programs' partial
-// results in a fixed order. Programs and their chunks depend on the table and the number of rows, on no
-// device: bitwise reproducible.
-// Up to 8 rows of float32 as pairs, up to 64 rows as tiles of one warp. More are Triton's.
+// A program takes consecutive chunks, and later programs take fewer. Sums are float32 over at most 8192 columns
+// and float64 across these; a second launch adds the programs' partial results in a fixed order. The chunks of a
+// program depend on the table and the number of rows, not on the device: results are bitwise reproducible.
+//
+// Up to 8 rows of float32 are multiplied in pairs, up to 64 rows in tiles of one warp. Triton takes more rows.
 
 #include "gram_pairs.cuh"
 #include "gram_tiles.cuh"
@@ -13,10 +13,10 @@ namespace doge_fast::cuda {
 namespace {
 
 constexpr int MAX_PAIR_ROWS = 8;
-// At least three times what any GPU runs at once: see ProgramChunks. Fewer of more rows, of which fewer
-// run at once and each writes more. Float64 entries of all partial results together: 128 MiB.
+// At least three times as many programs as a GPU runs at once (see ProgramChunks). With more rows fewer programs
+// run at once, and each writes more. MAX_PARTIAL_ENTRIES float64 of all partial results are 128 MiB.
 #ifdef DOGE_EMULATED
-// What a test has time for is few chunks: some programs get several of them nevertheless.
+// Small, so that some programs have several of the few chunks that a test has time for.
 constexpr int64_t MAX_PROGRAMS = 300;
 constexpr int64_t MAX_PROGRAMS_OF_MANY_ROWS = 20;
 constexpr int64_t MAX_PARTIAL_ENTRIES = 1 << 18;
@@ -26,15 +26,15 @@ constexpr int64_t MAX_PROGRAMS_OF_MANY_ROWS = 2048;
 constexpr int64_t MAX_PARTIAL_ENTRIES = 1 << 24;
 #endif
 constexpr int64_t FEW_ENTRIES = 1024;
-// Entries that a block reduces, 32 bytes: what memory hands out at least.
+// Entries that a block reduces: 32 bytes, the smallest memory transaction.
 constexpr int REDUCE_ENTRIES = 4;
 constexpr int REDUCE_WARPS = 32;
 constexpr int REDUCE_THREADS = REDUCE_WARPS * LANES;
 constexpr int REDUCE_WAYS = REDUCE_THREADS / REDUCE_ENTRIES;
 
-// gram = or += the sum of the programs' partial results, [num_partials, entries], which Map tells
-// apart. Each way adds every 256th partial result; then the ways of a warp are added, in pairs,
-// and the warps, one after the other.
+// gram = or += the sum of the programs' partial results, [num_partials, entries]; Map::entry gives an entry's row
+// and column. Way w adds partial results w, w + 256 ...; then the ways of a warp are added in pairs, and the
+// warps one after the other.
 template <typename Map>
 __global__ void __launch_bounds__(REDUCE_THREADS)
     gram_reduce(const double* partials, int64_t num_partials, int entries, int num_rows, bool add,
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(REDUCE_THREADS)
   const int way = threadIdx.x / REDUCE_ENTRIES;
   const int index = blockIdx.x * REDUCE_ENTRIES + place;
   const Entry at = Map::entry(index);
-  // Both triangles come from one: three-pass products are not symmetric to the last bit.
+  // One triangle is written to both, because the products in three passes are not bitwise symmetric.
   const bool is_wanted = index < entries && at.row < num_rows && at.column <= at.row;
   double sum = 0;
   if (is_wanted) {
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(REDUCE_THREADS)
   }
 }
 
-// What a table asks for.
+// The arguments of a call.
 struct Problem {
   const int64_t* table;
   int64_t num_chunks;
@@ -73,7 +73,7 @@ struct Problem {
   bool add;
   Tensor gram_RR;
 
-  // Programs whose partial results, `entries` each, fit.
+  // The number of programs with `entries` partial results each.
   int64_t num_programs(int64_t entries) const {
     const int64_t most = std::max<int64_t>(1, MAX_PARTIAL_ENTRIES / entries);
     return std::min(
@@ -118,7 +118,7 @@ void run_tiles(const Launcher& launch, const Problem& problem) {
 template <typename T>
 void run(const Launcher& launch, const Problem& problem) {
   if (std::is_same_v<T, float> && problem.num_rows <= MAX_PAIR_ROWS) return run_pairs<1>(launch, problem);
-  // Few float32 rows are pairs: their tiles need not be compiled.
+  // Up to 8 float32 rows never reach this, so their tiles need not be compiled.
   constexpr int FEWEST_GROUPS = std::is_same_v<T, float> ? 2 : 1;
   run_tiles<T, FEWEST_GROUPS>(launch, problem);
 }

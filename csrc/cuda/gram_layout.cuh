@@ -1,20 +1,19 @@
-// Where an inner product stands in the partial results of a program.
+// The place of an inner product in the partial results of a program.
 //
-// Each kernel leaves its sums in the order in which its threads hold them; the reduction reads them in
-// that order, adjacent lanes at adjacent addresses, and asks here which product each one is.
+// A kernel writes its sums in the order in which its threads hold them. The reduction reads them in that order,
+// adjacent lanes at adjacent addresses, and finds here which product each one is.
 #pragma once
 
 #include "launch.cuh"
 
 namespace doge_fast::cuda {
 
-// Chunks of program `program` of P = `num_programs`, which are as many as there are chunks at most.
+// The chunks of program `program`; there are P = `num_programs` <= C programs for C chunks.
 //
-// Every program has one chunk; of the C - P others, (C - P) ((P - p) / P)^3 are left from program p on, so
-// that each gets fewer than the one before it. Programs start in this order, and a
-// GPU that runs a third of them at a time or fewer has small ones left when the last begin: its
-// multiprocessors end together. No number of multiprocessors is asked for, so that sums are the same on
-// every GPU.
+// Every program has one chunk. Of the C - P others, programs p and later share (C - P) ((P - p) / P)^3, so each
+// program has fewer chunks than the one before. A GPU starts programs in order. If it runs a third of them at a
+// time or fewer, the last ones are small, and all multiprocessors finish at about the same time. The number of
+// multiprocessors does not enter, so sums are the same on every GPU.
 struct ProgramChunks {
   int64_t first;
   int64_t last;
@@ -51,10 +50,10 @@ struct Triangle {
   }
 };
 
-// Tiles of 16 rows by 8 of float32 sums in the lanes of a warp; those above the diagonal are left out:
-// a tall tile meets its own two groups of 8 rows and all before.
+// Tiles of 16 rows by 8 columns of float32 sums in the lanes of a warp, without the tiles above the diagonal: 16
+// rows are two groups of 8, and are multiplied by these two groups and all groups before.
 struct Tiles {
-  // Of a tile, in each lane.
+  // Sums of a tile in each lane.
   static constexpr int SUMS = 4;
   static __host__ __device__ constexpr int entries(int groups) { return tiles(groups) * SUMS * LANES; }
   static __host__ __device__ constexpr int tiles(int groups) {

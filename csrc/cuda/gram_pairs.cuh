@@ -1,7 +1,7 @@
 // The Gram matrix of few float32 rows: one exact multiply-add per column and pair of rows.
 //
-// A thread holds a sum for every pair and loads 16 bytes of every row at a time, the next ones while
-// it multiplies these. At 8 rows 1.1 multiply-adds a byte: memory-bound on any GPU with 16-byte loads.
+// A thread holds a sum for every pair. It loads 16 bytes of every row at a time, and multiplies them while the
+// next ones arrive. 8 rows take 1.1 multiply-adds per byte: memory-bound on any GPU with 16-byte loads.
 // Reads each row once; writes one float64 triangle per program.
 #pragma once
 
@@ -20,7 +20,7 @@ template <int ROWS>
 __device__ __forceinline__ void load_column(Piece (&pieces)[ROWS], const Chunk<float>& chunk,
                                             int64_t column, bool is_aligned) {
   const float* from = chunk.first + column;
-  // Outside the loop: loads that follow each other without a branch are all on their way at once.
+  // The branch is outside the loop, so that all loads are in flight at once.
   if (is_aligned) {
     const bool is_inside = column < chunk.length;
     DOGE_UNROLL
@@ -46,7 +46,7 @@ __device__ __forceinline__ void add_products(float (&sums)[PAIRS_OF<ROWS>],
       }
 }
 
-// Adds the sums of all threads to `total`, that of pair threadIdx.x, in a fixed order.
+// Adds the sums of all threads in a fixed order; `total` of thread t is that of pair t.
 template <int PAIRS>
 __device__ __forceinline__ void flush(float (&sums)[PAIRS], double (*shared)[PAIRS], double& total) {
   DOGE_UNROLL
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(PAIRS_THREADS)
   __shared__ double shared[PAIRS_WARPS][PAIRS];
   float sums[PAIRS] = {};
   double total = 0;
-  // Columns in this thread's sums.
+  // Columns that this thread has added since the last flush.
   int64_t run = 0;
   const auto mine = ProgramChunks::of(blockIdx.x, gridDim.x, num_chunks);
   for (int64_t c = mine.first; c < mine.last; ++c) {

@@ -1,16 +1,16 @@
 // Products of groups of rows on the matrix units, as exact as the storage is.
 //
-// A group is 8 rows; lane 4 g + t of a warp holds a piece of row g, 16 bytes at piece t. Which column
-// a piece stands for is the same in all rows, and a sum over columns has no order: so the pieces,
-// loaded as they stand in memory, are the operands, of the left and of the right side alike, and no
-// column changes lanes. Two groups make the 16 rows of a left side.
+// A group is 8 rows; lane 4 g + t of a warp holds piece t of row g, 16 bytes. The instruction expects other
+// columns in these lanes. But a sum over columns has no order, and the lanes hold the same columns in all rows.
+// So the pieces as they are loaded from memory are the operands of both sides, and no data moves between lanes.
+// The left side has 16 rows, two groups.
 //
-// Matrix units cut off what does not fit into their sum. So sums start from zero every few pieces and
-// are added to the running ones with a rounding addition.
+// Matrix units truncate their sums. So these start from zero every few pieces, and are added to the running sums
+// by an addition that rounds.
 //
-// A product waits some 25 cycles for the one before it in the same sum. So the products of a piece come
-// in phases: a kernel goes through the phases of several tiles side by side, or adds the phases of one
-// tile to several sums, `chains`, which are added at the end.
+// A product waits some 25 cycles for the previous one of the same sum. So the products of a piece are divided
+// into phases: a kernel interleaves the phases of several tiles, or adds the phases of one tile to several sums,
+// `chains`, which are added at the end.
 #pragma once
 
 #include "launch.cuh"
@@ -34,17 +34,15 @@ struct Product<float> {
     for (int i = 0; i < 4; ++i) {
       const float x = float_of(piece.word[i]);
       parts.high[i] = round_to_tf32(x);
-      // What is infinite must not become NaN less itself in one product and vanish in another: the
-      // low part is NaN then, and so is every sum that it enters.
+      // For an infinite x the low part is inf - inf, NaN, and so is every sum that it enters.
       parts.low[i] = round_to_tf32(x - float_of(parts.high[i]));
     }
     return parts;
   }
 
-  // Low by high and high by low, at two columns each, then high by high: one sum after the other adds
-  // the small products first.
+  // Low by high and high by low, at two columns each, then high by high: the small products come first.
   static constexpr int PHASES = 6;
-  // To which of 1 or 3 sums a phase is added.
+  // The chain, of 1 or 3, to which a phase is added.
   static __device__ __forceinline__ constexpr int chain(int phase, int chains) {
     return chains == 1 || phase >= 4 ? 0 : 1 + phase % 2;
   }
@@ -87,7 +85,7 @@ struct Product<Bfloat16> : HalfProduct<Bfloat16> {};
 template <>
 struct Product<Float16> : HalfProduct<Float16> {};
 
-// sums += the chains, the last first.
+// sums += the chains, added from the last to the first.
 template <int CHAINS, int SUMS>
 __device__ __forceinline__ void add_chains(float (&sums)[SUMS], const float (&chains)[CHAINS][SUMS]) {
   DOGE_UNROLL
@@ -99,7 +97,7 @@ __device__ __forceinline__ void add_chains(float (&sums)[SUMS], const float (&ch
   }
 }
 
-// Columns of a float32 sum at most; beyond, sums are float64.
+// The most columns of a float32 sum; sums over more are float64.
 constexpr int64_t MAX_FLOAT_COLUMNS = 8192;
 
 }  // namespace doge_fast::cuda

@@ -1,9 +1,9 @@
 // The Gram matrix of up to 64 rows on the matrix units, all of it in the registers of a warp.
 //
-// Every warp has columns of its own and multiplies all rows with all rows there, so that each element
-// is loaded by one lane, split once and never passed on: no barrier before the sums are flushed. The
-// next pieces wait in shared memory, where the lane that reads them had them copied: they take no
-// registers while they are on their way, and go on from one chunk to the next.
+// A warp multiplies all rows by all rows on its columns, which no other warp reads. So one lane loads an element,
+// splits it once and passes it to nobody, and there is no barrier before the sums are flushed. The next pieces
+// are copied to shared memory by the lane that will read them: they take no registers while they are in
+// flight, and they may belong to the next chunk.
 // Reads each row once; writes one float64 set of tiles per program.
 #pragma once
 
@@ -20,9 +20,8 @@ constexpr int MAX_GROUPS = 8;
 template <int GROUPS>
 constexpr int STEPS = GROUPS == 1 ? 8 : GROUPS == 2 ? 4 : GROUPS <= 4 ? 2 : 1;
 
-// Stages of a ring in shared memory, all but one on their way at any time; each is
-// [STEPS, GROUPS, TILES_THREADS]. Two or three blocks fit on a multiprocessor of 164 KB, with 48 KB or
-// more on their way: what a multiprocessor is sent while memory takes to answer.
+// Stages of a ring in shared memory, [STEPS, GROUPS, TILES_THREADS] each; all but one are in flight. Two or three
+// blocks fit on a multiprocessor of 164 KB. They have 48 KB or more in flight, enough to hide memory's latency.
 template <int GROUPS>
 constexpr int TILES_STAGES = STEPS<GROUPS> == 1 && GROUPS < MAX_GROUPS ? 4 : 3;
 template <int GROUPS>
@@ -30,14 +29,14 @@ constexpr int STAGE_PIECES = STEPS<GROUPS> * GROUPS * TILES_THREADS;
 template <int GROUPS>
 constexpr size_t TILES_SHARED_BYTES = TILES_STAGES<GROUPS> * STAGE_PIECES<GROUPS> * sizeof(Piece);
 
-// Tiles that are multiplied side by side, and sums of each: six tiles hide each other's latency, fewer
-// need sums of their own for the three products of a split number, or for every other product.
+// Tiles whose products are interleaved, and the chains of each. Six tiles hide the latency of a product. Fewer
+// tiles need several chains: three for the products of a split number, or two.
 template <typename T, int GROUPS>
 constexpr int TILES_TOGETHER = std::is_same_v<T, float> && GROUPS <= 3 ? 1 : 6;
 template <typename T, int GROUPS>
 constexpr int TILES_CHAINS = std::is_same_v<T, float> ? (GROUPS <= 3 ? 3 : 1) : GROUPS == 1 ? 2 : 1;
 
-// What a program loads next.
+// The position of a program's next load.
 template <typename T, int GROUPS>
 struct Loads {
   // Columns of a warp, and of the block.
@@ -55,9 +54,9 @@ struct Loads {
         chunk(chunk_at<T>(entry)),
         start(0) {}
 
-  // Starts copying rows 8 i + lane / 4 at this lane's columns into `stage`, of which it has every
-  // TILES_THREADS-th piece; zeros past the rows and past the chunk. Ends a group of copies. Returns
-  // whether there was anything left.
+  // Starts copying rows 8 i + lane / 4 at this lane's columns to `stage`, where this lane has every
+  // TILES_THREADS-th piece; zeros past the rows and past the chunk. Ends a group of copies. Returns false if all
+  // chunks were copied before.
   __device__ __forceinline__ bool start_next(Piece* stage, int num_rows, bool is_aligned) {
     const bool is_more = entry < end;
     if (is_more) {
@@ -72,7 +71,7 @@ struct Loads {
         if (entry < end) chunk = chunk_at<T>(entry);
       }
     }
-    // Empty groups keep the count at the end.
+    // Ends a group without copies, too, because wait_for_copies counts groups.
     end_copy_group();
     return is_more;
   }
@@ -168,15 +167,15 @@ __global__ void __launch_bounds__(TILES_THREADS)
   __shared__ double totals[ENTRIES];
   for (int i = threadIdx.x; i < ENTRIES; i += TILES_THREADS) totals[i] = 0;
   __syncthreads();
-  // [STAGES, STEPS, GROUPS, TILES_THREADS], of which this thread has one in the last dimension.
+  // [STAGES, STEPS, GROUPS, TILES_THREADS]; this thread has one index of the last dimension.
   Piece* stages = dynamic_shared() + threadIdx.x;
   Loads loads(table, ProgramChunks::of(blockIdx.x, gridDim.x, num_chunks));
-  // Stages that are on their way or have arrived.
+  // Stages that are in flight or have arrived.
   int ahead = 0;
   for (int stage = 0; stage < STAGES - 1; ++stage)
     ahead += loads.start_next(stages + stage * STAGE_PIECES<GROUPS>, num_rows, is_aligned);
   float sums[Tiles::tiles(GROUPS)][Tiles::SUMS] = {};
-  // Columns in this warp's sums.
+  // Columns that this warp has added since the last flush.
   int run = 0;
   for (int stage = 0; ahead > 0; stage = stage + 1 < STAGES ? stage + 1 : 0) {
     if (run + Loads::WARP_STEP > MAX_FLOAT_COLUMNS) {
@@ -192,7 +191,7 @@ __global__ void __launch_bounds__(TILES_THREADS)
       DOGE_UNROLL
       for (int i = 0; i < GROUPS; ++i)
         operands[s][i] = Product<T>::operand(arrived[(s * GROUPS + i) * TILES_THREADS]);
-    // Into the stage before this one, whose pieces were multiplied.
+    // The previous stage is free: its pieces are multiplied.
     Piece* free = stages + (stage > 0 ? stage - 1 : STAGES - 1) * STAGE_PIECES<GROUPS>;
     ahead += loads.start_next(free, num_rows, is_aligned) - 1;
     add_tiles<T, GROUPS>(sums, operands);

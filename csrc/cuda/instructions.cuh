@@ -1,7 +1,7 @@
-// The instructions of a GPU that C++ has no word for, and nothing else.
+// Instructions of a GPU that CUDA C++ lacks, and nothing else.
 //
-// Compiled for a CPU, with DOGE_EMULATED, the same names come from emulator.h: everything above this
-// file is then the very code that a GPU runs.
+// Compiled for a CPU, with DOGE_EMULATED, the same names come from emulator.h: then all code that includes this
+// file is the code that a GPU runs.
 #pragma once
 
 #include <cstdint>
@@ -13,13 +13,13 @@
 
 namespace doge_fast::cuda {
 
-// 16 bytes, what one thread loads at a time.
+// 16 bytes, the widest load of a thread.
 struct alignas(16) Piece {
   uint32_t word[4];
 };
 
-// From memory that no thread of the launch writes before it was read. Past the first-level cache:
-// nothing is read twice.
+// Loads 16 bytes that no thread of the launch writes before. They do not go through the first-level cache,
+// because nothing is read twice.
 __device__ __forceinline__ Piece load16(const void* from) {
   Piece piece;
   asm("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -34,7 +34,7 @@ __device__ __forceinline__ Piece* dynamic_shared() {
   return memory;
 }
 
-// Copies 16 bytes into shared memory behind the program's back; zeros unless `is_wanted`.
+// Starts an asynchronous copy of 16 bytes to shared memory, of zeros unless `is_wanted`.
 __device__ __forceinline__ void start_copy(Piece* shared, const void* from, bool is_wanted) {
   const auto target = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(from),

@@ -1,6 +1,6 @@
-// What the kernels share: storage types and pieces of rows, reductions of a warp, launches.
+// Shared by the kernels: storage types, pieces of rows, reductions of a warp, launches.
 //
-// Storage is float32 or narrower, a sum over columns or rows float32. float64 rows are Triton's or torch's.
+// Storage is float32 or narrower, and a sum over columns or rows is float32. Triton or torch takes float64 rows.
 #pragma once
 
 #include <torch/csrc/stable/accelerator.h>
@@ -30,8 +30,8 @@ namespace doge_fast::cuda {
 
 constexpr int LANES = 32;
 
-// Calls `each` with 0 to COUNT - 1 as types. Register arrays need indices that are constants, and the
-// compiler unrolls long loops only as far as it likes.
+// Calls `each` with 0 to COUNT - 1 as types. Arrays in registers need constant indices, and the compiler does
+// not always unroll a long loop completely.
 template <typename Each, int... INDEX>
 __device__ __forceinline__ void unroll(Each&& each, std::integer_sequence<int, INDEX...>) {
   (each(std::integral_constant<int, INDEX>{}), ...);
@@ -58,7 +58,7 @@ __device__ __forceinline__ void narrow(float& to, float x) { to = x; }
 __device__ __forceinline__ void narrow(Float16& to, float x) { to.bits = half_of(x); }
 __device__ __forceinline__ void narrow(Bfloat16& to, float x) { to.bits = bfloat_of(x); }
 
-// The 32-bit word of one element or two, without a detour through memory.
+// The 32-bit word of one element or two, in registers.
 __device__ __forceinline__ uint32_t word_of(const float* elements) { return bits_of(elements[0]); }
 template <typename T>
 __device__ __forceinline__ uint32_t word_of(const T* elements) {
@@ -87,7 +87,7 @@ __device__ __forceinline__ void unpack(const Piece& piece, float (&to)[8], T) {
   }
 }
 
-// Zeros past `count` elements, none of which need be aligned.
+// A piece loaded element by element, from any address; zeros past `count` elements.
 template <typename T>
 __device__ __forceinline__ Piece load_elements(const T* from, int64_t count) {
   T elements[PER_PIECE<T>];
@@ -96,7 +96,7 @@ __device__ __forceinline__ Piece load_elements(const T* from, int64_t count) {
   return piece_of<T>(elements);
 }
 
-// Writes COUNT elements that begin at a multiple of their size together.
+// Writes COUNT elements with wide stores; `to` is a multiple of their size, or of 16 bytes.
 template <typename T, int COUNT>
 __device__ __forceinline__ void store_together(T* to, const T (&elements)[COUNT]) {
   struct alignas(sizeof(T) * COUNT < 16 ? sizeof(T) * COUNT : 16) Block {
@@ -108,7 +108,7 @@ __device__ __forceinline__ void store_together(T* to, const T (&elements)[COUNT]
   *reinterpret_cast<Block*>(to) = block;
 }
 
-// The same bits in every lane: pairs of lanes, then pairs of pairs.
+// The sum over the lanes, with the same bits in every lane.
 template <typename T>
 __device__ __forceinline__ T warp_sum(T x) {
   DOGE_UNROLL
@@ -116,8 +116,8 @@ __device__ __forceinline__ T warp_sum(T x) {
   return x;
 }
 
-// Rows of a chunk: the address of its first column in row 0, the distance of rows and the number
-// of columns, in elements. int64: a row may be longer than 2^31, and R rows of it certainly are.
+// A chunk of columns of all rows: its address in row 0, the stride of rows and the number of columns, in
+// elements. int64, because a row may be longer than 2^31 elements.
 template <typename T>
 struct Chunk {
   const T* first;
@@ -148,7 +148,7 @@ struct Launcher {
   }
 };
 #else
-// Launches on the current stream of a tensor's device, and complains at once if that fails.
+// Launches on the current stream of a tensor's device, and raises at once if that fails.
 class Launcher {
  public:
   explicit Launcher(const Tensor& tensor) : guard_(tensor.get_device_index()) {
@@ -159,7 +159,7 @@ class Launcher {
   template <typename... Parameters, typename... Arguments>
   void operator()(void (*kernel)(Parameters...), unsigned columns, unsigned rows, int num_threads,
                   size_t shared_bytes, Arguments... arguments) const {
-    // Together with what the kernel declares itself, more than 48 KiB must be asked for.
+    // CUDA wants this call if dynamic and declared shared memory are more than 48 KiB.
     if (shared_bytes > 0)
       STD_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                           cudaFuncAttributeMaxDynamicSharedMemorySize,

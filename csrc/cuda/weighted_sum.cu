@@ -1,8 +1,8 @@
-// out = sum_r c_r row_r over a table of chunks, the coefficients read from the device.
+// out = sum_r c_r row_r over a table of chunks; the coefficients are on the device.
 //
-// A block takes one chunk, a thread 16 columns of it, whose sums stay in registers while the rows pass
-// by in their order: nothing to reduce, bitwise reproducible. A row whose coefficient is exactly zero is
-// left out before anything is read. Reads each row that counts once; writes each output once.
+// A block takes one chunk, and a thread 16 columns of it. Their sums stay in registers, and rows are added in
+// order: there is no reduction, and results are bitwise reproducible. A row whose coefficient is exactly zero is
+// not read. Reads each other row once; writes each output once.
 
 #include "launch.cuh"
 
@@ -12,9 +12,9 @@ namespace {
 constexpr int THREADS = 256;
 constexpr int COLUMNS_PER_THREAD = 16;
 constexpr int64_t CHUNK_COLUMNS = THREADS * COLUMNS_PER_THREAD;
-// Rows that are listed at a time.
+// Rows in a list; more rows take several lists.
 constexpr int MAX_LISTED = 512;
-// Rows whose loads are on their way at once.
+// Rows whose loads are in flight at once.
 constexpr int ROWS_AHEAD = 2;
 
 template <typename T>
@@ -26,7 +26,7 @@ struct Listed {
   int count;
 };
 
-// Rows from `first` on whose coefficients are not zero, in order; by the first warp.
+// Lists the rows from `first` on whose coefficients are not zero, in order. Called by the first warp.
 __device__ void list_rows(Listed& listed, const double* coefficients_R, int64_t first, int64_t num_rows) {
   int count = 0;
   for (int64_t start = first; start < first + MAX_LISTED; start += LANES) {
@@ -45,7 +45,7 @@ __device__ void list_rows(Listed& listed, const double* coefficients_R, int64_t 
   if (threadIdx.x == 0) listed.count = count;
 }
 
-// Columns of piece `p` of this thread: adjacent threads, adjacent pieces.
+// The first column of piece `p` of this thread; adjacent threads have adjacent pieces.
 template <typename T>
 __device__ __forceinline__ int64_t column_of(int p) {
   return (p * THREADS + threadIdx.x) * PER_PIECE<T>;
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(THREADS)
   store_sums<T>(reinterpret_cast<Out*>(entry[3]), sums, chunk.length, is_aligned);
 }
 
-// Writes where the table says, whose chunks are of at most `chunk_columns`.
+// Writes to the addresses in the table, whose chunks have at most `chunk_columns` columns.
 void run(Tensor table, int64_t chunk_columns, bool is_aligned, ScalarType dtype, ScalarType out_dtype,
          Tensor coefficients_R) {
   DOGE_CHECK(chunk_columns <= CHUNK_COLUMNS, "weighted_sum takes at most ", CHUNK_COLUMNS,
