@@ -193,7 +193,7 @@ def reweight_case(num_rows: int, device: torch.device | str, names: Sequence[str
     state_S = start_S.clone()
     arguments = {
         "tau_R": tau_K.to(device),
-        "slot_R": torch.arange(num_rows, dtype=torch.int32, device=device),
+        "row_R": torch.arange(num_rows, dtype=torch.int32, device=device),
         "settings_F": torch.tensor(
             StepSettings(lr=1e-4, mu=0.01, max_grad_norm=1.0), dtype=torch.float64, device=device
         ),
