@@ -1,0 +1,99 @@
+"""What is timed computes the right thing, cold, and the limits that it is held against are true."""
+
+import math
+
+import pytest
+import torch
+
+from benchmarks import cases, models, operators, optimizer_step, peers, problems, protocol
+from benchmarks.models import PAPER, Shape
+from benchmarks.problems import MATRIX, Arena
+from benchmarks.stacked import FusedStep
+from benchmarks.steps import STACKED, DogeStep, Problem
+from doge_fast.distributed import exchange
+
+TINY = Shape(1, 2, 32, 64, 16)
+PROBLEM = Problem(TINY, 3, 6)
+
+
+@pytest.fixture(scope="module")
+def arena() -> Arena:
+    return Arena(torch.float32, 4_000_000, "cpu")
+
+
+@pytest.mark.parametrize("make", [cases.gram_case, cases.weighted_sum_case])
+@pytest.mark.parametrize("shape", problems.SHAPES)
+def test_plain_formulations_compute_the_same(make, shape, arena):
+    case = make(arena, arena.problem(7, shape), ["torch"])
+    for name, call in case.plain.items():
+        # A float32 sum of all columns is what some of them are.
+        assert case.error(call) < 1e-3, name
+
+
+def test_wrong_operator_is_not_timed(arena):
+    case = cases.gram_case(arena, arena.problem(2, MATRIX), ["torch"])
+    right = case.ours["torch"]
+    case.ours = {
+        "wrong": lambda: right() * (1 + 1e-5),
+        "nan": lambda: right() * math.nan,
+        "broken": lambda: 1 / 0,
+    }
+    for row in operators.measure(case, rounds=1, seconds=0.0):
+        assert not row["correct"]
+        assert "ms" not in row
+
+
+@pytest.mark.parametrize(("place", "factor"), [(0, 1.5), (-1, math.nan)])
+def test_step_with_a_wrong_gradient_is_not_timed(place, factor, monkeypatch):
+    right = exchange.weighted_gradients
+
+    def wrong(*args, **options):
+        sums = list(right(*args, **options))
+        sums[place] = sums[place] * factor
+        return sums
+
+    monkeypatch.setattr(exchange, "weighted_gradients", wrong)
+    with pytest.raises(RuntimeError, match="timed"):
+        optimizer_step.measure(PROBLEM, "cpu", pairs=2)
+
+
+def test_roof_is_the_slower_of_memory_and_arithmetic(arena, monkeypatch):
+    case = cases.gram_case(arena, arena.problem(7, MATRIX), ["torch"])
+    monkeypatch.setattr(protocol, "last_cache_bytes", lambda device: 0)
+    # The yardstick reads the same bytes in 1 ms; ours takes 4.
+    row = operators._limits(case, [4.0] * 3, "torch.sum", case.num_bytes, [1.0] * 3)
+    assert (row["roof"], row["fraction"][0]) == ("memory", 0.25)
+    # A product of twice the flops takes 4 ms: the arithmetic of ours would take 2.
+    slower = row | operators._arithmetic(row, 0.5, [4.0] * 3, [4.0] * 3)
+    assert (slower["roof"], slower["fraction"][0], slower["of_bandwidth"]) == ("compute", 0.5, 0.25)
+
+
+def test_samples_that_fit_the_cache_are_made_cold():
+    cache = protocol.last_cache_bytes("cpu")
+    assert protocol.cold(protocol.CACHES_FOR_COLD * cache) is None
+    assert protocol.cold(1) is not None
+
+
+def test_models_have_the_size_that_the_paper_names():
+    for name, shape in PAPER.items():
+        nominal = float(name.removesuffix("M")) * 1e6
+        assert models.num_parameters(shape) == pytest.approx(nominal, rel=0.02)
+
+
+@pytest.mark.exhaustive
+def test_every_peer_finds_the_truth():
+    for row in peers.measure(PROBLEM, "cpu", pairs=2, seconds=0.0, with_memory=False)[1:]:
+        if peers.unavailable_reason(row["peer"]) is None:
+            assert row["gradient_error"] < 1e-5, row
+            # It drops the products between the two uses of a tied matrix; that is its row's point.
+            least, most = (1e-4, 0.5) if row["peer"] == "TorchJD autogram" else (-1.0, 1e-5)
+            assert least < row["gram_error"] < most, row
+
+
+def test_fused_step_is_the_stacked_step():
+    alphas = []
+    for side in (DogeStep, FusedStep):
+        step = side(Problem(TINY, 3, 6, mode=STACKED), "cpu")
+        step()
+        alphas.append(step.optimizer.alpha)
+    torch.testing.assert_close(*alphas, rtol=1e-6, atol=0)
