@@ -96,3 +96,21 @@ def take_step(
     enter(optimizer, names, loss_of)
     optimizer.step()
     optimizer.zero_grad()
+
+
+class KeepsGradient(torch.optim.Optimizer):
+    """Moves by the gradient and its change, and keeps no copy of it, as MARS does.
+
+    Beside it the state has a kind of tensor without memory of its own.
+    """
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in (each for group in self.param_groups for each in group["params"]):
+            grad = param.grad.data
+            last = self.state[param].get("last_grad", torch.zeros_like(param))
+            param.sub_(0.1 * grad + 0.05 * (grad - last))
+            self.state[param] |= {"last_grad": grad, "sparse": torch.eye(2).to_sparse()}

@@ -1,4 +1,4 @@
-"""Which changes of the core do the fast tests notice? `make mutants` makes them and counts.
+"""Which changes of the code do the fast tests notice? `make mutants` makes them and counts.
 
 A mutant is the source of a module with one change of mutmut's: an operator swapped, an argument
 left out. It is killed when a fast test of the files that `mutants.toml` names for the module fails,
@@ -51,15 +51,28 @@ class Mutant(NamedTuple):
     change: str
 
 
-def path_of(module: str) -> Path:
-    """The source file of a module of `mutants.toml`, "stacked/losses" for example."""
-    return ROOT / "doge_fast" / f"{module}.py"
+def place_of(module: str) -> Path:
+    """Where a module of `mutants.toml` lies in the tree: "losses", or "kernels/gram"."""
+    folder = "" if module.startswith("kernels/") else "doge_fast"
+    return Path(folder, f"{module}.py")
+
+
+def source_of(module: str) -> str:
+    """The module as it stands."""
+    return (ROOT / place_of(module)).read_text("utf-8")
 
 
 # A text that differs is no fault of the method.
 _CHANGES = [each for each in mutators.mutation_operators if each[1] != mutators.operator_string]
-# Types, names that are imported, and texts.
-_NOT_CHANGED = (cst.Annotation, cst.Import, cst.ImportFrom, cst.Decorator, cst.BaseString)
+# Types, names that are imported, and texts, as those of errors.
+_NOT_CHANGED = (
+    cst.Annotation,
+    cst.Import,
+    cst.ImportFrom,
+    cst.Decorator,
+    cst.BaseString,
+    cst.Raise,
+)
 
 
 def _nodes(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
@@ -75,7 +88,7 @@ def mutants_of(module: str, sample: int = 0) -> tuple[int, list[Mutant]]:
 
     What is no Python, no change or twice the same is left out.
     """
-    source = path_of(module).read_text("utf-8")
+    source = source_of(module)
     tree = cst.parse_module(source)
     # A node and what may stand in its place, in the order of the source.
     changes = [
@@ -129,10 +142,10 @@ def _run(module: str) -> None:
 def _begin(folder: str) -> None:
     """In each worker: a copy of the package beside what belongs to it, for one mutant at a time."""
     workspace = Path(folder, str(os.getpid()))
-    shutil.copytree(
-        ROOT / "doge_fast", workspace / "doge_fast", ignore=shutil.ignore_patterns("__pycache__")
-    )
-    for name in ("kernels", "csrc", "tests", "benchmarks", "docs", "pyproject.toml"):
+    for name in ("doge_fast", "kernels"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, workspace / name, ignore=ignored)
+    for name in ("csrc", "tests", "benchmarks", "docs", "pyproject.toml"):
         (workspace / name).symlink_to(ROOT / name)
     os.chdir(workspace)
 
@@ -140,7 +153,7 @@ def _begin(folder: str) -> None:
 def _verdict(mutant: Mutant, allowed_s: float = 1800.0) -> tuple[bool, str, float]:
     """Whether the mutant is killed, the last that its tests said, and their seconds."""
     began = time.monotonic()
-    place = Path("doge_fast", f"{mutant.module}.py")
+    place = place_of(mutant.module)
     place.write_text(mutant.source, "utf-8")
     process = FORK.Process(target=_run, args=(mutant.module,))
     process.start()
@@ -150,7 +163,7 @@ def _verdict(mutant: Mutant, allowed_s: float = 1800.0) -> tuple[bool, str, floa
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid or 0, signal.SIGKILL)
     process.join()
-    shutil.copy2(path_of(mutant.module), place)
+    place.write_text(source_of(mutant.module), "utf-8")
     said = Path("log").read_text("utf-8", "replace")
     return is_late or process.exitcode != 0, said[-400:], time.monotonic() - began
 
@@ -183,7 +196,7 @@ def main() -> int:
         tempfile.TemporaryDirectory() as folder,
         ProcessPoolExecutor(given.jobs, FORK, _begin, (folder,)) as pool,
     ):
-        whole = [Mutant(name, path_of(name).read_text("utf-8"), "") for name in given.modules]
+        whole = [Mutant(name, source_of(name), "") for name in given.modules]
         mutants, limits = [], []
         for (module, *_), (is_killed, said, seconds) in zip(
             whole, pool.map(_verdict, whole), strict=True

@@ -4,59 +4,22 @@ import json
 import os
 import re
 import subprocess
-import sys
 import warnings
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
 
 from benchmarks.gpu import bars
 from benchmarks.gpu.__main__ import PARTS
 from benchmarks.gpu.session import expected
 from tests.conftest import default_device
-from tests.processes import ended, printed_by
+from tests.packages import environment_of
+from tests.processes import ended
 
 ROOT = Path(__file__).resolve().parents[1]
 FEW = ("torch", "numpy", "triton", "einops")
 ABSENT = ("transformers", "datasets", "scipy", "lm_eval", "ninja")
-
-
-def environment_of(folder: Path, *packages: str) -> Path:
-    """The Python of a fresh environment in `folder` that has some packages and all they need.
-
-    Raises:
-        PackageNotFoundError: one of `packages` is not installed here.
-    """
-    printed_by(sys.executable, "-m", "venv", "--without-pip", folder)
-    (site,) = folder.glob("lib/python*/site-packages")
-    for each in closure(*packages).values():
-        for top in {file.parts[0] for file in each.files or ()} - {"..", "__pycache__"}:
-            link = site / top
-            # Some packages share a folder.
-            if not link.exists():
-                link.symlink_to(Path(str(each.locate_file(top))))
-    return folder / "bin" / "python"
-
-
-def closure(*packages: str) -> dict[str, Distribution]:
-    """{name: distribution} of packages and of all that they require, where it is installed."""
-    found = {name: distribution(name) for name in packages}
-    waiting = list(found.values())
-    while waiting:
-        for text in waiting.pop().requires or ():
-            requirement = Requirement(text)
-            is_needed = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-            if not is_needed or requirement.name in found:
-                continue
-            try:
-                each = distribution(requirement.name)
-            except PackageNotFoundError:
-                continue
-            found[requirement.name] = each
-            waiting.append(each)
-    return found
 
 
 @pytest.fixture(scope="module")

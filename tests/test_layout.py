@@ -18,8 +18,8 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 import doge_fast.kernels
+from tests.packages import environment_of
 from tests.processes import ended, printed_by
-from tests.test_few_packages import environment_of
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from doge_fast.integrations.transformers import DoGETrainer
 from tests import fake_cuda
-from tests.integrations.test_transformers import arguments
+from tests.integrations.trainers import arguments
 from tests.models import tiny_gpt2
 
 DOMAINS = ["a", "b"]

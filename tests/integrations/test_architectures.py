@@ -5,42 +5,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from doge_fast.integrations.causal_lm import PLAIN_HEADS, STACKABLE
 from doge_fast.losses import IGNORED, domain_losses, linear_domain_losses
 from doge_fast.stacked.layers import token_sums
 from tests.grids import grid
+from tests.integrations.trainers import LENGTH, VOCABULARY, tiny
 from tests.method.architectures import SIZES, Rows, assert_same, optimizer_of, rows_of
-
-VOCABULARY, LENGTH = 61, 10
-COMMON = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 32,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-}
-GROUPED = {"num_key_value_heads": 2, "head_dim": 8}
-OPTIONS: dict[str, dict[str, Any]] = {
-    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-    "llama": GROUPED | {"attention_bias": True},
-    "qwen2": GROUPED | {"tie_word_embeddings": True},
-    "mistral": GROUPED | {"sliding_window": 8},
-    "gpt_neox": {"rotary_pct": 0.5},
-    "gemma2": GROUPED | {"query_pre_attn_scalar": 8, "sliding_window": 8},
-}
-
-
-def tiny(kind: str, attention: str | None = None, **changes: Any) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **COMMON, **OPTIONS[kind], **changes)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    return model.double().train()
 
 
 def batch(*, padded: bool) -> tuple[dict[str, Tensor], Tensor]:

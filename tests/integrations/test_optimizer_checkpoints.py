@@ -25,6 +25,18 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from doge_fast import DoGEOptimizer
+from tests.integrations.over_ranks import (
+    SIZES,
+    assert_ranks_are,
+    bare,
+    ddp,
+    muon_and_adamw,
+    sgd_and_adamw,
+    sharded,
+    shares,
+    trained,
+    whole_pieces,
+)
 from tests.integrations.small import (
     AS_IN_THE_PAPER,
     DOMAINS,
@@ -38,17 +50,6 @@ from tests.integrations.small import (
     train_plainly,
     wrapped,
 )
-from tests.integrations.test_several_processes import (
-    assert_ranks_are,
-    bare,
-    ddp,
-    muon_and_adamw,
-    sgd_and_adamw,
-    shares,
-    trained,
-    whole_pieces,
-)
-from tests.integrations.test_sharded import SIZES, sharded
 
 Pair = tuple[nn.Module, DoGEOptimizer]
 Build = Callable[[], Pair]

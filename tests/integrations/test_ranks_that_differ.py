@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from doge_fast import DoGEOptimizer
 from doge_fast.distributed import process_group
-from tests.integrations.test_several_processes import examples, losses, small_model, values
+from tests.integrations.over_ranks import examples, losses, raised, small_model, values
 from tests.models import take_step
 from tests.ranks import group
 
@@ -41,15 +41,6 @@ def enter(model: nn.Module, optimizer: DoGEOptimizer, name: str, factor: float =
 
 def own(rank: int) -> str:
     return list(SIZES)[rank]
-
-
-def raised(work: Callable[[], object]) -> str:
-    """What a call raises, as the error says it; empty where it does not."""
-    try:
-        work()
-    except (RuntimeError, ValueError) as error:
-        return str(error)
-    return ""
 
 
 def in_two_groups(is_alone_first: bool) -> tuple[Tensor, Tensor]:

@@ -23,10 +23,10 @@ from torch.distributed.tensor.parallel import (
 
 from doge_fast import DoGEOptimizer
 from doge_fast.step import parameters
-from tests.integrations.test_ranks_that_differ import raised
-from tests.integrations.test_several_processes import (
+from tests.integrations.over_ranks import (
     LOOPS,
     OPTIONS,
+    SIZES,
     UNEQUAL,
     Checkpointed,
     Sizes,
@@ -37,26 +37,16 @@ from tests.integrations.test_several_processes import (
     ddp_views,
     examples,
     losses,
+    raised,
     sgd_and_adamw,
+    sharded,
     shares,
     small_model,
     trained,
     whole_pieces,
 )
 
-# Shares of every domain are equal on two and on four ranks.
-SIZES = {"a": 4, "b": 8, "c": 4, "d": 4}
 TWICE = {name: 2 * size for name, size in SIZES.items()}
-
-
-def sharded(model: nn.Module, mesh_shape: tuple[int, ...] = (), **options: Any) -> nn.Module:
-    """The layers and the model in shards; the default mesh is that of all ranks."""
-    if mesh_shape:
-        options["mesh"] = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("copies", "shards"))
-    for layer in model:
-        if any(True for _ in layer.parameters()):
-            fully_shard(layer, **options)
-    return fully_shard(model, **options)
 
 
 copies_of_shards = partial(sharded, mesh_shape=(2, 2))

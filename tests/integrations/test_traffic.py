@@ -14,7 +14,7 @@ from doge_fast.distributed import columns
 from doge_fast.distributed.process_group import Communicator
 from doge_fast.sampling import pieces
 from tests import scale
-from tests.integrations.test_several_processes import values
+from tests.integrations.over_ranks import values
 
 # A multiple of 64 columns for 2, 3 and 4 ranks: nothing is padded.
 WIDTH = 96

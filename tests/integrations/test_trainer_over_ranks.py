@@ -21,8 +21,7 @@ from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 
 from doge_fast.integrations.transformers import DoGETrainer
-from tests.integrations.test_architectures import tiny
-from tests.integrations.test_transformers import EVERY_STEP_LOGGED, arguments
+from tests.integrations.trainers import EVERY_STEP_LOGGED, arguments, tiny
 from tests.models import tiny_gpt2
 from tests.ranks import as_launched
 

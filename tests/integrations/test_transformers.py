@@ -36,6 +36,7 @@ from doge_fast.integrations import transformers as host
 from doge_fast.integrations.domain_data import DomainStream, DomainZip
 from doge_fast.integrations.transformers import DoGETrainer
 from doge_fast.optimizer import DoGEOptimizer
+from tests.integrations.trainers import EVERY_STEP_LOGGED, arguments
 from tests.models import tiny_gpt2
 
 DOMAINS = ["ab", "cd", "ef"]
@@ -91,26 +92,7 @@ class Batches(IterableDataset[Any]):
                 }
 
 
-def arguments(out: Path, **changes: Any) -> TrainingArguments:
-    options: dict[str, Any] = {
-        "output_dir": str(out),
-        "max_steps": 6,
-        "learning_rate": 3e-3,
-        "weight_decay": 0.01,
-        "max_grad_norm": 0.5,
-        "lr_scheduler_type": "linear",
-        "use_cpu": True,
-        "dataloader_pin_memory": False,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "save_strategy": "no",
-        "logging_strategy": "no",
-    }
-    return TrainingArguments(**(options | changes))
-
-
 AS_IN_THE_PAPER: dict[str, Any] = {"mu": 0.005, "domain_max_grad_norm": None}
-EVERY_STEP_LOGGED: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1}
 OF_TRAINERS = {*signature(DoGETrainer).parameters, *signature(Trainer).parameters}
 
 

@@ -337,3 +337,14 @@ def assert_same(ours: Rows, expected: Rows, bound: float = 1e-14) -> None:
     for name, rows_RN in expected.items():
         error = (ours[name] - rows_RN).abs().max() / rows_RN.abs().max()
         assert error <= bound, f"{name} is off by {error:.1e}"
+
+
+def run(
+    optimizer: DoGEOptimizer,
+    model: nn.Module,
+    ids_BL: Tensor,
+    sizes: dict[str, int] = SIZES,
+    call: Callable[[Tensor], Tensor] | None = None,
+) -> None:
+    with optimizer.stacked(model, sizes):
+        losses_of((model if call is None else call)(ids_BL), ids_BL, sizes).sum().backward()

@@ -14,8 +14,7 @@ from doge_fast.distributed.columns import _checksum
 from doge_fast.distributed.shards import ranks_of_mesh
 from doge_fast.sampling import pieces
 from tests import scale
-from tests.method.test_optimizer import KeepsGradient
-from tests.models import enter
+from tests.models import KeepsGradient, enter
 
 
 def steps_that_changed_a_kept_gradient() -> list[int]:

@@ -20,8 +20,8 @@ from tests.method.architectures import (
     optimizer_of,
     rows_by_autograd,
     rows_of,
+    run,
 )
-from tests.method.test_stacked import run
 
 
 @pytest.fixture(autouse=True)

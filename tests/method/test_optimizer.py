@@ -13,7 +13,7 @@ from torch import nn
 
 from doge_fast import DoGEOptimizer
 from tests.integrations.small import assert_same, everything
-from tests.models import domain_tokens, enter, tied_transformer
+from tests.models import KeepsGradient, domain_tokens, enter, tied_transformer
 
 DOMAINS = ("a", "b", "c")
 # The paper's text to the letter.
@@ -149,24 +149,6 @@ def test_half_precision_parameters(dtype):
     assert all(p.grad.dtype == dtype for p in params)
     # One rounding to storage: half an ulp of each element.
     assert ((flat - expected).abs() <= torch.finfo(dtype).eps * expected.abs() + 1e-7).all()
-
-
-class KeepsGradient(torch.optim.Optimizer):
-    """Moves by the gradient and its change, and keeps no copy of it, as MARS does.
-
-    Beside it the state has a kind of tensor without memory of its own.
-    """
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for param in (each for group in self.param_groups for each in group["params"]):
-            grad = param.grad.data
-            last = self.state[param].get("last_grad", torch.zeros_like(param))
-            param.sub_(0.1 * grad + 0.05 * (grad - last))
-            self.state[param] |= {"last_grad": grad, "sparse": torch.eye(2).to_sparse()}
 
 
 @pytest.mark.parametrize("num_skipped", [0, 20])

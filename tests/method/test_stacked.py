@@ -36,21 +36,11 @@ from tests.method.architectures import (
     optimizer_of,
     rows_by_autograd,
     rows_of,
+    run,
 )
 from tests.packages import installed
 
 EQUAL = {"a": 2, "b": 2, "absent": 0, "c": 2}
-
-
-def run(
-    optimizer: DoGEOptimizer,
-    model: nn.Module,
-    ids_BL: Tensor,
-    sizes: dict[str, int] = SIZES,
-    call: Callable[[Tensor], Tensor] | None = None,
-) -> None:
-    with optimizer.stacked(model, sizes):
-        losses_of((model if call is None else call)(ids_BL), ids_BL, sizes).sum().backward()
 
 
 @pytest.fixture
