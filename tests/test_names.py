@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_no_two_classes_have_one_name():
+def test_every_class_has_a_name_of_its_own():
     homes: dict[str, list[str]] = defaultdict(list)
     for folder in ("doge_fast", "kernels", "benchmarks"):
         for path in sorted((ROOT / folder).rglob("*.py")):

@@ -102,7 +102,7 @@ LIGHTNING = pytest.mark.filterwarnings(
         pytest.param("lightning_module", ("--resume",), marks=LIGHTNING),
     ],
 )
-def test_a_loop_finds_the_known_answer_and_resumes_to_the_same_bits(name, again, run, tmp_path):
+def test_loop_finds_the_known_answer_and_resumes_to_the_same_bits(name, again, run, tmp_path):
     if name == "lightning_module":
         pytest.importorskip("lightning", reason="lightning is not installed")
     output = run(name, "--out", "whole")
@@ -115,7 +115,7 @@ def test_a_loop_finds_the_known_answer_and_resumes_to_the_same_bits(name, again,
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
 
 
-def test_one_pass_for_all_domains_finds_the_known_answer(run):
+def test_stacked_loop_finds_the_known_answer(run):
     output = run("stacked_loop", "--compare")
     assert_known_answer(printed_weights(output))
     (difference,) = re.findall(r"difference (\S+)", output)
@@ -138,7 +138,7 @@ def test_trainer_finds_the_known_answer_and_resumes_to_the_same_bits(run, tmp_pa
     assert {path: (cut / path).read_bytes() for path in kept} == kept
 
 
-def test_the_base_model_reads_what_the_proxy_finds(run, tmp_path):
+def test_domain_mixture_is_drawn_at_the_weights_and_resumes_to_the_same_bits(run, tmp_path):
     def shares(*arguments: str) -> dict[str, float]:
         """Of the domains in what was drawn."""
         output = run("domain_mixture", "--steps", "200", *arguments)
@@ -170,7 +170,7 @@ def test_the_base_model_reads_what_the_proxy_finds(run, tmp_path):
     assert max(learned, key=learned.__getitem__) == "kin"
 
 
-def test_trainer_measures_no_target_where_all_domains_count(run):
+def test_trainer_measures_no_target_under_universal(run):
     output = run("hf_trainer", "--steps", "2", "--target", "universal")
     assert "'loss/kin'" in output
     assert "'loss/target'" not in output
@@ -292,7 +292,7 @@ def titan_weights(
     return trainer.doge.weights, trainer.logged, trainer.gradient_accumulation_steps
 
 
-def test_the_text_for_torchtitan_learns_what_a_plain_loop_learns(ranks, tmp_path):
+def test_torchtitan_page_learns_what_a_plain_loop_learns(ranks, tmp_path):
     expected = weights_by_hand(DOMAINS, [0.1, 0.1], lambda name: (tokens_of(name),) * 2)
     write_corpus(tmp_path, rows=2)
     weights, logged, num_micro_batches = titan_weights(tmp_path, 2, rounds=1)
@@ -313,7 +313,7 @@ def test_the_text_for_torchtitan_learns_what_a_plain_loop_learns(ranks, tmp_path
     # What torchtitan itself warns of is not ours.
     ["stand-in", pytest.param("torchtitan", marks=pytest.mark.filterwarnings("ignore"))],
 )
-def test_the_loader_for_torchtitan_takes_turns_and_goes_on_after_a_checkpoint(
+def test_torchtitan_loader_takes_turns_and_resumes_from_a_checkpoint(
     library, tmp_path, monkeypatch
 ):
     if library == "torchtitan":
@@ -385,7 +385,7 @@ class Tune:
         self.logged.append(epoch)
 
 
-def test_the_text_for_torchtune_learns_what_a_plain_loop_learns(monkeypatch, tmp_path):
+def test_torchtune_page_learns_what_a_plain_loop_learns(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     modules = {
         "torchtune": {"config": types.SimpleNamespace(parse=lambda main: main)},
@@ -424,7 +424,7 @@ class OLMo:
         self.optim.zero_grad(set_to_none=True)
 
 
-def test_the_text_for_olmo_core_learns_what_a_plain_loop_learns(monkeypatch):
+def test_olmo_core_page_learns_what_a_plain_loop_learns(monkeypatch):
     own = {"TransformerTrainModule": OLMo}
     titan.stand_in(monkeypatch, {"olmo_core.train.train_module": own})
     module = names_of_page("DoGETrainModule", '"web"', '"arxiv"')["DoGETrainModule"]()
@@ -452,7 +452,7 @@ def test_the_text_for_olmo_core_learns_what_a_plain_loop_learns(monkeypatch):
         ("fsdp2_loop", [(2, "--stop-at", "15"), (4,)]),
     ],
 )
-def test_ranks_learn_what_one_process_learns(tmp_path, run, name, parts):
+def test_ranks_of_torchrun_learn_what_one_process_learns(tmp_path, run, name, parts):
     one = printed_weights(run("distributed_loop", "--steps", "40"))
     found = []
     for num_ranks, *words in parts:
@@ -492,5 +492,5 @@ def test_ranks_of_a_host_learn_what_one_process_learns(ranks, tmp_path, run, nam
     assert together == pytest.approx(alone, rel=0.02 if name == "hf_trainer" else 1e-6)
 
 
-def test_several_processes_find_the_known_answer(run):
+def test_distributed_loop_finds_the_known_answer_in_one_process(run):
     assert_known_answer(printed_weights(run("distributed_loop")))

@@ -27,7 +27,7 @@ class OneDomainAtATime(IterableDataset[tuple[str, Tensor]]):
             yield name, (first + stride * torch.arange(17)) % 64
 
 
-def test_litgpt_learns_weights(tmp_path, monkeypatch):
+def test_litgpt_page_learns_weights(tmp_path, monkeypatch):
     if shutil.which("patch") is None:
         pytest.skip("the program patch is not installed")
     from litgpt.args import EvalArgs, LogArgs, TrainArgs

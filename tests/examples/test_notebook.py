@@ -4,7 +4,6 @@ import ast
 import importlib
 import json
 import re
-import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 
 from tests.pages import ROOT
-from tests.processes import ended
 
 NOTEBOOK = ROOT / "examples/weights.ipynb"
 
@@ -32,13 +30,13 @@ def execute(cell: str, names: dict[str, Any]) -> ast.stmt:
     return tree.body[-1]
 
 
-def test_the_notebook_is_the_page(maker):
+def test_notebook_is_made_of_its_page(maker):
     page = maker.PAGE.read_text(encoding="utf-8")
     # Else: make notebook
     assert NOTEBOOK.read_text(encoding="utf-8") == maker.notebook(page, maker.address())
 
 
-def test_the_first_cell_installs_on_colab_alone(maker, monkeypatch):
+def test_first_cell_installs_on_colab_alone(maker, monkeypatch):
     ((_, cell),) = maker.cells("", "https://github.com/OWNER/NAME")
     typed: list[str] = []
     monkeypatch.setitem(sys.modules, "google.colab", ModuleType("google.colab"))
@@ -53,28 +51,9 @@ def test_the_first_cell_installs_on_colab_alone(maker, monkeypatch):
     assert command.endswith('"doge-fast[pipeline] @ git+https://github.com/OWNER/NAME"')
 
 
-def test_the_page_links_to_colab_once_there_is_an_address(maker):
-    opened = "https://colab.research.google.com/github/OWNER/NAME/blob/main/examples/weights.ipynb"
-    assert f"]({opened})" in maker.on_colab("https://github.com/OWNER/NAME")
-    for other in (None, "https://forge.example/OWNER/NAME"):
-        assert "Upload notebook" in maker.on_colab(other)
-        assert "](" not in maker.on_colab(other)
-
-
-def test_a_release_needs_an_address(tmp_path):
-    if shutil.which("make") is None:
-        pytest.skip("make is not there")
-    shutil.copy(ROOT / "Makefile", tmp_path)
-    for urls in ("", '[project.urls]\nRepository = "https://github.com/OWNER/NAME"\n'):
-        (tmp_path / "pyproject.toml").write_text(urls, encoding="utf-8")
-        asked = ended("make", "address", cwd=tmp_path)
-        assert (asked.returncode == 0) == bool(urls)
-        assert ("has no [project.urls] Repository" in asked.stderr) != bool(urls)
-
-
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("one_thread")
-def test_the_cells_run(tmp_path, monkeypatch):
+def test_cells_run_and_draw_the_weights(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     shown = []
