@@ -9,6 +9,7 @@ from torch import Tensor
 from doge_fast import reference
 from doge_fast.kernels import weighted_sum
 from doge_fast.kernels.triton_support import is_interpreted
+from doge_fast.kernels.weighted_sum import _sum_masked_rows
 from tests.laws import assert_torch_knows
 from tests.problems import GRADIENT_PROBLEMS, STORAGE_DTYPES
 
@@ -47,6 +48,19 @@ def test_weighted_sum_is_the_reference(problem, implementation, device):
     assert isinstance(sum_N, Tensor)
     assert (sum_N.shape, sum_N.dtype) == (grads_RN.shape[1:], grads_RN.dtype)
     assert_close(sum_N, grads_RN, coefficients_R, implementation)
+
+
+@pytest.mark.parametrize("problem", GRADIENT_PROBLEMS, ids=str)
+def test_plain_torch_of_a_gpu_ignores_rows_without_coefficient(problem):
+    """It masks rows, since the host does not read the coefficients; here on any device."""
+    grads_RN = problem.sample()
+    coefficients_R = coefficients_for(grads_RN)
+    out_N = torch.full_like(grads_RN[0], math.nan)
+    if len(grads_RN) > 1 and problem.name != "overlapping rows":
+        grads_RN[0], coefficients_R[0] = math.nan, 0
+    _sum_masked_rows([grads_RN], coefficients_R, [out_N])
+    used = coefficients_R != 0
+    assert_close(out_N, grads_RN[used], coefficients_R[used], "torch")
 
 
 @pytest.mark.parametrize("out_dtype", STORAGE_DTYPES, ids=str)
