@@ -143,7 +143,7 @@ SELECTED = "transformer.h.0.mlp.c_fc.weight"
     [("universal", DOMAINS, None), ({"ef": 0.5, "far": 2.0}, [*DOMAINS, "far"], SELECTED)],
     ids=["universal", "held-out and selected"],
 )
-def test_is_the_loop_written_by_hand(tmp_path, target, rows, selection):
+def test_trainer_equals_a_loop_written_by_hand(tmp_path, target, rows, selection):
     names = None if selection is None else [selection]
     trainer = trainer_for(tmp_path, Batches(rows), target=target, selection=names)
     trainer.train()
@@ -159,7 +159,7 @@ def test_is_the_loop_written_by_hand(tmp_path, target, rows, selection):
     assert not torch.equal(trainer.doge.alpha, torch.full_like(optimizer.alpha, 1 / 3))
 
 
-def test_one_domain_is_plain_training(tmp_path):
+def test_one_domain_equals_plain_training(tmp_path):
     trainer = trainer_for(tmp_path, domains=["ab"])
     trainer.train()
     model = tiny_gpt2()
@@ -182,7 +182,7 @@ def test_one_domain_is_plain_training(tmp_path):
 
 @pytest.mark.parametrize("micro", [1, pytest.param(2, marks=EXHAUSTIVE)])
 @pytest.mark.parametrize("drawn", [None, 2])
-def test_one_pass_for_all_domains_learns_the_same(tmp_path, micro, drawn):
+def test_stacked_mode_equals_sequential_mode(tmp_path, micro, drawn):
     """To float32's rounding, and what six steps of AdamW make of it; logs say of whom."""
     both = {}
     for mode in ("sequential", "stacked", "auto"):
@@ -213,7 +213,7 @@ def test_one_pass_for_all_domains_learns_the_same(tmp_path, micro, drawn):
 @pytest.mark.parametrize(
     "bf16", [False, pytest.param(True, marks=EXHAUSTIVE)], ids=["float32", "bfloat16"]
 )
-def test_many_logits_come_one_domain_at_a_time(tmp_path, monkeypatch, bf16):
+def test_large_logits_are_computed_one_domain_at_a_time(tmp_path, monkeypatch, bf16):
     """The same weights, to the rounding of the products."""
     naive = trainer_for(tmp_path / "a", mode="stacked", bf16=bf16)
     naive.train()
@@ -240,7 +240,7 @@ def stackable(trainer: DoGETrainer, inputs: Any) -> bool:
     return trainer._is_to_be_stacked(inputs)
 
 
-def test_auto_stacks_small_batches_of_known_architectures(tmp_path, monkeypatch):
+def test_auto_mode_stacks_small_batches_of_known_architectures(tmp_path, monkeypatch):
     trainer = trainer_for(tmp_path, mode="auto")
     batch = batch_of(0, DOMAINS)
     assert stackable(trainer, batch)
@@ -332,7 +332,7 @@ class AlignedGPT2(GPT2LMHeadModel):
 @pytest.mark.parametrize(
     ("kind", "per_example"), [(OwnForward, 11), (Aligned, 12), (AlignedGPT2, 12)]
 )
-def test_the_targets_of_a_model_of_ones_own(tmp_path, kind, per_example):
+def test_targets_are_counted_as_the_model_shifts_its_labels(tmp_path, kind, per_example):
     trainer = trainer_for(tmp_path, model_init=lambda: kind(tiny_gpt2().config))
     trainer.create_optimizer()
     _, found = trainer.get_batch_samples(iter([batch_of(0, DOMAINS)]), 1, torch.device("cpu"))
@@ -344,15 +344,15 @@ def test_the_targets_of_a_model_of_ones_own(tmp_path, kind, per_example):
 @pytest.mark.parametrize(
     ("change", "changes", "message"),
     [
-        (shorter, {}, r"sequences of one length; got \[\(5,\), \(12,\)\]"),
-        (with_images, {}, "got input_ids, labels, pixel_values"),
-        (without_labels, {}, "some domain lacks them"),
-        (dict, {"kind": OwnLoss}, "the model's own loss, and another is set"),
+        (shorter, {}, "length"),
+        (with_images, {}, "pixel_values"),
+        (without_labels, {}, "lacks"),
+        (dict, {"kind": OwnLoss}, "loss"),
         (dict, {"model_init": lambda: OwnForward(tiny_gpt2().config)}, "OwnForward"),
-        (dict, {"model_init": with_another_forward}, "takes the forward of transformers"),
-        (dict, {"model_init": with_a_hook}, "no post-accumulate hook"),
-        (dict, {"model_init": with_a_router}, "with their usual loss"),
-        (dict, {"model_init": tiny_pegasus}, "with their usual loss"),
+        (dict, {"model_init": with_another_forward}, "forward"),
+        (dict, {"model_init": with_a_hook}, "hook"),
+        (dict, {"model_init": with_a_router}, "loss"),
+        (dict, {"model_init": tiny_pegasus}, "loss"),
     ],
     ids=[
         "lengths",
@@ -366,7 +366,7 @@ def test_the_targets_of_a_model_of_ones_own(tmp_path, kind, per_example):
         "pegasus",
     ],
 )
-def test_what_cannot_be_stacked_is_refused_or_runs_in_turn(change, changes, message, tmp_path):
+def test_what_cannot_be_stacked_is_refused_or_run_in_turn(change, changes, message, tmp_path):
     inputs = change(batch_of(0, DOMAINS))
     assert not stackable(trainer_for(tmp_path, **changes, mode="auto"), inputs)
     with pytest.raises(ValueError, match=message):
@@ -382,7 +382,7 @@ class IgnoringTargets(DoGETrainer):
         return model(**inputs).loss
 
 
-def test_a_loss_of_which_a_part_is_divided_gets_the_number_of_targets(tmp_path):
+def test_loss_that_divides_only_a_part_gets_the_number_of_targets(tmp_path):
     def loss_of(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         logits = outputs.logits[:, :-1].flatten(0, 1)
         lost = F.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
@@ -397,7 +397,7 @@ def test_a_loss_of_which_a_part_is_divided_gets_the_number_of_targets(tmp_path):
 
 
 @pytest.mark.parametrize("generator", [np.random, np.random.default_rng(0)], ids=["numpy's", "own"])
-def test_a_loss_that_draws_is_measured_without_a_trace(tmp_path, generator):
+def test_trial_of_a_loss_leaves_random_state_and_buffers_unchanged(tmp_path, generator):
     class Drawing(IgnoringTargets):
         def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
             model.calls.add_(1)
@@ -421,7 +421,7 @@ def test_a_loss_that_draws_is_measured_without_a_trace(tmp_path, generator):
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
-def test_labels_of_a_loss_of_ones_own_are_counted_as_trainer_does(tmp_path):
+def test_targets_of_a_custom_loss_are_counted_as_by_trainer(tmp_path):
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=40, num_hidden_layers=1, **shape))
     model.loss_function = lambda logits, labels, **_: F.cross_entropy(
@@ -436,7 +436,7 @@ def test_labels_of_a_loss_of_ones_own_are_counted_as_trainer_does(tmp_path):
 # Means over micro-batches are that of the whole where all have as many targets.
 @pytest.mark.parametrize("is_apart", [False, True])
 @pytest.mark.parametrize(("kind", "is_masked"), [(DoGETrainer, True), (IgnoringTargets, False)])
-def test_micro_batches_change_nothing_but_rounding(tmp_path, kind, is_masked, is_apart):
+def test_micro_batches_equal_the_whole_batch_up_to_rounding(tmp_path, kind, is_masked, is_apart):
     """A domain's loss is its mean over the tokens of the whole step, however they are cut."""
     whole, parts = (
         trainer_for(
@@ -483,7 +483,7 @@ def test_a_step_without_domains_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("micro", "replays"), [(1, True), (1, False), pytest.param(2, False, marks=EXHAUSTIVE)]
 )
-def test_a_resumed_run_is_the_uninterrupted_run(tmp_path, micro, replays):
+def test_resumed_run_equals_the_uninterrupted_run(tmp_path, micro, replays):
     """Trainer replays the data; a stream that begins where the run stopped needs no replay."""
     changes: dict[str, Any] = {
         "gradient_accumulation_steps": micro,
@@ -499,18 +499,8 @@ def test_a_resumed_run_is_the_uninterrupted_run(tmp_path, micro, replays):
     assert torch.equal(resumed.doge.alpha_mean, whole.doge.alpha_mean)
 
 
-@pytest.mark.parametrize("lost", ["optimizer.pt", "scheduler.pt"])
-def test_a_checkpoint_without_its_optimizer_is_not_resumed(tmp_path, lost):
-    trainer_for(tmp_path / "cut", save_strategy="steps", save_steps=4).train()
-    checkpoint = tmp_path / "cut" / "checkpoint-4"
-    (checkpoint / lost).unlink()
-    resumed = trainer_for(tmp_path / "cut")
-    with pytest.raises(FileNotFoundError, match=f"state of the {lost[:-3]}"):
-        resumed.train(resume_from_checkpoint=str(checkpoint))
-
-
 @pytest.mark.parametrize("mode", ["sequential", "stacked"])
-def test_a_loss_scale_changes_no_weight(tmp_path, mode):
+def test_loss_scale_changes_no_weight(tmp_path, mode):
     plain, scaled = (trainer_for(tmp_path / name, mode=mode) for name in ("a", "b"))
     plain.train()
     # float16 needs a GPU to train on; its scaler does not. A power of two rounds nothing, but for
@@ -523,7 +513,7 @@ def test_a_loss_scale_changes_no_weight(tmp_path, mode):
         assert torch.equal(parameters(scaled.model), parameters(plain.model))
 
 
-def test_a_rank_reads_its_own_examples_alone():
+def test_rank_reads_only_its_own_examples():
     read: list[tuple[str, int]] = []
 
     class Rows(Dataset[Any]):
@@ -555,7 +545,7 @@ def test_a_rank_reads_its_own_examples_alone():
         assert sent.sizes == dict.fromkeys(DOMAINS, 4)
 
 
-def test_a_finished_batch_is_cut_where_every_entry_holds_the_examples():
+def test_collated_batch_is_cut_if_every_entry_holds_the_examples():
     def batch(**more: Any) -> dict[str, Any]:
         return {name: {"x": torch.arange(4), **more} for name in DOMAINS}
 
@@ -564,7 +554,7 @@ def test_a_finished_batch_is_cut_where_every_entry_holds_the_examples():
     assert [*parts[0]] == ["ab", "cd"]
     # Nothing is cut where every rank has whole domains.
     assert [*domain_data.part_of(batch(longest=7), 1, 3)] == ["cd"]
-    with pytest.raises(ValueError, match=r"'cd'.*'longest': None"):
+    with pytest.raises(ValueError, match="longest"):
         domain_data.part_of(batch(longest=7), 0, 2)
 
 
@@ -643,7 +633,7 @@ def by_domain(dataset: datasets.Dataset) -> dict[str, datasets.Dataset]:
     return {name: dataset.filter(lambda row, n=name: row["domain"] == n) for name in COUNTS}
 
 
-def test_a_mixed_dataset_is_split_by_its_column(tmp_path):
+def test_mixed_dataset_is_split_by_its_domain_column(tmp_path):
     """As where the domains are apart already; an epoch is that of the longest, others repeat."""
     dataset = mixed(COUNTS, note="not for the model")
     one_epoch = IN_TURN | {"max_steps": -1, "num_train_epochs": 1}
@@ -662,7 +652,7 @@ def test_a_mixed_dataset_is_split_by_its_column(tmp_path):
     assert [DomainZip({"a": [0, 1, 2], "b": [3, 4]})[i]["b"] for i in range(3)] == [3, 4, 3]
 
 
-def test_the_column_may_have_another_name_and_a_target(tmp_path):
+def test_domain_column_may_have_another_name_and_name_a_target(tmp_path):
     dataset = mixed(COUNTS | {"far": 4}).rename_column("domain", "source")
     for columns in (True, False):
         trainer = trainer_for(
@@ -671,14 +661,10 @@ def test_the_column_may_have_another_name_and_a_target(tmp_path):
         batch = next(iter(trainer.get_train_dataloader()))
         assert list(batch) == [*DOMAINS, "far"]
         assert all(set(rows) == {"input_ids", "labels"} for rows in batch.values())
-    with pytest.raises(ValueError, match=r"lacks \[\].*'far'"):
-        trainer_for(tmp_path, dataset, domain_column="source").train()
-    with pytest.raises(ValueError, match=r"lacks \['dutch'\].*'far'"):
-        trainer_for(tmp_path, dataset, domain_column="source", target="dutch").train()
 
 
 @pytest.mark.parametrize("kind", ["mixed", "labelled", "tensors", "interleaved"])
-def test_a_stream_is_grouped_as_it_comes(tmp_path, kind):
+def test_stream_is_grouped_by_domain_in_its_order(tmp_path, kind):
     dataset = mixed(COUNTS)
     apart = by_domain(dataset)
     streams = {name: rows.to_iterable_dataset() for name, rows in apart.items()}
@@ -718,7 +704,7 @@ def seen_of(tmp_path: Path, stream: Any, **changes: Any) -> list[tuple[int, list
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=EXHAUSTIVE)])
-def test_a_stream_that_shuffles_does_it_anew_in_every_pass(tmp_path, workers):
+def test_shuffled_stream_has_a_new_order_in_every_epoch(tmp_path, workers):
     stream = mixed({name: 6 for name in DOMAINS}).to_iterable_dataset().shuffle(seed=3)
     seen = seen_of(tmp_path, stream, dataloader_num_workers=workers)
     passes = [[row for _, batch in seen[i : i + 3] for row in batch] for i in (0, 3)]
@@ -726,7 +712,7 @@ def test_a_stream_that_shuffles_does_it_anew_in_every_pass(tmp_path, workers):
     assert sorted(passes[0]) == sorted(passes[1])
 
 
-def test_steps_of_a_stream_are_whole(tmp_path):
+def test_rest_of_a_stream_is_no_part_of_another_step(tmp_path):
     """What is left at the end of a pass is no part of another step."""
     stream = mixed({name: 6 for name in DOMAINS}).to_iterable_dataset()
     seen = seen_of(tmp_path, stream, gradient_accumulation_steps=2, max_steps=3)
@@ -734,7 +720,7 @@ def test_steps_of_a_stream_are_whole(tmp_path):
     assert not seen_of(tmp_path, stream, gradient_accumulation_steps=4, max_steps=3)
 
 
-def test_a_stream_skips_a_surplus_and_names_the_domains_it_lacks(monkeypatch):
+def test_stream_skips_a_surplus_and_names_the_domains_it_lacks(monkeypatch):
     def grouped(names: list[Any], rows: tuple[str, str] = ("a", "b")) -> list[Any]:
         stream: Any = [{"domain": name, "number": i} for i, name in enumerate(names)]
         return list(DomainStream(stream, "domain", rows, batch_size=1, collate=list))
@@ -750,14 +736,14 @@ def test_a_stream_skips_a_surplus_and_names_the_domains_it_lacks(monkeypatch):
     ]
     with pytest.raises(KeyError, match="c"):
         grouped(["a", "c"])
-    with pytest.raises(ValueError, match=r"2 examples of the stream had too few of \['b'\]"):
+    with pytest.raises(ValueError, match=r"2 .*'b'"):
         grouped(["a", "a"])
     monkeypatch.setattr(domain_data, "MOST_EXAMPLES_WITHOUT", 3)
-    with pytest.raises(ValueError, match=r"3 examples of the stream had too few"):
+    with pytest.raises(ValueError, match="3 examples"):
         grouped(["a", "b", "a", "a", "a", "b"])
 
 
-def test_a_collator_that_pads_and_makes_the_labels(tmp_path):
+def test_padding_of_a_collator_is_no_target(tmp_path):
     """As in most scripts; padding is no target of any domain."""
 
     def collate(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -787,7 +773,7 @@ def test_a_collator_that_pads_and_makes_the_labels(tmp_path):
     torch.testing.assert_close(trainer.domain_losses["ab"], expected)
 
 
-def test_trains_again_after_an_evaluation_whose_loss_is_the_models(tmp_path):
+def test_evaluation_gives_the_loss_of_the_model_and_training_goes_on(tmp_path):
     """A mean over predicted tokens; of an optimizer that evaluates other parameters, as well."""
     dataset = mixed({"ab": 4})
     ids = torch.tensor(dataset["input_ids"][:])
@@ -806,7 +792,7 @@ def test_trains_again_after_an_evaluation_whose_loss_is_the_models(tmp_path):
         assert not trainer.doge.inner.param_groups[0].get("train_mode")
 
 
-def test_the_cache_is_emptied_as_often_as_asked(tmp_path, monkeypatch):
+def test_device_cache_is_emptied_every_torch_empty_cache_steps(tmp_path, monkeypatch):
     steps: list[int] = []
     trainer = trainer_for(tmp_path, torch_empty_cache_steps=2)
     monkeypatch.setattr(host, "clear_device_cache", lambda: steps.append(trainer.state.global_step))
@@ -817,7 +803,7 @@ def test_the_cache_is_emptied_as_often_as_asked(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "limit"), [("of the trainer", 0.5), ("ready", 0.25), ("left to the loop", 0.5)]
 )
-def test_the_combined_gradient_is_clipped_once(tmp_path, monkeypatch, kind, limit):
+def test_combined_gradient_is_clipped_once(tmp_path, monkeypatch, kind, limit):
     model = tiny_gpt2()
     inner = own = torch.optim.SGD(model.named_parameters(), lr=0.1)
     if kind != "of the trainer":
@@ -846,21 +832,7 @@ def test_the_combined_gradient_is_clipped_once(tmp_path, monkeypatch, kind, limi
     assert norms == pytest.approx([limit, limit], rel=1e-5)
 
 
-def test_a_ready_optimizer_and_the_arguments_must_agree(tmp_path):
-    model = tiny_gpt2()
-
-    def ready() -> DoGEOptimizer:
-        return DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), domains=["x", "y"])
-
-    options: dict[str, Any] = {"model": model, "args": arguments(tmp_path)}
-    assert DoGETrainer(**options, optimizers=(ready(), None)).names == ("x", "y")
-    with pytest.raises(ValueError, match=r"domains would .* over \['x', 'y'\]"):
-        DoGETrainer(**options, optimizers=(ready(), None), domains=["y", "x"])
-    with pytest.raises(ValueError, match="mu, absent would have no effect"):
-        DoGETrainer(**options, optimizers=(ready(), None), mu=1.0, absent="keep")
-
-
-def test_an_optimizer_and_a_schedule_of_ones_own(tmp_path):
+def test_optimizer_and_schedule_may_be_given_in_every_form(tmp_path):
     """Given ready, or as a class, or as a factory that wraps by itself: the same training."""
     sgd: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
 
@@ -932,7 +904,9 @@ SOAK = pytest.mark.soak
         ({"bf16": True}, lambda it: it.args.bf16, "sequential", 2**-5),
     ],
 )
-def test_other_forms_of_the_model_learn_the_same(tmp_path, changes, is_so, mode, rtol):
+def test_compiled_checkpointed_and_16_bit_models_learn_the_same(
+    tmp_path, changes, is_so, mode, rtol
+):
     torch.compiler.reset()
     plain, other = (
         trainer_for(tmp_path, model=tiny_gpt2(num_layers=1), mode=mode, max_steps=2, **each)
@@ -949,3 +923,95 @@ def test_other_forms_of_the_model_learn_the_same(tmp_path, changes, is_so, mode,
             parameters(other.model), parameters(plain.model), rtol=1e-4, atol=1e-5
         )
     torch.compiler.reset()
+
+
+class Flat(IterableDataset[Any]):
+    """Batches that are not by domain."""
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield batch_of(0, ["ab"])["ab"]
+
+
+def train_as(out: Path, **methods: Any) -> None:
+    """Training of DoGETrainer before a trainer that has methods of its own."""
+    other = type("Other", (Trainer,), methods)
+    trainer_for(out, kind=type("Both", (DoGETrainer, other), {})).train()
+
+
+def inputs_alone(self: Any, _: Any, batches: Any, *__: Any) -> Any:
+    return self._prepare_inputs(batches)
+
+
+def loss_alone(self: Any, *given: Any) -> Any:
+    return self.compute_loss(*given[:2])
+
+
+def backward_of_one(_: Any, model: Any, batches: Any, *__: Any) -> Any:
+    model(**batches["ab"]).loss.backward()
+    return torch.zeros(())
+
+
+def on_two_gpus(out: Path) -> DoGETrainer:
+    args = copy.deepcopy(arguments(out))
+    args._n_gpu = 2
+    return DoGETrainer(model=tiny_gpt2(), args=args, domains=DOMAINS)
+
+
+def check_host(out: Path, host_of: str) -> None:
+    trainer = trainer_for(out)
+    setattr(trainer, host_of, True)
+    trainer.check_host()
+
+
+def with_a_ready_optimizer(out: Path, **options: Any) -> DoGETrainer:
+    model = tiny_gpt2()
+    ready = DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), domains=["x", "y"])
+    return DoGETrainer(model=model, args=arguments(out), optimizers=(ready, None), **options)
+
+
+def resume_without(out: Path, lost: str) -> None:
+    trainer_for(out, save_strategy="steps", save_steps=4).train()
+    (out / "checkpoint-4" / lost).unlink()
+    trainer_for(out).train(resume_from_checkpoint=str(out / "checkpoint-4"))
+
+
+TRANSFORMERS_SHARDS = "is_distributed_loading_by_transformers"
+ONES = {name: [1] for name in DOMAINS}
+STREAMS = {name: mixed({name: 2}).to_iterable_dataset() for name in DOMAINS}
+LENGTHS = {"train_sampling_strategy": "group_by_length"}
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "word"),
+    [
+        (lambda out: trainer_for(out, (), domains={"ab": 0.7, "cd": 0.3}), ValueError, "domains"),
+        (lambda out: trainer_for(out, (), domains="ab"), ValueError, "domains"),
+        (lambda out: trainer_for(out, (), domains=[]), ValueError, "domains"),
+        (lambda out: trainer_for(out, mode="sideways"), ValueError, "sideways"),
+        (lambda out: trainer_for(out).weights, RuntimeError, "create_optimizer"),
+        (on_two_gpus, RuntimeError, "GPU"),
+        (lambda out: check_host(out, "is_deepspeed_enabled"), RuntimeError, "deepspeed"),
+        (lambda out: check_host(out, "is_fsdp_enabled"), RuntimeError, "FSDP1"),
+        (lambda out: check_host(out, TRANSFORMERS_SHARDS), RuntimeError, "distributed_config"),
+        (lambda out: with_a_ready_optimizer(out, domains=["y", "x"]), ValueError, "domains"),
+        (lambda out: with_a_ready_optimizer(out, mu=1.0, absent="keep"), ValueError, "mu, absent"),
+        (lambda out: resume_without(out, "optimizer.pt"), FileNotFoundError, "optimizer"),
+        (lambda out: resume_without(out, "scheduler.pt"), FileNotFoundError, "scheduler"),
+        (lambda out: train_as(out, training_step=inputs_alone), TypeError, "super"),
+        (lambda out: train_as(out, training_step=loss_alone), TypeError, "super"),
+        (lambda out: train_as(out, training_step=backward_of_one), RuntimeError, "domain"),
+        (lambda out: train_as(out, get_batch_samples=loss_alone), RuntimeError, "never run"),
+        (lambda out: trainer_for(out, Flat()).train(), ValueError, "input_ids"),
+        (lambda out: trainer_for(out, ONES | {"cd": []}).train(), ValueError, "example"),
+        (lambda out: trainer_for(out, ONES, **LENGTHS).train(), ValueError, "lengths"),
+        (lambda out: trainer_for(out, Batches(DOMAINS[:2])).train(), RuntimeError, "'ef'"),
+        (lambda out: trainer_for(out, Batches([*DOMAINS, "zz"])).train(), ValueError, "'zz'"),
+        (lambda out: trainer_for(out, mixed(COUNTS | {"far": 4})).train(), ValueError, "'far'"),
+        (lambda out: trainer_for(out, mixed(COUNTS), target="nl").train(), ValueError, "'nl'"),
+        (lambda out: trainer_for(out, STREAMS).train(), ValueError, "interleave_datasets"),
+    ],
+)
+def test_misuse_of_the_trainer_is_refused(call, error, word, tmp_path):
+    with pytest.raises(error, match=word):
+        call(tmp_path)
