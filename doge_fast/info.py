@@ -13,7 +13,7 @@ from doge_fast.kernels.build import BuildError, cache_dir
 from doge_fast.kernels.dispatch import AUTO, OPERATORS, preference
 
 PACKAGES = ("doge-fast", "torch", "triton", "transformers")
-# Environment variables that decide which operators run and how they are built, beside our own.
+# Environment variables, beside DOGE_FAST_*, that decide which operators run and how they are built.
 VARIABLES = (
     "CXX",
     "CUDA_HOME",
@@ -40,7 +40,7 @@ def info() -> dict[str, Any]:
         cache = str(error)
     return {
         "versions": versions(),
-        "devices": [_of_device(device) for device in devices],
+        "devices": [_device(device) for device in devices],
         "cache": cache,
         "environment": {
             name: value
@@ -51,7 +51,7 @@ def info() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """{package: version} of doge_fast, its dependencies and Python."""
+    """{package: version} of doge_fast, torch, triton, transformers and Python."""
     packages = {name: _version(name) for name in PACKAGES}
     return packages | {"torch": torch.__version__, "python": platform.python_version()}
 
@@ -69,7 +69,7 @@ def device_name(device: torch.device) -> str:
 
 
 def text(machine: dict[str, Any]) -> str:
-    """What `info` returns, as readable lines."""
+    """The result of `info` as readable lines."""
     lines = ["  ".join(f"{name} {number}" for name, number in machine["versions"].items())]
     for device in machine["devices"]:
         lines += ["", f"{device['name']} ({device['device']}): {device['what']}"]
@@ -89,7 +89,7 @@ def text(machine: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _of_device(device: torch.device) -> dict[str, Any]:
+def _device(device: torch.device) -> dict[str, Any]:
     what = f"{os.cpu_count()} cores, torch takes {torch.get_num_threads()} threads"
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -112,10 +112,10 @@ def _choice(operator: str, device: torch.device) -> dict[str, str | None]:
         name = chosen(device, operator)
     except (ValueError, RuntimeError) as error:
         return {"implementation": None, "reason": str(error)}
-    forced = os.environ.get("DOGE_FAST_BACKEND") or AUTO
+    requested = os.environ.get("DOGE_FAST_BACKEND") or AUTO
     reason = f"the first that can run of {', '.join(preference(operator, device))}"
-    if forced != AUTO:
-        reason = f"forced by DOGE_FAST_BACKEND={forced}"
+    if requested != AUTO:
+        reason = f"forced by DOGE_FAST_BACKEND={requested}"
     return {"implementation": name, "reason": reason}
 
 

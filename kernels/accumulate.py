@@ -60,7 +60,7 @@ def accumulate(
 
 
 def fill(grads: Sequence[Tensor], rows: Sequence[Tensor], *, add: bool) -> None:
-    """`accumulate` for a caller that guarantees each row its gradient's shape and device.
+    """`accumulate` for a caller that guarantees: each row has its gradient's shape and device.
 
     If all gradients are contiguous and on one device, this skips the check and torch's dispatcher,
     which take longer than the work for many small gradients.
@@ -140,8 +140,8 @@ def on_gpu() -> tuple[str, ...]:
     Gradients have new addresses in every step. CUDA's kernel and torch's foreach operators take
     addresses as arguments; a kernel of Triton would need a table on the device.
     """
-    # CUDA's kernel has several times the blocks of torch's, but is not worth a minute of nvcc: it
-    # comes first only if the library exists already.
+    # CUDA's kernel runs several times as many blocks at once as torch's. That is not worth a minute
+    # of nvcc, so it comes first only if the library is built already.
     return ("cuda", "torch") if build.is_built(build.CUDA) else ("torch", "cuda")
 
 
@@ -192,7 +192,7 @@ def _run(
     if not grads and not rows:
         return
     device = (grads or rows)[0].device
-    # The CPU implementations view each pair themselves.
+    # On a CPU the implementations flatten each pair themselves.
     are_alike = device.type == "cpu" or list(map(_shape_of, grads)) == list(map(_shape_of, rows))
     if not are_alike or not all(map(Tensor.is_contiguous, grads)):
         check_accumulate(grads, rows, add)

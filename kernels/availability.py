@@ -54,9 +54,9 @@ def of_triton(device: torch.device) -> str | None:
         return "The package triton is not installed."
     if is_interpreted() != (device.type == "cpu"):
         return (
-            "Triton reaches CPU memory in its interpreter alone; start with TRITON_INTERPRET=1."
+            "Triton reaches CPU memory only in its interpreter; start with TRITON_INTERPRET=1."
             if device.type == "cpu"
-            else "TRITON_INTERPRET=1 is set, and its interpreter reaches CPU memory alone."
+            else "TRITON_INTERPRET=1 is set, and the interpreter reaches only CPU memory."
         )
     is_nvidia = device.type == "cuda" and torch.version.hip is None
     if is_nvidia and torch.cuda.get_device_capability(device) < LOWEST_CAPABILITY:

@@ -74,7 +74,7 @@ class Recipe(NamedTuple):
     """A folder; its parent holds shared headers."""
     flags: Sequence[str]
     identity: str
-    """Of the compiler and its target."""
+    """The compiler's version and target, as text."""
     with_cuda: bool = False
     architectures: str = ""
     """TORCH_CUDA_ARCH_LIST; empty: the GPUs that torch sees."""
@@ -126,7 +126,7 @@ def load_library(name: str, recipe: Recipe) -> Path:
     library = _path_of(name, recipe)
     cache = library.parent.parent
     try:
-        if not _is_whole(library):
+        if not _is_intact(library):
             cache.mkdir(mode=0o700, parents=True, exist_ok=True)
             _check_private(cache)
             _build(library, recipe)
@@ -178,7 +178,7 @@ def _macros(flags: Sequence[str]) -> str:
             f"No C++ compiler was found: {cxx()} is no program; install one, or set CXX to the "
             "path of a C++20 compiler, without arguments."
         )
-    return path + _said_by(path, *flags, "-dM", "-E", "-x", "c++", os.devnull)
+    return path + _output_of(path, *flags, "-dM", "-E", "-x", "c++", os.devnull)
 
 
 def _cuda_recipe(sources: Path) -> Recipe:
@@ -191,7 +191,7 @@ def _cuda_recipe(sources: Path) -> Recipe:
             "No CUDA compiler was found (CUDA_HOME, CUDA_PATH, nvcc on PATH, /usr/local/cuda); "
             f"install the CUDA toolkit of torch's version {torch.version.cuda}."
         )
-    version = _said_by(nvcc, "--version")
+    version = _output_of(nvcc, "--version")
     if f"release {str(torch.version.cuda).split('.')[0]}." not in version:
         raise BuildError(
             f"{nvcc} has another major version than torch's CUDA {torch.version.cuda}; set "
@@ -222,13 +222,13 @@ def needed_architectures(listed: str, present: Collection[tuple[int, int]]) -> s
     return ";".join(name for name in names if any(serves(name, gpu) for gpu in present))
 
 
-def _said_by(*command: str) -> str:
+def _output_of(*command: str) -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
-        said = (getattr(error, "stderr", None) or str(error)).splitlines()
+        lines = (getattr(error, "stderr", None) or str(error)).splitlines()
         raise BuildError(
-            f"The compiler {command[0]} does not work ({said[0] if said else 'it said nothing'}); "
+            f"The compiler {command[0]} does not work ({lines[0] if lines else 'no output'}); "
             "set CXX or CUDA_HOME to another."
         ) from error
 
@@ -265,7 +265,7 @@ def _check_private(path: Path) -> None:
         )
 
 
-def _is_whole(library: Path) -> bool:
+def _is_intact(library: Path) -> bool:
     """Whether the library is intact, by the digest in the file beside it."""
     try:
         return library.with_suffix(".sha256").read_text("utf-8") == _digest_of(library)
@@ -284,9 +284,9 @@ def _build(library: Path, recipe: Recipe) -> None:
     folder, cache = library.parent, library.parent.parent
     prefix = f".{folder.name}-"
     with FileLock(cache / f"{folder.name}.lock", timeout=_TIMEOUT_S):
-        if _is_whole(library):
+        if _is_intact(library):
             return
-        # What is damaged, by a full disk for example, and directories of killed builds.
+        # A damaged library, by a full disk for example, and the directories of killed builds.
         for left in [folder, *cache.glob(f"{prefix}*")]:
             shutil.rmtree(left, ignore_errors=True)
         with tempfile.TemporaryDirectory(
@@ -332,15 +332,15 @@ def _compile(library: Path, recipe: Recipe) -> None:
         start_new_session=True,
     ) as process:
         try:
-            said, _ = process.communicate(timeout=_TIMEOUT_S)
+            output, _ = process.communicate(timeout=_TIMEOUT_S)
         except subprocess.TimeoutExpired as error:
             raise BuildError(f"Compiling took longer than {_TIMEOUT_S:g} s.") from error
         finally:
-            # Ninja, too, which then ends the compilers.
+            # To the whole group, with ninja, which then ends the compilers.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
     if process.returncode != 0 or not library.is_file():
         # The compiler's first error, else the last line, which is torch's.
-        lines = [line for line in map(str.strip, said.splitlines()) if line]
+        lines = [line for line in map(str.strip, output.splitlines()) if line]
         errors = [line for line in lines if re.search(r"(^|\s)(\w+ )?error:", line)]
         raise BuildError(f"Torch's builder failed: {(errors or lines[-1:] or ['silently'])[0]}")

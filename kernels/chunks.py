@@ -1,11 +1,11 @@
 """Chunk tables: the arguments of one GPU launch over a list of blocks.
 
 A table has one int64 row per chunk of at most `chunk_columns` columns: addresses, a row stride if
-there is one, and the length. Tables are uploaded once and kept: the blocks of a flat buffer have
+there is one, and the length. Tables are uploaded once and cached: the blocks of a flat buffer have
 the same addresses in every step, so a launch normally copies nothing and waits for nothing. The
-results of checks and the spans of a list are kept as well, by the addresses, shapes, strides,
-dtypes and devices of its blocks. A CUDA graph capture cannot upload. It must follow an ordinary
-call with the same blocks; the tables that it used are kept forever, because the graph reads them.
+spans of a list of blocks are cached after its check, by the addresses, shapes, strides, dtypes and
+devices of the blocks. A CUDA graph capture cannot upload. It must follow an ordinary call with the
+same blocks; the tables that it used are never evicted, because the graph reads them.
 """
 
 from collections import OrderedDict, defaultdict
@@ -16,16 +16,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Each operator keeps tables up to this cost, some 16 MB: a table costs its number of rows, plus 64.
-# Budgets are separate so that gradients, whose addresses change from step to step, do not evict the
-# tables of the buffer's rows.
+# The largest cost of an operator's cached tables, some 16 MB. A table costs 64 plus its number of
+# rows. Operators have separate caches, so that the tables of gradients, whose addresses change from
+# step to step, do not evict those of the buffer's rows.
 MAX_COST, COST_OF_A_TABLE = 1 << 19, 64
-# Kept whatever their cost: a step has so many lists per operator. Beyond 500 million columns two
-# tables would otherwise evict each other in every step.
+# As many tables are cached whatever their cost, because a step has that many lists per operator.
+# Beyond 500 million columns two tables would otherwise evict each other in every step.
 MIN_TABLES = 4
-# Lists of blocks whose spans are kept: an optimizer has two to four.
+# Lists of blocks whose spans are cached; an optimizer has two to four.
 MAX_LISTS = 32
-# The alignment that a launch promises the compiler, in elements; blocks start on 64 elements.
+# The alignment that a launch promises the compiler, in elements. Blocks of a flat buffer start at
+# multiples of 64 elements.
 ALIGNED_ELEMENTS = 16
 
 
@@ -68,7 +69,7 @@ class ChunkTable(NamedTuple):
     host_table: Tensor
 
 
-class _Kept(NamedTuple):
+class _Uploaded(NamedTuple):
     """The tables of one list of blocks; on a GPU with the stream and the event of their upload."""
 
     tables: tuple[ChunkTable, ...]
@@ -91,17 +92,17 @@ class _Kept(NamedTuple):
 
 _Key = tuple[object, ...]
 # By the fields of a table, least recently used first.
-_kept: defaultdict[tuple[str, ...], OrderedDict[_Key, _Kept]] = defaultdict(OrderedDict)
+_uploaded: defaultdict[tuple[str, ...], OrderedDict[_Key, _Uploaded]] = defaultdict(OrderedDict)
 _costs: defaultdict[tuple[str, ...], int] = defaultdict(int)
 # Tables that a CUDA graph reads.
-_captured: dict[_Key, _Kept] = {}
-_Groups = tuple[tuple[tuple[torch.dtype, ...], Spans], ...]
+_captured: dict[_Key, _Uploaded] = {}
+_SpansByDtype = tuple[tuple[tuple[torch.dtype, ...], Spans], ...]
 # By the layout of the lists, least recently used first.
-_groups: OrderedDict[_Key, _Groups] = OrderedDict()
+_spans: OrderedDict[_Key, _SpansByDtype] = OrderedDict()
 _shape_of, _dtype_of = attrgetter("shape"), attrgetter("dtype")
 
 
-def spans_by_dtype(check: Callable[[], None], *lists: Sequence[Tensor]) -> _Groups:
+def spans_by_dtype(check: Callable[[], None], *lists: Sequence[Tensor]) -> _SpansByDtype:
     """The spans of blocks, or of blocks and outputs, for each tuple of dtypes: one launch each.
 
     Args:
@@ -115,17 +116,17 @@ def spans_by_dtype(check: Callable[[], None], *lists: Sequence[Tensor]) -> _Grou
         for tensors in lists
         for of in (Tensor.data_ptr, Tensor.stride, _shape_of, _dtype_of, Tensor.get_device)
     )
-    groups = _groups.get(layout)
+    groups = _spans.get(layout)
     if groups is None:
         check()
-        groups = _groups[layout] = tuple(
+        groups = _spans[layout] = tuple(
             (dtypes, Spans(Span.of(*tensors) for tensors in group))
             for dtypes, group in by_dtype(zip(*lists, strict=True))
         )
-        if len(_groups) > MAX_LISTS:
-            _groups.popitem(last=False)
+        if len(_spans) > MAX_LISTS:
+            _spans.popitem(last=False)
     else:
-        _groups.move_to_end(layout)
+        _spans.move_to_end(layout)
     return groups
 
 
@@ -142,8 +143,8 @@ def chunk_tables(
     """
     # With all sizes: the allocator may hand out an address again for another size.
     key = (device, chunk_columns, fields, spans if isinstance(spans, Spans) else Spans(spans))
-    kept = _kept[fields]
-    entry = kept.get(key) or _captured.get(key)
+    cached = _uploaded[fields]
+    entry = cached.get(key) or _captured.get(key)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         if entry is None:
             raise RuntimeError(
@@ -155,29 +156,29 @@ def chunk_tables(
         _captured[key] = entry
         return entry.tables
     if entry is None:
-        entry = _keep(key, _upload(spans, fields, chunk_columns, device))
-    elif key in kept:
-        kept.move_to_end(key)
+        entry = _remember(key, _upload(spans, fields, chunk_columns, device))
+    elif key in cached:
+        cached.move_to_end(key)
     entry.wait()
     return entry.tables
 
 
-def _keep(key: _Key, new: _Kept) -> _Kept:
+def _remember(key: _Key, new: _Uploaded) -> _Uploaded:
     fields = key[2]
     assert isinstance(fields, tuple)
-    kept = _kept[fields]
-    kept[key] = new
+    cached = _uploaded[fields]
+    cached[key] = new
     _costs[fields] += new.cost()
-    while _costs[fields] > MAX_COST and len(kept) > MIN_TABLES:
-        _, oldest = kept.popitem(last=False)
+    while _costs[fields] > MAX_COST and len(cached) > MIN_TABLES:
+        _, oldest = cached.popitem(last=False)
         _costs[fields] -= oldest.cost()
     return new
 
 
 def _upload(
     spans: Sequence[Span], fields: tuple[str, ...], chunk_columns: int, device: torch.device
-) -> _Kept:
-    column_of, is_aligned_C = _cut(spans, chunk_columns)
+) -> _Uploaded:
+    column_of, is_aligned_C = _columns_of_chunks(spans, chunk_columns)
     rows_CF = torch.stack([column_of[name] for name in fields], dim=1)
     tables = []
     for is_aligned in (True, False):
@@ -189,12 +190,14 @@ def _upload(
             table = host_table.to(device, non_blocking=True)
             tables.append(ChunkTable(table, len(host_table), is_aligned, host_table))
     if device.type != "cuda":
-        return _Kept(tuple(tables), None, None)
+        return _Uploaded(tuple(tables), None, None)
     stream = torch.cuda.current_stream(device)
-    return _Kept(tuple(tables), stream, stream.record_event())
+    return _Uploaded(tuple(tables), stream, stream.record_event())
 
 
-def _cut(spans: Sequence[Span], chunk_columns: int) -> tuple[dict[str, Tensor], Tensor]:
+def _columns_of_chunks(
+    spans: Sequence[Span], chunk_columns: int
+) -> tuple[dict[str, Tensor], Tensor]:
     spans_SF = torch.tensor(spans, dtype=torch.int64).view(-1, len(Span._fields))
     of_span = dict(zip(Span._fields, spans_SF.unbind(1), strict=True))
     counts_S = -(-of_span["length"] // chunk_columns)

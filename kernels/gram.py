@@ -230,7 +230,7 @@ class Tiles:
     chunk_columns: int = 8192
     program_doublings: int = 11
     tiles: int = 1
-    """Up to so many tiles a program has all pairs of them; of more it has one pair."""
+    """With at most so many tiles a program has all pairs of them, with more it has one pair."""
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ PAIRS_FLOAT64: dict[float, Pairs] = {
     10: Pairs(block=64),
 }
 
-# As many programs of one warp run at once as of pairs; of two warps half as many.
+# A GPU runs as many programs of one warp at once as of `Pairs`, and half as many of two warps.
 ONE_WARP = {"num_warps": 1, "chunk_columns": 2048, "program_doublings": 14}
 TWO_WARPS = {"num_warps": 2, "chunk_columns": 4096, "program_doublings": 12}
 TILES_FLOAT32: dict[float, Tiles] = {
@@ -304,11 +304,11 @@ MAX_PARTIAL_ENTRIES = 1 << 24
 def pick(num_rows: int, dtype: torch.dtype) -> Pairs | Tiles:
     """Pairs while they are memory-bound and fit in registers, else tiles.
 
-    Computed time of the arithmetic over that of the memory traffic, on H200 (4.3 TB/s, 60 TFLOP/s
-    of float32, 400 of tf32 and 300 by a single warp, 990 of bfloat16) and A100 (1.75, 19.5, 156,
-    312). R rows cost R (R + 1) operations per column in pairs; tiles of T rows cost 2 T^2 of
-    bfloat16, or of tf32 4 T^2 on the diagonal and 6 T^2 below it (`split_dot`). So 50 rows take 26
-    products of 16 rows where the square takes 32. Only 128 float32 rows are bound by arithmetic.
+    The table has the time of the arithmetic over that of the memory traffic, both computed, on H200
+    (4.3 TB/s, 60 TFLOP/s of float32, 400 of tf32 and 300 by a single warp, 990 of bfloat16) and on
+    A100 (1.75, 19.5, 156, 312). R rows cost R (R + 1) operations per column in pairs. A pair of tiles of
+    T rows costs 2 T^2 of bfloat16; of tf32 it costs 4 T^2 on the diagonal and 6 T^2 below it
+    (`split_dot`). Only 128 float32 rows are bound by arithmetic.
 
                               H200           A100
         pairs, float32        0.23 (R=12)    0.29
@@ -562,8 +562,8 @@ def gram_pairs(
             for j in tl.static_range(i + 1):
                 product = tl.sum(sums[i * (i + 1) // 2 + j], axis=0).to(tl.float64)
                 # Row-major [R, R], both triangles: bitwise symmetric.
-                is_here_S = (entries_S == i * R + j) | (entries_S == j * R + i)
-                total_S += tl.where(is_here_S, product, 0.0)
+                is_pair_S = (entries_S == i * R + j) | (entries_S == j * R + i)
+                total_S += tl.where(is_pair_S, product, 0.0)
     tl.store(partials + program.to(tl.int64) * SQUARE + entries_S, total_S)
 
 
@@ -708,9 +708,9 @@ def gram_reduce(
     for first in range(0, num_partials, PROGRAMS):
         programs_P = (first + tl.arange(0, PROGRAMS)).to(tl.int64)
         square_P1 = partials + programs_P[:, None] * STRIDE
-        is_there_PB = (programs_P[:, None] < num_partials) & is_entry_B[None, :]
+        is_partial_PB = (programs_P[:, None] < num_partials) & is_entry_B[None, :]
         sums_PB += tl.load(
-            square_P1 + (high_B * SIDE + low_B)[None, :], mask=is_there_PB, other=0.0
+            square_P1 + (high_B * SIDE + low_B)[None, :], mask=is_partial_PB, other=0.0
         )
     sum_B = tl.sum(sums_PB, axis=0)
     if ADD:
@@ -738,7 +738,7 @@ _op = register(
         "gram",
         {"cpp": gram_cpp, "cuda": gram_cuda, "triton": gram_triton, "torch": gram_torch},
         check_gram,
-        # They check a new list of blocks once.
+        # They check each new list of blocks once.
         checks_itself=("cuda", "triton"),
     ),
     "(Tensor[] blocks, *, str? implementation=None) -> Tensor",

@@ -343,7 +343,7 @@ _op = register(
             "torch": weighted_sum_torch,
         },
         check_weighted_sum,
-        # They check new lists of blocks once, and the coefficients at each call.
+        # They check each new list of blocks once, and the coefficients at each call.
         checks_itself=("cuda", "triton"),
     ),
     "(Tensor[] blocks, Tensor coefficients_R, Tensor(a!)[] outs, *, "

@@ -28,7 +28,7 @@ struct Pairs {
   uint32_t first_block[MAX_PAIRS];
   int32_t count;
 };
-// The parameters of a launch on any GPU.
+// The limit for the parameters of a launch, on every GPU.
 static_assert(sizeof(Pairs) <= 4096);
 
 // The last pair that begins at or before `block`.
@@ -123,7 +123,7 @@ class Queue {
     const int64_t blocks = (row.numel() + BLOCK_ELEMENTS - 1) / BLOCK_ELEMENTS;
     if (blocks == 0) return;
     DOGE_CHECK(blocks <= MAX_BLOCKS, "accumulate launches at most 2^31 blocks; a row has ", row.numel(),
-               " elements. Cut it in two.");
+               " elements. Split it in two.");
     if (pairs_.count == MAX_PAIRS || num_blocks_ + blocks > MAX_BLOCKS) flush(launch);
     pairs_.grad[pairs_.count] = grad.const_data_ptr();
     pairs_.row[pairs_.count] = row.mutable_data_ptr();

@@ -18,8 +18,8 @@ struct alignas(16) Piece {
   uint32_t word[4];
 };
 
-// Loads 16 bytes that no thread of the launch writes before. They do not go through the first-level cache,
-// because nothing is read twice.
+// Loads 16 bytes that the launch does not write before it has read them: the compiler may move the load. They
+// do not go through the first-level cache, because nothing is read twice.
 __device__ __forceinline__ Piece load16(const void* from) {
   Piece piece;
   asm("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"

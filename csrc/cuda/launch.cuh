@@ -14,7 +14,7 @@
 #include "../check.h"
 #include "instructions.cuh"
 
-// A library of its own for the emulated operators: both may be loaded in one process.
+// The emulated operators have another library name, because both may be loaded in one process.
 #ifdef DOGE_EMULATED
 #define DOGE_LIBRARY doge_fast_cuda_emulated
 #define DOGE_UNROLL

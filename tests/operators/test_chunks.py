@@ -15,10 +15,10 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def no_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "_kept", defaultdict(OrderedDict))
+    monkeypatch.setattr(chunks, "_uploaded", defaultdict(OrderedDict))
     monkeypatch.setattr(chunks, "_costs", defaultdict(int))
     monkeypatch.setattr(chunks, "_captured", {})
-    monkeypatch.setattr(chunks, "_groups", OrderedDict())
+    monkeypatch.setattr(chunks, "_spans", OrderedDict())
 
 
 def test_chunks_cover_every_column_once():
@@ -77,13 +77,13 @@ def test_a_table_is_made_once_and_old_ones_are_let_go(monkeypatch):
     for address in range(9):
         tables_at(64 * (address + 1))
     assert tables_at(0) is first
-    assert len(chunks._kept[FIELDS]) == 10
+    assert len(chunks._uploaded[FIELDS]) == 10
     # The one that was used least recently goes first.
     second = tables_at(128)
     tables_at(64 * 10)
     assert tables_at(0) is first
     assert tables_at(128) is second
-    assert len(chunks._kept[FIELDS]) == 10
+    assert len(chunks._uploaded[FIELDS]) == 10
     for address in range(100, 110):
         tables_at(64 * address)
     assert tables_at(0) is not first
@@ -100,7 +100,7 @@ def test_the_tables_of_a_step_are_kept_whatever_they_cost(monkeypatch):
         assert tables_at(4096 * n, length=64 * 200) is tables
     tables_at(64)
     assert tables_at(0, length=64 * 200) is not large[0]
-    assert len(chunks._kept[FIELDS]) == chunks.MIN_TABLES
+    assert len(chunks._uploaded[FIELDS]) == chunks.MIN_TABLES
 
 
 def test_one_operator_does_not_push_out_the_tables_of_another(monkeypatch):
@@ -184,14 +184,14 @@ class TestCapture:
     def test_addresses_that_are_not_on_the_device_are_refused(self):
         with pytest.raises(RuntimeError, match="once before the capture"):
             chunk_tables([Span(0, 4, 64, 64)], FIELDS, 64, self.CUDA)
-        assert not chunks._kept[FIELDS]
+        assert not chunks._uploaded[FIELDS]
 
     def test_tables_that_a_graph_reads_are_kept_for_good(self, monkeypatch):
         span = Span(0, 4, 64, 64)
         uploaded = chunks._upload([span], FIELDS, 64, CPU)
-        chunks._keep((self.CUDA, 64, FIELDS, Spans([span])), uploaded)
+        chunks._remember((self.CUDA, 64, FIELDS, Spans([span])), uploaded)
         assert chunk_tables([span], FIELDS, 64, self.CUDA) is uploaded.tables
-        chunks._kept.clear()
+        chunks._uploaded.clear()
         assert chunk_tables([span], FIELDS, 64, self.CUDA) is uploaded.tables
         # Nor is it made anew afterwards.
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
