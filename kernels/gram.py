@@ -306,9 +306,9 @@ def pick(num_rows: int, dtype: torch.dtype) -> Pairs | Tiles:
 
     The table has the time of the arithmetic over that of the memory traffic, both computed, on H200
     (4.3 TB/s, 60 TFLOP/s of float32, 400 of tf32 and 300 by a single warp, 990 of bfloat16) and on
-    A100 (1.75, 19.5, 156, 312). R rows cost R (R + 1) operations per column in pairs. A pair of tiles of
-    T rows costs 2 T^2 of bfloat16; of tf32 it costs 4 T^2 on the diagonal and 6 T^2 below it
-    (`split_dot`). Only 128 float32 rows are bound by arithmetic.
+    A100 (1.75, 19.5, 156, 312). R rows cost R (R + 1) operations per column in pairs. A pair of
+    tiles of T rows costs 2 T^2 of bfloat16; of tf32 it costs 4 T^2 on the diagonal and 6 T^2 below
+    it (`split_dot`). Only 128 float32 rows are bound by arithmetic.
 
                               H200           A100
         pairs, float32        0.23 (R=12)    0.29
