@@ -237,7 +237,7 @@ def test_large_logits_are_computed_one_domain_at_a_time(tmp_path, monkeypatch, b
 
 def stackable(trainer: DoGETrainer, inputs: Any) -> bool:
     trainer.create_optimizer()
-    return trainer._is_to_be_stacked(inputs)
+    return trainer._should_stack(inputs)
 
 
 def test_auto_mode_stacks_small_batches_of_known_architectures(tmp_path, monkeypatch):
@@ -461,15 +461,6 @@ def test_micro_batches_equal_the_whole_batch_up_to_rounding(tmp_path, kind, is_m
     assert parts.state.log_history[0]["loss/ab"] == pytest.approx(float(expected), rel=1e-5)
 
 
-def test_a_method_of_another_trainer_that_would_never_run_is_refused(tmp_path):
-    for name in ("training_step", "get_batch_samples"):
-        other = type("Other", (Trainer,), {name: getattr(Trainer, name)})
-        with pytest.raises(RuntimeError, match=rf"Other.{name}\(\) would never run"):
-            trainer_for(tmp_path, kind=type("Both", (DoGETrainer, other), {}))
-        both = type("Both", (DoGETrainer, other), {name: getattr(DoGETrainer, name)})
-        trainer_for(tmp_path, kind=both, max_steps=1).train()
-
-
 def test_a_step_without_domains_is_refused(tmp_path):
     def one_domain(_: Any, model: Any, batches: Any, *__: Any) -> Any:
         model(**batches["ab"]).loss.backward()
@@ -556,56 +547,6 @@ def test_collated_batch_is_cut_if_every_entry_holds_the_examples():
     assert [*domain_data.part_of(batch(longest=7), 1, 3)] == ["cd"]
     with pytest.raises(ValueError, match="longest"):
         domain_data.part_of(batch(longest=7), 0, 2)
-
-
-class _Flat(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            yield batch_of(0, ["ab"])["ab"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "data", "error", "message"),
-    [
-        ({}, _Flat(), ValueError, r"by domain.*got \['input_ids', 'labels'\]"),
-        (
-            {"train_sampling_strategy": "group_by_length"},
-            {name: [1] for name in DOMAINS},
-            ValueError,
-            "lengths",
-        ),
-        ({}, Batches(DOMAINS[:2]), RuntimeError, r"missing \['ef'\]"),
-        ({}, Batches([*DOMAINS, "zz"]), ValueError, "domain 'zz'"),
-    ],
-)
-def test_data_that_is_refused(tmp_path, changes, data, error, message):
-    with pytest.raises(error, match=message):
-        trainer_for(tmp_path, data, **changes).train()
-
-
-def test_misuse_is_answered_in_a_sentence(tmp_path):
-    for domains in ({"ab": 0.7, "cd": 0.3}, "ab", []):
-        with pytest.raises(ValueError, match="domains must be a list of"):
-            DoGETrainer(model=tiny_gpt2(), args=arguments(tmp_path), domains=domains)
-    with pytest.raises(ValueError, match=r"mode .*'sideways'"):
-        trainer_for(tmp_path, mode="sideways")
-    with pytest.raises(RuntimeError, match="create_optimizer"):
-        _ = trainer_for(tmp_path).weights
-    args = copy.deepcopy(arguments(tmp_path))
-    args._n_gpu = 2
-    with pytest.raises(RuntimeError, match="2 GPUs in one process"):
-        DoGETrainer(model=tiny_gpt2(), args=args, domains=DOMAINS)
-    trainer = trainer_for(tmp_path)
-    hosts = {
-        "is_deepspeed_enabled": "deepspeed",
-        "is_fsdp_enabled": "FSDP1",
-        "is_distributed_loading_by_transformers": "distributed_config",
-    }
-    for host_of, message in hosts.items():
-        setattr(trainer, host_of, True)
-        with pytest.raises(RuntimeError, match=message):
-            trainer.check_host()
-        setattr(trainer, host_of, False)
 
 
 def mixed(counts: dict[str, int], **columns: Any) -> datasets.Dataset:
@@ -939,17 +880,8 @@ def train_as(out: Path, **methods: Any) -> None:
     trainer_for(out, kind=type("Both", (DoGETrainer, other), {})).train()
 
 
-def inputs_alone(self: Any, _: Any, batches: Any, *__: Any) -> Any:
-    return self._prepare_inputs(batches)
-
-
 def loss_alone(self: Any, *given: Any) -> Any:
     return self.compute_loss(*given[:2])
-
-
-def backward_of_one(_: Any, model: Any, batches: Any, *__: Any) -> Any:
-    model(**batches["ab"]).loss.backward()
-    return torch.zeros(())
 
 
 def on_two_gpus(out: Path) -> DoGETrainer:
@@ -978,7 +910,6 @@ def resume_without(out: Path, lost: str) -> None:
 
 TRANSFORMERS_SHARDS = "is_distributed_loading_by_transformers"
 ONES = {name: [1] for name in DOMAINS}
-STREAMS = {name: mixed({name: 2}).to_iterable_dataset() for name in DOMAINS}
 LENGTHS = {"train_sampling_strategy": "group_by_length"}
 
 
@@ -998,18 +929,13 @@ LENGTHS = {"train_sampling_strategy": "group_by_length"}
         (lambda out: with_a_ready_optimizer(out, mu=1.0, absent="keep"), ValueError, "mu, absent"),
         (lambda out: resume_without(out, "optimizer.pt"), FileNotFoundError, "optimizer"),
         (lambda out: resume_without(out, "scheduler.pt"), FileNotFoundError, "scheduler"),
-        (lambda out: train_as(out, training_step=inputs_alone), TypeError, "super"),
-        (lambda out: train_as(out, training_step=loss_alone), TypeError, "super"),
-        (lambda out: train_as(out, training_step=backward_of_one), RuntimeError, "domain"),
         (lambda out: train_as(out, get_batch_samples=loss_alone), RuntimeError, "never run"),
         (lambda out: trainer_for(out, Flat()).train(), ValueError, "input_ids"),
-        (lambda out: trainer_for(out, ONES | {"cd": []}).train(), ValueError, "example"),
         (lambda out: trainer_for(out, ONES, **LENGTHS).train(), ValueError, "lengths"),
         (lambda out: trainer_for(out, Batches(DOMAINS[:2])).train(), RuntimeError, "'ef'"),
         (lambda out: trainer_for(out, Batches([*DOMAINS, "zz"])).train(), ValueError, "'zz'"),
         (lambda out: trainer_for(out, mixed(COUNTS | {"far": 4})).train(), ValueError, "'far'"),
         (lambda out: trainer_for(out, mixed(COUNTS), target="nl").train(), ValueError, "'nl'"),
-        (lambda out: trainer_for(out, STREAMS).train(), ValueError, "interleave_datasets"),
     ],
 )
 def test_misuse_of_the_trainer_is_refused(call, error, word, tmp_path):
