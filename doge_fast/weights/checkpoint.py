@@ -54,8 +54,8 @@ def from_tuple(values: tuple[float, ...], objective: Objective) -> dict[str, Any
     version, fingerprint, draws, *numbers, mu = values
     if (version, fingerprint) != (VERSION, _fingerprint(objective)):
         raise ValueError(
-            "the parameter groups of the checkpoint are of another version, other domains or another"
-            f" target: version {version:g}, where this optimizer has {VERSION} and the names "
+            "the checkpoint's parameter groups are of another version, other domains or another "
+            f"target: version {version:g}, where this optimizer has {VERSION} and the names "
             f"{list(objective.names)}. Build it with the same ones in the same order."
         )
     sizes = [len(objective.domains)] * len(VECTORS) + [1] * len(COUNTS)
