@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from doge_fast.weights import simplex
+from doge_fast.weights import scores
 
 Variant = Literal["doremi", "doge"]
 
@@ -65,10 +65,10 @@ class ExcessWeights(NamedTuple):
         is_seen_K = excess_K != UNSEEN
         mean = excess_K.where(is_seen_K, 0).sum() / is_seen_K.sum()
         lambda_K = excess_K.where(is_seen_K, mean)
-        alpha_K = simplex.mirror_step(self.alpha, lambda_K, lr=step_size, mu=1.0)
-        alpha_K = simplex.smooth(alpha_K, smoothing)
+        alpha_K = scores.mirror_step(self.alpha, lambda_K, lr=step_size, mu=1.0)
+        alpha_K = scores.smooth(alpha_K, smoothing)
         count = self.num_steps + 1
-        mean_K = simplex.running_mean(self.alpha_mean, alpha_K, count)
+        mean_K = scores.running_mean(self.alpha_mean, alpha_K, count)
         return ExcessWeights(alpha_K, mean_K, excess_K, count)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from doge_fast.kernels.dispatch import OPERATORS, Operator, choose
 from doge_fast.kernels.triton_support import kernel, on_device, tl
-from doge_fast.weights import scores, simplex
+from doge_fast.weights import scores
 from doge_fast.weights.scores import NAMED_SCORES, PAPER, PUBLISHED, PUBLISHED_BOUNDS, Score
 
 
@@ -197,8 +197,8 @@ def reweight_torch(tensors: StepTensors, score: Score) -> tuple[Tensor, Tensor, 
     has_targets = (present_R | (tau_R == 0))[num_domains:].all()
     score_K = score.gain(estimate_RR, tau_R, present_K)
     gain_K = torch.where(present_K & has_targets, score_K, state.gain)
-    moved_K = simplex.mirror_step(state.alpha, gain_K, lr=settings.lr, mu=settings.mu)
-    alpha_K = simplex.smooth(moved_K, settings.smoothing)
+    moved_K = scores.mirror_step(state.alpha, gain_K, lr=settings.lr, mu=settings.mu)
+    alpha_K = scores.smooth(moved_K, settings.smoothing)
 
     coefficients_R = torch.zeros_like(tau_R)
     share = num_drawn / num_domains
@@ -214,7 +214,7 @@ def reweight_torch(tensors: StepTensors, score: Score) -> tuple[Tensor, Tensor, 
     coefficients_B = is_at_BR.to(coefficients_R) @ coefficients_R
 
     num_steps = state.num_steps + finite
-    mean_K = simplex.running_mean(state.alpha_mean, alpha_K, num_steps.clamp(min=1))
+    mean_K = scores.running_mean(state.alpha_mean, alpha_K, num_steps.clamp(min=1))
     moved_S = torch.cat([alpha_K, mean_K, gain_K, num_steps[None], state.num_skipped[None]])
     state_S.copy_(torch.where(finite, moved_S, state_S))
     state.num_skipped.add_(~finite)

@@ -1,6 +1,6 @@
 """The rule by which domain weights move: the settings of Algorithms 1 and 2.
 
-Their ranges are checked here and nowhere else: `simplex` and `reweight` take numbers as they come.
+Their ranges are checked here and nowhere else: `scores` and `reweight` take numbers as they come.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""From a Gram matrix to W and to the scores that move the domain weights.
+"""From a Gram matrix to W, to scores, and to the domain weights that they move: an equation each.
 
 Nothing here reads memory of the size of the model. R = K + M stands for the names of the
 objective: the K training domains, then the M held-out targets. All tensors are float64; results
@@ -121,3 +121,45 @@ def cosine(gram_RR: Tensor) -> Tensor:
     norms_R = gram_RR.diagonal().clamp(min=0).sqrt()
     inverse_R = torch.where(norms_R > 0, 1 / norms_R, 0.0)
     return gram_RR * inverse_R[:, None] * inverse_R
+
+
+def mirror_step(
+    alpha_K: Tensor, gain_K: Tensor, *, lr: float | Tensor, mu: float | Tensor
+) -> Tensor:
+    """Move the domain weights one step of exponentiated gradient.
+
+    alpha'_j  =  alpha_j exp(lr * W_j / mu) / sum_i alpha_i exp(lr * W_i / mu)
+
+    Computed as a softmax of logarithms, so a large gain cannot overflow and a weight of zero
+    stays zero. W is `gain_K`.
+
+    Args:
+        alpha_K: [K] floating, on the simplex.
+        gain_K: [K], same dtype; loss decrease per unit of `lr`.
+        lr: >= 0; this step's learning rate (a warm-up may start at 0).
+        mu: > 0; Bregman coefficient. The limit of large `mu` is "do not move".
+            Neither is checked: that would wait for a tensor's device. `UpdateRule` and
+            `DomainWeights` check the numbers of a run.
+
+    Returns:
+        [K], same dtype; sums to 1 within K ulp.
+
+    Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), eq. (update_dw), Algorithm 1.
+    """
+    return torch.softmax(alpha_K.log() + (lr / mu) * gain_K, dim=-1)
+
+
+def smooth(alpha_K: Tensor, smoothing: float | Tensor) -> Tensor:
+    """(1 - eps) alpha + eps / K, [K]: mixture with uniform, which keeps every weight above eps / K.
+
+    `smoothing`, eps, is in [0, 1).
+    """
+    return (1 - smoothing) * alpha_K + smoothing / len(alpha_K)
+
+
+def running_mean(mean_K: Tensor, alpha_K: Tensor, count: float | Tensor) -> Tensor:
+    """Mean of `count` points: `alpha_K` and `count` - 1 points of mean `mean_K`.
+
+    Source: DoGE, Algorithm 1, last line: alpha_bar = (1/T) sum_t alpha^(t).
+    """
+    return mean_K + (alpha_K - mean_K) / count

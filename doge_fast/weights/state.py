@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from doge_fast.tracing import warn
-from doge_fast.weights import diagnosis, simplex
+from doge_fast.weights import diagnosis
 from doge_fast.weights.objective import Objective
 from doge_fast.weights.reweight import (
     COUNTS,
@@ -191,7 +191,7 @@ class DeviceVector:
 def _initial_weights(domains: Sequence[str], initial: Mapping[str, float] | None) -> Tensor:
     """[K] float64 on the simplex: the first weights."""
     if initial is None:
-        return simplex.uniform(len(domains), device="cpu")
+        return torch.full((len(domains),), 1 / len(domains), dtype=torch.float64, device="cpu")
     alpha_K = torch.tensor([initial[name] for name in domains], dtype=torch.float64, device="cpu")
     total = float(alpha_K.sum())
     # NaN fails both comparisons.

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from doge_fast import reference
-from doge_fast.weights import scores, simplex, weights_file
+from doge_fast.weights import scores, weights_file
 from doge_fast.weights.objective import UNIVERSAL, Objective
 from tests.laws import assert_simplex
 from tests.properties import gradients, json_values, points, reals, vectors
@@ -25,27 +25,27 @@ SIZES = st.integers(1, 8)
 @given(SIZES.flatmap(lambda n: st.tuples(points(n), vectors(n))), reals(0, 10), reals(1e-6, 1e6))
 def test_a_mirror_step_is_a_softmax_of_what_the_paper_writes(both, lr, mu):
     alpha_K, gain_K = both
-    moved_K = simplex.mirror_step(alpha_K, gain_K, lr=lr, mu=mu)
+    moved_K = scores.mirror_step(alpha_K, gain_K, lr=lr, mu=mu)
     assert_simplex(moved_K, ulps=4 * len(alpha_K))
     assert (moved_K[alpha_K == 0] == 0).all()
     slack = 16 * EPS * (1 + lr / mu * (1 + gain_K.abs().max().item()))
     # All gains more by one number: nothing else. All gains equal, or a rate of zero: nothing moves.
-    shifted_K = simplex.mirror_step(alpha_K, gain_K + 1.0, lr=lr, mu=mu)
+    shifted_K = scores.mirror_step(alpha_K, gain_K + 1.0, lr=lr, mu=mu)
     torch.testing.assert_close(shifted_K, moved_K, rtol=slack, atol=slack)
     for still_K, rate in ((torch.ones_like(gain_K), lr), (gain_K, 0.0)):
-        same_K = simplex.mirror_step(alpha_K, still_K, lr=rate, mu=mu)
+        same_K = scores.mirror_step(alpha_K, still_K, lr=rate, mu=mu)
         torch.testing.assert_close(same_K, alpha_K, rtol=slack, atol=slack)
     gain_K[0] += 1.0
-    assert simplex.mirror_step(alpha_K, gain_K, lr=lr, mu=mu)[0] >= moved_K[0] - slack
+    assert scores.mirror_step(alpha_K, gain_K, lr=lr, mu=mu)[0] >= moved_K[0] - slack
     if lr / mu * gain_K.abs().max() < 300:
-        moved_K = simplex.mirror_step(alpha_K, gain_K, lr=lr, mu=mu)
+        moved_K = scores.mirror_step(alpha_K, gain_K, lr=lr, mu=mu)
         theirs_K = reference.mirror_step(alpha_K, gain_K, lr, mu)
         torch.testing.assert_close(moved_K, theirs_K, rtol=slack, atol=slack)
 
 
 @given(points(SIZES), reals(0.0, 0.999))
 def test_smoothing_keeps_a_floor(alpha_K, smoothing):
-    smooth_K = simplex.smooth(alpha_K, smoothing)
+    smooth_K = scores.smooth(alpha_K, smoothing)
     assert_simplex(smooth_K, ulps=4 * len(alpha_K))
     assert (smooth_K >= smoothing / len(alpha_K) * (1 - 4 * EPS)).all()
     torch.testing.assert_close(smooth_K, reference.smooth(alpha_K, smoothing))

@@ -93,3 +93,14 @@ def test_an_objective_orders_rows_and_names_the_target():
     assert Objective.of([member.ONE, "b"], {member.TWO: 1.0}) == Objective.of(
         ["a", "b"], {"x": 1.0}
     )
+
+
+def test_smoothing_and_running_mean():
+    alpha_K = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
+    assert scores.smooth(alpha_K, 0.2).min() == 0.05
+    assert torch.equal(scores.smooth(alpha_K, 0.0), alpha_K)
+    points = torch.rand(10, 7, dtype=torch.float64).softmax(1)
+    mean_K = torch.full((7,), 0.3, dtype=torch.float64)
+    for count, point_K in enumerate(points, start=1):
+        mean_K = scores.running_mean(mean_K, point_K, count)
+    torch.testing.assert_close(mean_K, points.mean(0), rtol=1e-14, atol=0)

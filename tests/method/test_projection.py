@@ -1,42 +1,14 @@
-"""Points on the simplex, and projections; laws of the mirror step are in test_properties."""
+"""The nearest point of the simplex within bounds, and how many domains are in use."""
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from doge_fast.weights import projection, simplex
+from doge_fast.weights import projection
 from tests.laws import assert_simplex
 
 
-@pytest.mark.parametrize(
-    ("value", "is_number", "is_integer"),
-    [
-        *((2, True, True), (2.0, True, False), (np.float32(2), True, False)),
-        *((np.int64(2), True, True), (torch.tensor(2.0), True, False)),
-        *((torch.tensor(2), True, True), (torch.ones(1), True, False)),
-        *((torch.ones(2), False, False), (True, False, False), ("2", False, False)),
-        (None, False, False),
-    ],
-    ids=repr,
-)
-def test_numbers_are_told_from_bools_and_words(value, is_number, is_integer):
-    assert simplex.is_number(value) == is_number
-    assert simplex.is_integer(value) == is_integer
-
-
-def test_uniform_smoothing_and_means():
-    assert simplex.uniform(4).tolist() == [0.25] * 4
-    alone_K = simplex.uniform(1, device="meta")
-    assert (alone_K.shape, alone_K.dtype, alone_K.device.type) == ((1,), torch.float64, "meta")
-    alpha_K = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
-    assert simplex.smooth(alpha_K, 0.2).min() == 0.05
-    assert torch.equal(simplex.smooth(alpha_K, 0.0), alpha_K)
-    points = torch.rand(10, 7, dtype=torch.float64).softmax(1)
-    mean_K = torch.full((7,), 0.3, dtype=torch.float64)
-    for count, point_K in enumerate(points, start=1):
-        mean_K = simplex.running_mean(mean_K, point_K, count)
-    torch.testing.assert_close(mean_K, points.mean(0), rtol=1e-14, atol=0)
+def test_effective_domains():
     assert projection.effective_domains([0.2] * 5) == pytest.approx(5)
     assert projection.effective_domains([1.0, 0.0]) == 1.0
 
