@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from doge_fast import cli
-from doge_fast.flat_buffer import FlatBuffer
-from doge_fast.pipeline import domains, failures, memory, records
+from doge_fast.pipeline import domains, memory, records
 from doge_fast.pipeline import model as models
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.model import open_model
@@ -160,14 +159,3 @@ def test_a_containers_limit_counts(tmp_path, monkeypatch):
     assert memory.free_bytes(CPU) > 10**6
     monkeypatch.setattr(memory, "_LIMITS", (str(tmp_path / "max"),))
     assert memory.free_bytes(CPU) == 12345
-
-
-def test_an_allocation_that_fails_says_what_needs_less():
-    buffer = FlatBuffer(10**12)
-    weight = torch.nn.Parameter(torch.zeros(10**5))
-    with pytest.raises(RuntimeError, match="memory") as error:
-        buffer.receive(0, weight, torch.zeros(10**5))
-    (note,) = error.value.__notes__
-    assert "the gradients of 1000000000000 domains" in note
-    assert "buffer_dtype=torch.bfloat16" in note
-    assert failures.ending_of(error.value).code == failures.WORLD
