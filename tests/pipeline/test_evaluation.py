@@ -77,7 +77,7 @@ def test_a_corpus_that_has_grown_is_not_measured(run, base, small_corpus, tmp_pa
     # As many documents and blocks, in another order.
     lines = (data / "code.jsonl").read_text().splitlines(keepends=True)
     (data / "code.jsonl").write_text("".join(reversed(lines)))
-    with pytest.raises(ValueError, match=r"another corpus: domains\.code\.digest"):
+    with pytest.raises(ValueError, match=r"domains\.code\.digest"):
         evaluate(ask)
     (data / "code.jsonl").write_text("".join(lines))
     # A domain that the run does not know changes nothing.
@@ -85,7 +85,7 @@ def test_a_corpus_that_has_grown_is_not_measured(run, base, small_corpus, tmp_pa
     assert evaluate(ask) == before
     with (data / "prose.jsonl").open("a") as file:
         file.write('{"text": "the and of a range"}\n' * 3)
-    with pytest.raises(ValueError, match=r"another corpus: domains\.prose"):
+    with pytest.raises(ValueError, match=r"domains\.prose"):
         evaluate(ask)
     assert records.read_json(grown.out / records.EVALUATION) == before
 
@@ -150,7 +150,7 @@ def test_some_domains_of_other_text_go_where_they_are_told(run, other, tmp_path,
     for own in (run.corpus.data, corpus.name, f"~/{corpus.name}"):
         record["config"]["corpus"]["data"], record["folder"] = own, str(corpus.parent)
         records.write_json(run.out / "config.json", record)
-        with pytest.raises(ValueError, match=r"Leave out data \(--data\) to measure what was held"):
+        with pytest.raises(ValueError, match="--data"):
             evaluate(replace(ask, data=str(tmp_path / "link")))
         assert "code" in evaluate(EvaluateConfig(run.out, blocks=1, device="cpu"))["loss"]
 

@@ -63,14 +63,9 @@ def test_rounded_shares_sum_to_one_and_stay_within_a_unit(count, decimals):
     assert largest_remainder({name: weights[name] for name in names}, decimals) == rounded
 
 
-def test_rounding_breaks_ties_by_name_and_refuses_what_has_no_shares():
+def test_rounding_breaks_ties_by_name():
     third = {"a": Decimal("0.4"), "b": Decimal("0.3"), "c": Decimal("0.3")}
     assert largest_remainder({"b": 1.0, "c": 1.0, "a": 1.0}, 1) == third
-    with pytest.raises(ValueError, match="zero"):
-        largest_remainder({"a": 0.0, "b": 0.0}, 3)
-    for decimals in (0, 16):
-        with pytest.raises(ValueError, match="decimals"):
-            largest_remainder({"a": 1.0}, decimals)
 
 
 @pytest.mark.parametrize("to", targets())
@@ -115,19 +110,6 @@ def test_a_target_of_documents_asks_for_their_length(to):
     assert made(to, {"domains": held}, mean_doc_tokens={}) == made(to)
 
 
-@pytest.mark.parametrize(
-    ("to", "paths", "message"),
-    [
-        ("llama-factory", {"web": "book"}, "book stands for two"),
-        ("lingua", PATHS | {"web": "/data/./book"}, "A path belongs to one domain"),
-        ("ms-swift", PATHS | {"web": ["/data/web", "/data//web"]}, "name one twice"),
-    ],
-)
-def test_no_path_stands_for_two(to, paths, message):
-    with pytest.raises(ValueError, match=message):
-        made(to, paths=paths)
-
-
 def test_json_has_shares_of_tokens_or_of_documents():
     stages = [{"first_step": 0, "weights": WEIGHTS}, {"first_step": 9, "weights": WEIGHTS}]
     assert "2 stages" in export(record(stages=stages), to="json").warnings[0]
@@ -139,8 +121,6 @@ def test_json_has_shares_of_tokens_or_of_documents():
         assert tokens[name] / sum(tokens.values()) == pytest.approx(
             weight, rel=5e-7 / min(documents.values())
         )
-    with pytest.raises(ValueError, match="seq_length"):
-        made("json", seq_length=0)
 
 
 def test_megatron_takes_weights_and_prefixes_in_turn():
@@ -244,12 +224,6 @@ def test_levanter_gets_a_block_that_holds_every_domain(share, block):
     assert yaml.safe_load(text)["data"]["mixture_block_size"] == block
 
 
-@pytest.mark.parametrize("given", [[], ["/a", "/a"], {"/a": 1}, 3, [3]], ids=str)
-def test_what_is_no_list_of_paths_is_refused(given):
-    with pytest.raises(ValueError, match="web"):
-        export(WEIGHTS, to="megatron", paths={"web": given})
-
-
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "given.json"
@@ -294,16 +268,35 @@ def test_a_snippet_reads_the_very_file(tmp_path, name):
     found: dict[str, Any] = {}
     exec(text, found)
     assert [row["text"] for row in found["domains"]["a"]] == [name]
-    # A reader that takes no escaped name.
-    if name in FILES[:3]:
-        with pytest.raises(ValueError, match="pattern"):
-            export({"a": 1.0}, to="ms-swift", paths={"a": path}, rows="blocks")
-        with pytest.raises(ValueError, match="pattern"):
-            export({"a": 1.0}, to="olmo-core", paths={"a": path})
 
 
-def test_a_file_that_looks_like_an_address_is_refused(tmp_path, monkeypatch):
-    write_jsonl(tmp_path / "s3:" / "b.jsonl", ["x"])
+def of_file(to: str, path: str, **options: Any) -> str:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    write_jsonl(Path(path), ["x"])
+    return export({"a": 1.0}, to=to, paths={"a": path}, **options).text
+
+
+@pytest.mark.parametrize(
+    ("call", "word"),
+    [
+        (lambda: largest_remainder({"a": 0.0, "b": 0.0}, 3), "zero"),
+        (lambda: largest_remainder({"a": 1.0}, 0), "decimals"),
+        (lambda: largest_remainder({"a": 1.0}, 16), "decimals"),
+        (lambda: made("json", seq_length=0), "seq_length"),
+        (lambda: made("llama-factory", paths={"web": "book"}), "two"),
+        (lambda: made("lingua", paths=PATHS | {"web": "/data/./book"}), "path"),
+        (lambda: made("ms-swift", paths=PATHS | {"web": ["/data/web", "/data//web"]}), "twice"),
+        (lambda: made("megatron", paths={"web": []}), "web"),
+        (lambda: made("megatron", paths={"web": ["/a", "/a"]}), "web"),
+        (lambda: made("megatron", paths={"web": {"/a": 1}}), "web"),
+        (lambda: made("megatron", paths={"web": [3]}), "web"),
+        # Readers that take no escaped name.
+        (lambda: of_file("ms-swift", "a*.jsonl", rows="blocks"), "pattern"),
+        (lambda: of_file("olmo-core", "c[1].jsonl"), "pattern"),
+        (lambda: of_file("datasets", "s3://b.jsonl", rows="blocks"), "address"),
+    ],
+)
+def test_misuse_of_exports_is_refused(call, word, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="address"):
-        export({"a": 1.0}, to="datasets", paths={"a": "s3://b.jsonl"}, rows="blocks")
+    with pytest.raises(ValueError, match=word):
+        call()

@@ -226,14 +226,14 @@ def test_names_between_commas_or_spaces():
 def test_a_task_without_choices_is_refused(ask, tmp_path):
     for split in ("train", "validation"):
         write_jsonl(tmp_path / "lambada_openai" / f"{split}.jsonl", ["one two"] * 3)
-    with pytest.raises(ValueError, match="lambada_openai is loglikelihood"):
+    with pytest.raises(ValueError, match="loglikelihood"):
         few_shot(ask(tasks=("lambada_openai",), task_data=tmp_path))
 
 
 def test_without_local_data_the_hub_is_asked(ask, monkeypatch, tmp_path):
     """Tests run without network: the way out is named."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
-    with pytest.raises(RuntimeError, match=r"copa cannot be had from the Hub .*--task-data DIR"):
+    with pytest.raises(RuntimeError, match="--task-data"):
         few_shot(ask(tasks=("copa",), task_data=None))
 
 
@@ -316,6 +316,6 @@ def test_a_task_without_a_training_split_is_refused(tmp_path, monkeypatch):
     asked = {"question": "Is it?", "mc1_targets": {"choices": ["no", "yes"], "labels": [1, 0]}}
     there = datasets.DatasetDict({"validation": datasets.Dataset.from_list([asked])})
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: there)
-    with pytest.raises(ValueError, match="names no training split of truthfulqa_mc1"):
+    with pytest.raises(ValueError, match="truthfulqa_mc1"):
         write_target(TargetConfig(("truthfulqa_mc1",), out=tmp_path / "truth.jsonl"))
     assert not (tmp_path / "truth.jsonl").exists()

@@ -79,7 +79,7 @@ def test_commands_of_a_file_that_asks_for_the_plan_run(experiment, tmp_path, cap
 
 def test_runs_made_one_by_one_make_the_experiment(experiment):
     config = experiment("proxy_vs_base")
-    with pytest.raises(ValueError, match="reads proxy-doge-seed0"):
+    with pytest.raises(ValueError, match="proxy-doge-seed0"):
         run_experiment(replace(config, only=("base-doge-seed0",)))
     assert not config.out.exists()
     for job in planned(config).jobs:

@@ -130,9 +130,7 @@ def test_another_tokenizer_or_text_is_refused(tmp_path):
     other = replace(recorded, tokenizer_sha256="1" * 64)
     with pytest.raises(ValueError, match="tokenizer_sha256"):
         records.check_corpus(config.out, recorded, other)
-    with pytest.raises(
-        ValueError, match=r"another corpus: domains.\w+.digest is a there and b now"
-    ):
+    with pytest.raises(ValueError, match="digest"):
         records.check_corpus(config.out, recorded, corpus("b"))
     # Earlier releases recorded none.
     records.check_corpus(config.out, CORPUS, corpus("b"))
@@ -145,11 +143,11 @@ def test_a_run_killed_while_it_began_can_begin_again(tmp_path):
 
 
 def test_a_name_of_other_bytes_is_refused_before_anything_is_written(tmp_path):
-    with pytest.raises(UnicodeEncodeError, match="surrogates not allowed"):
+    with pytest.raises(UnicodeEncodeError, match="surrogates"):
         records.write_json(tmp_path / "x.json", {"a": 1, "out": Path("r\udcff")})
     assert not list(tmp_path.iterdir())
     out = tmp_path / "r\udcff"
-    with pytest.raises(UnicodeEncodeError, match="surrogates not allowed"):
+    with pytest.raises(UnicodeEncodeError, match="surrogates"):
         records.open_run(proxy_config(out), corpus=CORPUS)
 
 

@@ -68,7 +68,7 @@ def test_a_dry_run_refuses_to_go_on_with_another_corpus(base, monkeypatch, tmp_p
         train_base(config)
     write_jsonl(tmp_path / "data" / "b.jsonl", texts("b", 90))
     for call in (train_base, rehearse):
-        with pytest.raises(ValueError, match="was made of another corpus: domains"):
+        with pytest.raises(ValueError, match="another corpus"):
             call(config)
 
 
@@ -123,7 +123,7 @@ def test_stored_gradients_count_too(proxy, free):
     free(enough)
     learn_weights(config)
     free(enough - 1)
-    with pytest.raises(ValueError, match=r"gradients of 4 rows .*fewer domains"):
+    with pytest.raises(ValueError, match="fewer domains"):
         learn_weights(replace(config, out=config.out / "other"))
 
 
@@ -136,7 +136,7 @@ def test_a_step_that_cannot_fit_is_refused_before_the_corpus_is_read(
     call, make = stage(name)
     config = make(**{size: 10**12})
     monkeypatch.setattr(domains, "load_corpus", None)
-    with pytest.raises(ValueError, match=r"tokens of a step .* memory are free"):
+    with pytest.raises(ValueError, match="tokens of a step"):
         call(config)
     assert not config.out.exists()
 
@@ -146,7 +146,7 @@ def test_processes_of_a_machine_share_its_memory(monkeypatch):
     parts = {"parameters": 60}
     memory.refuse_what_cannot_fit(parts, CPU, advice="")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="2 processes on this machine need at least 120"):
+    with pytest.raises(ValueError, match="2 processes"):
         memory.refuse_what_cannot_fit(parts, CPU, advice="")
     monkeypatch.setattr(memory, "free_bytes", lambda _: 120)
     memory.refuse_what_cannot_fit(parts, CPU, advice="")

