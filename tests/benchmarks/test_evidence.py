@@ -6,8 +6,7 @@ import re
 
 import pytest
 
-from benchmarks import evidence, figure, known, temperature
-from benchmarks.known import HELD_OUT, TRAIN
+from benchmarks import evidence, figure, temperature
 from doge_fast import cli
 from doge_fast.pipeline import records
 from doge_fast.pipeline.report import terminal_table
@@ -100,29 +99,3 @@ def test_table_of_temperature_pairs_the_seeds():
     # The seeds differ by a whole nat, the methods by a tenth in each.
     record = {"seeds": [seed(5.0, 4.9), seed(6.0, 5.9)], "target": ["c"], "steps": 1000}
     assert f"{100 * (math.exp(-0.1) - 1):.1f} %" in temperature.table(record)
-
-
-def test_regression_moves_towards_mixtures_with_less_loss():
-    mixtures = temperature.random_mixtures("abcd", 6, seed=0)
-    losses = [6 - each["a"] + each["d"] for each in mixtures]
-    found = temperature.regressed(mixtures, losses, seed=0)
-    assert math.fsum(found.values()) == pytest.approx(1)
-    assert found["a"] > 0.4 > 0.25 > found["d"]
-
-
-def test_corpora_with_a_known_answer_are_what_they_are_called():
-    names = ("alpha", "beta", "gamma", "delta")
-    texts = {(name, TRAIN): list(known.generated(name, 40)) for name in names}
-    texts |= {(name, HELD_OUT): list(known.generated(name, 50))[40:] for name in names}
-    made = {case.name: case.change(texts) for case in known.cases(names, "delta")}
-    # The same words in another order.
-    own, noise = texts["alpha", TRAIN], made["noise"]["alpha", TRAIN]
-    assert [sorted(text.split()) for text in noise] == [sorted(text.split()) for text in own]
-    assert not set(noise) & set(own)
-    assert made["twins"]["alpha-again", TRAIN] == made["twins"]["alpha", TRAIN] == own
-    # A tenth of a domain is text of the target.
-    hidden, target = made["hidden"]["alpha", TRAIN], set(texts["delta", TRAIN])
-    strange = sum(len(text) for text in hidden if text in target)
-    assert strange / sum(map(len, hidden)) == pytest.approx(0.1, abs=0.03)
-    foreign = "".join(made["groups"]["gamma", TRAIN])
-    assert not any("a" <= letter <= "z" for letter in foreign)
