@@ -215,6 +215,8 @@ def test_stacked_mode_equals_sequential_mode(tmp_path, micro, drawn):
 )
 def test_large_logits_are_computed_one_domain_at_a_time(tmp_path, monkeypatch, bf16):
     """The same weights, to the rounding of the products."""
+    # As on a device that is no CPU.
+    monkeypatch.setattr(causal_lm, "MOST_LOGITS_BYTES", {})
     naive = trainer_for(tmp_path / "a", mode="stacked", bf16=bf16)
     naive.train()
     monkeypatch.setattr(causal_lm, "MOST_LOGITS_BYTES", {"cpu": 0})
@@ -371,6 +373,12 @@ def test_what_cannot_be_stacked_is_refused_or_run_in_turn(change, changes, messa
     assert not stackable(trainer_for(tmp_path, **changes, mode="auto"), inputs)
     with pytest.raises(ValueError, match=message):
         stackable(trainer_for(tmp_path, **changes, mode="stacked"), inputs)
+
+
+def test_targets_without_labels_are_zero_on_the_device_that_is_asked_for():
+    batches = [{"ab": {"input_ids": tokens(0, 0)}}]
+    found = causal_lm.num_targets(batches, DOMAINS, torch.device("meta"), is_shifted=True)
+    assert (found.shape, found.device.type) == ((3,), "meta")
 
 
 class IgnoringTargets(DoGETrainer):
