@@ -781,6 +781,13 @@ def test_combined_gradient_is_clipped_once(tmp_path, monkeypatch, kind, limit):
     assert norms == pytest.approx([limit, limit], rel=1e-5)
 
 
+@pytest.mark.parametrize("drawn", [None, 2])
+def test_ready_optimizer_decides_the_domains_and_how_many_a_step_has(tmp_path, drawn):
+    trainer = with_a_ready_optimizer(tmp_path, domains_per_step=drawn)
+    assert trainer.names == ("x", "y", "z")
+    assert trainer._are_steps_partial == (drawn is not None)
+
+
 def test_optimizer_and_schedule_may_be_given_in_every_form(tmp_path):
     """Given ready, or as a class, or as a factory that wraps by itself: the same training."""
     sgd: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
@@ -904,9 +911,12 @@ def check_host(out: Path, host_of: str) -> None:
     trainer.check_host()
 
 
-def with_a_ready_optimizer(out: Path, **options: Any) -> DoGETrainer:
+def with_a_ready_optimizer(
+    out: Path, domains_per_step: int | None = None, **options: Any
+) -> DoGETrainer:
     model = tiny_gpt2()
-    ready = DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), domains=["x", "y"])
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    ready = DoGEOptimizer(inner, domains=["x", "y", "z"], domains_per_step=domains_per_step)
     return DoGETrainer(model=model, args=arguments(out), optimizers=(ready, None), **options)
 
 

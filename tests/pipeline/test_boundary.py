@@ -170,6 +170,8 @@ def test_a_second_sigterm_ends_at_once_where_it_is_not_the_first_one_again(monke
             with pytest.raises(failures.Terminated):
                 signal.raise_signal(signal.SIGTERM)
         assert signal.getsignal(signal.SIGTERM) is failures.raise_terminated
+        # The first one, which no training has ended for.
+        assert type(failures.late.pop()) is failures.Terminated
     finally:
         signal.signal(signal.SIGTERM, before)
 
