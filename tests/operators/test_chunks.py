@@ -2,12 +2,13 @@
 
 from collections import OrderedDict, defaultdict
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from doge_fast.kernels import chunks
-from doge_fast.kernels.chunks import ChunkTable, Span, Spans, chunk_tables, spans_by_dtype
+from doge_fast.kernels.chunks import ChunkTable, Span, Spans, _Kept, chunk_tables, spans_by_dtype
 
 FIELDS = ("source", "row_stride", "length", "target")
 CPU = torch.device("cpu")
@@ -196,3 +197,13 @@ class TestCapture:
         # Nor is it made anew afterwards.
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         assert chunk_tables([span], FIELDS, 64, self.CUDA) is uploaded.tables
+
+
+def test_another_stream_waits_for_the_upload_and_keeps_the_table(monkeypatch):
+    now, uploaded, table = mock.Mock(), mock.Mock(), mock.Mock()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now)
+    for stream in (now, mock.Mock()):
+        now.wait_event.assert_not_called()
+        _Kept((ChunkTable(table, 1, True, torch.empty(0)),), stream, uploaded).wait()
+    now.wait_event.assert_called_once_with(uploaded)
+    table.record_stream.assert_called_once_with(now)
