@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from doge_fast.kernels import chunks
-from doge_fast.kernels.chunks import ChunkTable, Span, Spans, _Kept, chunk_tables, spans_by_dtype
+from doge_fast.kernels.chunks import (
+    ChunkTable,
+    Span,
+    Spans,
+    _Uploaded,
+    chunk_tables,
+    spans_by_dtype,
+)
 
 FIELDS = ("source", "row_stride", "length", "target")
 CPU = torch.device("cpu")
@@ -204,6 +211,6 @@ def test_another_stream_waits_for_the_upload_and_keeps_the_table(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now)
     for stream in (now, mock.Mock()):
         now.wait_event.assert_not_called()
-        _Kept((ChunkTable(table, 1, True, torch.empty(0)),), stream, uploaded).wait()
+        _Uploaded((ChunkTable(table, 1, True, torch.empty(0)),), stream, uploaded).wait()
     now.wait_event.assert_called_once_with(uploaded)
     table.record_stream.assert_called_once_with(now)
