@@ -14,8 +14,7 @@ from benchmarks.models import Shape
 from doge_fast import DoGEOptimizer
 from doge_fast.distributed import exchange
 from doge_fast.losses import domain_losses, linear_domain_losses
-from tests import fake_cuda
-from tests.method import test_on_a_gpu as bar
+from tests import fake_cuda, gpu_steps
 from tests.method.architectures import VOCABULARY, Tiny
 
 LENGTH, STEPS = 8, 4
@@ -191,12 +190,8 @@ def test_the_benchmarks_bars_hold(mode):
 
 @pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
 def test_the_tests_for_gpus_hold(device):
-    bar.test_a_step_waits_for_nothing(device)
-    bar.test_a_captured_step_is_the_step(device)
-    bar.test_a_step_that_the_host_would_skip_cannot_be_captured(device)
-    bar.test_a_first_step_that_the_device_skips_leaves_no_momentum(device, 0.0)
-    bar.test_a_first_step_that_the_device_skips_leaves_no_momentum(device, 0.5)
-    bar.test_a_new_learning_rate_cannot_be_captured(device)
+    for check in gpu_steps.CHECKS:
+        check(device)
 
 
 @pytest.mark.parametrize("fault", [read_on_the_host, from_the_device_in_use])
@@ -209,8 +204,8 @@ def test_a_wait_and_a_mixed_device_are_noticed(fault, monkeypatch):
             steps.host_synchronisations(PROBLEM, "cuda:1")
     for watch in (
         steps.captured_step_error,
-        bar.test_a_step_waits_for_nothing,
-        bar.test_a_captured_step_is_the_step,
+        gpu_steps.step_waits_for_nothing,
+        gpu_steps.captured_step_is_the_step,
     ):
         with pytest.raises(RuntimeError, match=r"synchronizing|device"):
             watch("cuda:1")
@@ -231,7 +226,7 @@ def test_what_a_graph_does_not_hold_is_noticed(monkeypatch):
     plant(monkeypatch, outside_of_the_capture)
     assert steps.captured_step_error("cuda:1") > 0
     with pytest.raises(AssertionError):
-        bar.test_a_captured_step_is_the_step("cuda:1")
+        gpu_steps.captured_step_is_the_step("cuda:1")
 
 
 def test_a_launch_on_another_device_is_noticed(monkeypatch):

@@ -1,0 +1,130 @@
+"""What only a GPU can show of a step: it waits for nothing, and a CUDA graph can hold it.
+
+The checks see the whole step, from the first domain to the end of `step()`. They run on a GPU
+(tests/method/test_on_a_gpu.py) and on the fake device (tests/fake_cuda/steps.py).
+"""
+
+import math
+from collections.abc import Mapping
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from doge_fast import DoGEOptimizer
+from tests.models import take_step
+
+DOMAINS = ["a", "b", "c"]
+
+
+def model_and_optimizer(device: str) -> tuple[nn.Module, DoGEOptimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8)).to(device)
+    # A rate on the device, which a graph reads when it is replayed.
+    inner = torch.optim.AdamW(
+        model.named_parameters(), lr=torch.tensor(1e-3, device=device), fused=True, capturable=True
+    )
+    return model, DoGEOptimizer(inner, domains=DOMAINS, mu=0.1, max_grad_norm=1.0)
+
+
+def batches(step: int, device: str) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {name: torch.randn(16, 32, generator=generator).to(device) for name in DOMAINS}
+
+
+def train(model: nn.Module, optimizer: DoGEOptimizer, data: Mapping[str, Tensor]) -> None:
+    take_step(optimizer, data, lambda name: model(data[name]).square().mean())
+
+
+def step_waits_for_nothing(device: str) -> None:
+    model, optimizer = model_and_optimizer(device)
+    for step in range(4):
+        data = batches(step, device)
+        # Tables are uploaded and kernels compiled in the first steps.
+        torch.cuda.set_sync_debug_mode("error" if step >= 2 else "default")
+        try:
+            train(model, optimizer, data)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert optimizer.num_steps == 4
+
+
+def captured_step_is_the_step(device: str) -> None:
+    eager_model, eager = model_and_optimizer(device)
+    model, optimizer = model_and_optimizer(device)
+    data = batches(0, device)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    # Autograd remembers the stream where a parameter was first used.
+    with torch.cuda.stream(stream):
+        for step in range(3):
+            for name, batch in batches(step, device).items():
+                data[name].copy_(batch)
+            train(model, optimizer, data)
+    with torch.cuda.graph(graph, stream=stream):
+        train(model, optimizer, data)
+    for step in range(8):
+        if step >= 3:
+            for name, batch in batches(step, device).items():
+                data[name].copy_(batch)
+            graph.replay()
+        train(eager_model, eager, batches(step, device))
+    torch.testing.assert_close(optimizer.alpha, eager.alpha, rtol=1e-12, atol=0)
+    assert optimizer.num_steps == eager.num_steps == 8
+    for param, expected in zip(model.parameters(), eager_model.parameters(), strict=True):
+        torch.testing.assert_close(param, expected)
+
+
+def skipped_first_step_leaves_no_momentum(device: str, dampening: float = 0.0) -> None:
+    ends = []
+    for place in (device, "cpu"):
+        torch.manual_seed(0)
+        model = nn.Linear(32, 8).to(place)
+        options = {"lr": 0.1, "momentum": 0.9, "dampening": dampening, "fused": True}
+        inner = torch.optim.SGD(model.parameters(), **options)
+        optimizer = DoGEOptimizer(inner, domains=DOMAINS)
+        for step in range(3):
+            factor = math.inf if step == 0 else 1.0
+            data = {name: factor * batch for name, batch in batches(step, place).items()}
+            train(model, optimizer, data)
+        assert optimizer.num_skipped == 1
+        ends.append([param.detach().cpu() for param in model.parameters()])
+    for mine, expected in zip(*ends, strict=True):
+        torch.testing.assert_close(mine, expected)
+
+
+def new_learning_rate_cannot_be_captured(device: str) -> None:
+    model = nn.Linear(32, 8, device=device)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    optimizer = DoGEOptimizer(inner, domains=DOMAINS)
+    data = batches(0, device)
+    train(model, optimizer, data)
+    optimizer.param_groups[0]["lr"] = 0.2
+    with (
+        pytest.raises(RuntimeError, match="one more step before the capture"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        train(model, optimizer, data)
+
+
+def step_that_the_host_skips_cannot_be_captured(device: str) -> None:
+    model = nn.Linear(32, 8, device=device)
+    optimizer = DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), domains=DOMAINS)
+    data = batches(0, device)
+    train(model, optimizer, data)
+    with (
+        pytest.raises(RuntimeError, match="SGD needs fused=True"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        train(model, optimizer, data)
+
+
+CHECKS = (
+    step_waits_for_nothing,
+    captured_step_is_the_step,
+    skipped_first_step_leaves_no_momentum,
+    partial(skipped_first_step_leaves_no_momentum, dampening=0.5),
+    new_learning_rate_cannot_be_captured,
+    step_that_the_host_skips_cannot_be_captured,
+)
