@@ -12,6 +12,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,10 +37,6 @@ class Operator:
     name: str
     implementations: Mapping[str, Run]
     """{name of `IMPLEMENTATIONS`: function}; plain torch is always one."""
-    check: Run
-    """Takes an implementation's arguments and raises ValueError about them."""
-    checks_itself: tuple[str, ...] = ()
-    """Implementations that call `check` themselves, once for each new list of blocks."""
     on_gpu: Callable[[], tuple[str, ...]] = lambda: PREFERENCE["cuda"]
     """Best first."""
 
@@ -47,7 +44,6 @@ class Operator:
 OPERATORS: dict[str, Operator] = {}
 
 _library = torch.library.Library("doge_fast", "DEF")  # type: ignore[no-untyped-call]
-_chosen: dict[tuple[str, torch.device, str | None, str | None, bool], Run] = {}
 _reasons: dict[tuple[str, torch.device], str | None] = {}
 _warned: set[str] = set()
 
@@ -60,8 +56,8 @@ def register(operator: Operator, signature: str, *, run: Run, fake: Run) -> Any:
     Args:
         operator: the entry of the table.
         signature: the schema without the name.
-        run: called by torch; calls the implementation from `choose`, and increments the versions
-            of tensors that it has changed.
+        run: called by torch; calls an implementation from `runs`, and increments the versions of
+            tensors that it has changed.
         fake: checks the arguments, and returns empty results.
 
     Returns:
@@ -79,28 +75,34 @@ def register(operator: Operator, signature: str, *, run: Run, fake: Run) -> Any:
     return getattr(torch.ops.doge_fast, operator.name).default
 
 
-def choose(
-    operator: str, device: torch.device, implementation: str | None, *, is_checked: bool = True
-) -> Run:
-    """The implementation of `operator` on `device`; with `is_checked` it checks its arguments.
+class _Runs(dict[tuple[str, torch.device, str | None, str | None], Run]):
+    """{(operator, device, `implementation=`, DOGE_FAST_BACKEND): the function that runs}.
 
-    The library of a compiled implementation is loaded when it is chosen.
+    A function is chosen when it is looked up first; the library of a compiled one is loaded then.
 
     Raises:
         ValueError: the operator has no implementation of the requested name.
         RuntimeError: a forced implementation cannot run.
     """
-    key = (operator, device, implementation, os.environ.get("DOGE_FAST_BACKEND"), is_checked)
-    run = _chosen.get(key)
-    if run is None:
+
+    def __missing__(self, key: tuple[str, torch.device, str | None, str | None]) -> Run:
+        operator, device, implementation, _ = key
         requested = implementation or _requested_by_environment(operator)
         name = _resolve(operator, device, requested)
         if requested == AUTO:
             _warn_of_better_than(name, operator, device)
-        entry = OPERATORS[operator]
-        run = _checked(entry, name) if is_checked else entry.implementations[name]
-        _chosen[key] = run
-    return run
+        self[key] = OPERATORS[operator].implementations[name]
+        return self[key]
+
+
+runs = _Runs()
+# The last part of a key of `runs`.
+requested_backend = partial(os.environ.get, "DOGE_FAST_BACKEND")
+
+
+def choose(operator: str, device: torch.device, implementation: str | None = None) -> Run:
+    """The function of `runs` for the environment as it is."""
+    return runs[operator, device, implementation, requested_backend()]
 
 
 def choose_without_cuda(operator: str, device: torch.device) -> Run:
@@ -108,14 +110,6 @@ def choose_without_cuda(operator: str, device: torch.device) -> Run:
     others = [name for name in preference(operator, device) if name != "cuda"]
     best = next(name for name in others if unavailable_reason(name, device) is None)
     return choose(operator, device, best)
-
-
-def is_one_device(tensors: Sequence[Tensor]) -> bool:
-    """Whether all tensors are on one device; True for an empty list."""
-    if torch.compiler.is_compiling():
-        return all(tensor.device == tensors[0].device for tensor in tensors)
-    # In half the time of .device, which makes an object for each tensor. It is -1 on a CPU.
-    return len(set(map(Tensor.get_device, tensors))) <= 1
 
 
 def by_device(tensors: Sequence[Tensor]) -> list[list[int]]:
@@ -215,24 +209,3 @@ def _failure_of_the_first_kernel(name: str, device: torch.device) -> str | None:
         first_line = (str(error).splitlines() or ["no reason given"])[0]
         return f"Its first kernel failed: {type(error).__name__}: {first_line}"
     return None
-
-
-def _checked(operator: Operator, name: str) -> Run:
-    run, check = operator.implementations[name], operator.check
-
-    def check_and_run(*args: Any) -> Any:
-        check(*args)
-        return run(*args)
-
-    def run_and_explain(*args: Any) -> Any:
-        try:
-            return run(*args)
-        except RuntimeError:
-            check(*args)
-            raise
-
-    if name in operator.checks_itself:
-        return run
-    # C++ checks its arguments in a tenth of the time. If it refuses them, `check` raises the
-    # message that all implementations share.
-    return run_and_explain if name == "cpp" else check_and_run

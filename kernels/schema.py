@@ -2,8 +2,8 @@
 
 Kernels take addresses, so an argument that passes these checks must not make them read or write
 beyond a tensor. Plain torch runs an operator's check at every call; Triton and CUDA run it once for
-each new list of blocks. C++ checks its arguments itself, faster. If it refuses them, the dispatcher
-runs the check here, so that the message is the same.
+each new list of blocks. C++ checks its arguments itself, faster. If it refuses them, the operator's
+file runs the check here, so that the message is the same.
 """
 
 from collections.abc import Sequence

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from doge_fast.kernels.dispatch import Operator, choose, register
+from doge_fast.kernels.dispatch import Operator, register, requested_backend, runs
 from doge_fast.kernels.schema import STORAGE_DTYPES, sum_dtype
 from doge_fast.kernels.triton_support import kernel, on_device, tl, triton_dtype
 
@@ -379,7 +379,9 @@ def check_segment_sum(
 
 
 def _run(values_TD: Tensor, out_GRD: Tensor, *rest: Any, implementation: str | None = None) -> None:
-    choose("segment_sum", out_GRD.device, implementation)(values_TD, out_GRD, *rest)
+    check_segment_sum(values_TD, out_GRD, *rest)
+    run = runs["segment_sum", out_GRD.device, implementation, requested_backend()]
+    run(values_TD, out_GRD, *rest)
     increment_version([out for out in (out_GRD, rest[-1]) if out is not None])
 
 
@@ -393,7 +395,6 @@ _op = register(
     Operator(
         "segment_sum",
         {"triton": segment_sum_triton, "torch": segment_sum_torch},
-        check_segment_sum,
     ),
     "(Tensor values_TD, Tensor(a!) out_GRD, bool add, Tensor? borders, Tensor? order, "
     "Tensor? factor_TD, Tensor? mean_T, Tensor? rstd_T, Tensor(b!)? bias_GRD, "

@@ -19,10 +19,10 @@ from doge_fast.kernels.chunks import chunk_tables, spans_by_dtype
 from doge_fast.kernels.dispatch import (
     Operator,
     by_device,
-    choose,
     choose_without_cuda,
-    is_one_device,
     register,
+    requested_backend,
+    runs,
 )
 from doge_fast.kernels.schema import check_blocks, check_pairs, check_writable, sum_dtype
 from doge_fast.kernels.triton_support import kernel, on_device, tl, triton_dtype
@@ -64,17 +64,8 @@ def weighted_sum(
     outs = [out] if isinstance(out, Tensor) else out
     if outs is None:
         outs = [block.new_empty(block.shape[1:]) for block in blocks]
-    if is_one_device(blocks) or len(blocks) != len(outs):
-        c_R = coefficients_R.to(blocks[0].device, torch.float64)
-        _op(blocks, c_R, outs, implementation=implementation)
-    else:
-        for group in by_device(blocks):
-            _op(
-                [blocks[i] for i in group],
-                coefficients_R.to(blocks[group[0]].device, torch.float64),
-                [outs[i] for i in group],
-                implementation=implementation,
-            )
+    c_R = coefficients_R.to(blocks[0].device, torch.float64)
+    _op(blocks, c_R, outs, implementation=implementation)
     return outs[0] if isinstance(grads, Tensor) else list(outs)
 
 
@@ -91,6 +82,7 @@ def weighted_sum_torch(
     blocks: Sequence[Tensor], coefficients_R: Tensor, outs: Sequence[Tensor]
 ) -> None:
     """outs[p] = sum_r c_r blocks[p][r], float32 or better inside; c_r = 0 ignores the row."""
+    check_weighted_sum(blocks, coefficients_R, outs)
     if coefficients_R.device.type == "cpu":
         _sum_used_rows(blocks, coefficients_R, outs)
     else:
@@ -147,7 +139,12 @@ def weighted_sum_cpp(
     blocks: Sequence[Tensor], coefficients_R: Tensor, outs: Sequence[Tensor]
 ) -> None:
     """On a CPU."""
-    torch.ops.doge_fast_cpp.weighted_sum.default(blocks, coefficients_R, outs)
+    try:
+        torch.ops.doge_fast_cpp.weighted_sum.default(blocks, coefficients_R, outs)
+    except RuntimeError:
+        # C++ checks its arguments in a tenth of the time; this message names the block.
+        check_weighted_sum(blocks, coefficients_R, outs)
+        raise
 
 
 def weighted_sum_cuda(
@@ -319,7 +316,18 @@ def _run(
     *,
     implementation: str | None = None,
 ) -> None:
-    choose("weighted_sum", blocks[0].device, implementation)(blocks, coefficients_R, outs)
+    # Faster than .device, which makes an object for each tensor.
+    if len(set(map(Tensor.get_device, blocks))) > 1 and len(blocks) == len(outs):
+        for group in by_device(blocks):
+            _run(
+                [blocks[i] for i in group],
+                coefficients_R.to(blocks[group[0]].device),
+                [outs[i] for i in group],
+                implementation=implementation,
+            )
+        return
+    run = runs["weighted_sum", blocks[0].device, implementation, requested_backend()]
+    run(blocks, coefficients_R, outs)
     increment_version(outs)
 
 
@@ -330,7 +338,11 @@ def _fake(
     *,
     implementation: str | None = None,
 ) -> None:
-    check_weighted_sum(blocks, coefficients_R, outs)
+    if len(blocks) != len(outs):
+        check_weighted_sum(blocks, coefficients_R, outs)
+    for group in by_device(blocks):
+        c_R = coefficients_R.to(blocks[group[0]].device)
+        check_weighted_sum([blocks[i] for i in group], c_R, [outs[i] for i in group])
 
 
 _op = register(
@@ -342,9 +354,6 @@ _op = register(
             "triton": weighted_sum_triton,
             "torch": weighted_sum_torch,
         },
-        check_weighted_sum,
-        # They check each new list of blocks once, and the coefficients at each call.
-        checks_itself=("cuda", "triton"),
     ),
     "(Tensor[] blocks, Tensor coefficients_R, Tensor(a!)[] outs, *, "
     "str? implementation=None) -> ()",

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from doge_fast.kernels.dispatch import OPERATORS, Operator, choose
+from doge_fast.kernels.dispatch import OPERATORS, Operator, requested_backend, runs
 from doge_fast.kernels.triton_support import kernel, on_device, tl
 from doge_fast.weights import scores
 from doge_fast.weights.scores import NAMED_SCORES, PAPER, PUBLISHED, PUBLISHED_BOUNDS, Score
@@ -169,7 +169,9 @@ def reweight(
     tensors = StepTensors(gram_BB, full_BB, state_S, tau_R, row_R, settings_F)
     if score not in NAMED_SCORES.values():
         implementation = "torch"
-    outputs = choose("reweight", gram_BB.device, implementation)(tensors, score)
+    check_arguments(tensors)
+    run = runs["reweight", gram_BB.device, implementation, requested_backend()]
+    outputs = run(tensors, score)
     return _step_views(tensors, *outputs)
 
 
@@ -486,7 +488,7 @@ def reweight_once(
     tl.store(found_inf, is_skipped.to(tl.float32))
 
 
-def check_arguments(tensors: StepTensors, score: Score) -> None:
+def check_arguments(tensors: StepTensors) -> None:
     """Raise ValueError unless the shapes, dtypes and devices fit each other."""
     num_names, num_domains, num_rows = tensors.sizes
     are_sizes_right = (
@@ -511,5 +513,4 @@ def check_arguments(tensors: StepTensors, score: Score) -> None:
 OPERATORS["reweight"] = Operator(
     "reweight",
     implementations={"triton": reweight_triton, "torch": reweight_torch},
-    check=check_arguments,
 )

@@ -137,7 +137,8 @@ def test_a_forced_implementation_does_not_give_way(monkeypatch):
     monkeypatch.setattr(
         "doge_fast.kernels.dispatch._reasons", {("cpp", torch.device("cpu")): "It rains."}
     )
-    monkeypatch.setattr("doge_fast.kernels.dispatch._chosen", {})
+    for key in list(dispatch.runs):
+        monkeypatch.delitem(dispatch.runs, key)
     message = r"'cpp' was forced and cannot run on cpu: It rains\. .* 'auto'"
     with pytest.raises(RuntimeError, match=message):
         gram(GRADS_KN, implementation="cpp")
@@ -156,7 +157,7 @@ def test_every_operator_is_written_in_plain_torch_and_exported():
     """And the file of an operator does not hide the function of the same name."""
     for name, operator in dispatch.OPERATORS.items():
         assert "torch" in operator.implementations
-        assert set(operator.checks_itself) <= set(operator.implementations) <= set(IMPLEMENTATIONS)
-        if operator.check.__module__ == f"doge_fast.kernels.{name}":
-            importlib.import_module(operator.check.__module__)
+        assert set(operator.implementations) <= set(IMPLEMENTATIONS)
+        if operator.implementations["torch"].__module__ == f"doge_fast.kernels.{name}":
+            importlib.import_module(f"doge_fast.kernels.{name}")
             assert callable(getattr(kernels, name))

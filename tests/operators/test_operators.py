@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from doge_fast.kernels import accumulate, gram, implementations, segment_sum, weighted_sum
-from doge_fast.kernels.dispatch import OPERATORS, by_device, is_one_device
+from doge_fast.kernels.dispatch import OPERATORS, by_device
 
 GRAD, ROWS = torch.ones(5), torch.ones(2, 5)
 VALUES_TD, OUT_GRD = torch.ones(6, 4), torch.ones(2, 1, 4)
@@ -95,11 +95,6 @@ def test_blocks_may_stand_on_two_devices():
     assert all(torch.equal(row, block[1]) for row, block in zip(rows, blocks, strict=True))
 
 
-def test_tensors_are_grouped_by_device(monkeypatch):
+def test_tensors_are_grouped_by_device():
     here, there = torch.empty(1), torch.empty(1, device="meta")
     assert by_device([here, there, here]) == [[0, 2], [1]]
-    assert is_one_device([here, here])
-    # A compiler sees devices and no numbers of theirs.
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert is_one_device([here])
-    assert not is_one_device([here, there])
