@@ -188,3 +188,10 @@ def test_nothing_to_sum_into_is_no_error():
         out = torch.empty(shape)
         segment_sum(torch.randn(4, shape[2]), out, implementation="torch")
         assert out.shape == shape
+
+
+def test_one_segment_may_have_an_odd_number_of_tokens(implementation, device):
+    values_TD = torch.randn(3, 5, device=device)
+    out_GRD = torch.full((1, 1, 5), math.nan, device=device)
+    segment_sum(values_TD, out_GRD, implementation=implementation)
+    torch.testing.assert_close(out_GRD[0, 0], values_TD.sum(0))
