@@ -28,6 +28,7 @@ from transformers import (
     PreTrainedModel,
     Trainer,
     TrainingArguments,
+    default_data_collator,
     get_scheduler,
 )
 
@@ -603,10 +604,14 @@ def test_mixed_dataset_is_split_by_its_domain_column(tmp_path):
 
 def test_domain_column_may_have_another_name_and_name_a_target(tmp_path):
     dataset = mixed(COUNTS | {"far": 4}).rename_column("domain", "source")
+
+    def collate(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        assert not any("source" in example for example in examples)
+        return default_data_collator(examples)
+
     for columns in (True, False):
-        trainer = trainer_for(
-            tmp_path, dataset, target="far", domain_column="source", remove_unused_columns=columns
-        )
+        options = {"remove_unused_columns": columns, "data_collator": collate}
+        trainer = trainer_for(tmp_path, dataset, target="far", domain_column="source", **options)
         batch = next(iter(trainer.get_train_dataloader()))
         assert list(batch) == [*DOMAINS, "far"]
         assert all(set(rows) == {"input_ids", "labels"} for rows in batch.values())
@@ -720,6 +725,15 @@ def test_padding_of_a_collator_is_no_target(tmp_path):
         losses += [model(short).logits[0, :-1].log_softmax(-1).gather(1, short[0, 1:, None])]
     expected = -torch.cat(losses).mean().detach()
     torch.testing.assert_close(trainer.domain_losses["ab"], expected)
+
+
+def test_smoothed_labels_are_those_of_the_next_token(tmp_path):
+    trainer = trainer_for(tmp_path, label_smoothing_factor=0.1, max_steps=1)
+    trainer.train()
+    ids = batch_of(0, DOMAINS)["ab"]["input_ids"]
+    logs = tiny_gpt2()(ids).logits[:, :-1].log_softmax(-1)
+    expected = -(0.9 * logs.gather(-1, ids[:, 1:, None]).mean() + 0.1 * logs.mean())
+    torch.testing.assert_close(trainer.domain_losses["ab"], expected.detach())
 
 
 def test_evaluation_gives_the_loss_of_the_model_and_training_goes_on(tmp_path):
