@@ -161,3 +161,23 @@ def test_every_operator_is_written_in_plain_torch_and_exported():
         if operator.implementations["torch"].__module__ == f"doge_fast.kernels.{name}":
             importlib.import_module(f"doge_fast.kernels.{name}")
             assert callable(getattr(kernels, name))
+
+
+def test_without_cuda_the_best_other_implementation_runs():
+    gram_of = dispatch.OPERATORS["gram"].implementations
+    assert dispatch.choose_without_cuda("gram", torch.device("cpu")) is gram_of[chosen("cpu")]
+
+
+def test_a_first_kernel_is_tried_on_a_gpu_alone_and_its_error_is_the_reason(monkeypatch):
+    def fail(blocks: Any) -> None:
+        raise OSError("no driver\nsecond line")
+
+    cpu, gram_of = torch.device("cpu"), dispatch.OPERATORS["gram"].implementations
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    assert dispatch._failure_of_the_first_kernel("torch", cpu) is None
+    monkeypatch.setitem(gram_of, "torch", fail)
+    reason = dispatch._failure_of_the_first_kernel("torch", cpu)
+    assert reason == "Its first kernel failed: OSError: no driver"
+    monkeypatch.setattr(dispatch, "_reasons", {})
+    monkeypatch.setattr(dispatch, "_failure_of_the_first_kernel", lambda *_: "tried")
+    assert "tried" not in implementations("cpu").values()
