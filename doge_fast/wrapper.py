@@ -4,7 +4,6 @@ A wrapper shares parameter groups and state with the wrapped optimizer. It keeps
 in that state: optimizers initialise a parameter's state when they find it empty.
 """
 
-import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -81,15 +80,15 @@ class OptimizerWrapper(Optimizer):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """A public attribute that only the wrapped optimizer has; of its methods, `_MODES`.
+            """A public attribute that only the wrapped optimizer has; of functions, `_MODES`.
 
-            Another method may step the parameters, as SAM's `first_step` does, past the domains.
+            Another one may step the parameters, as SAM's `first_step` does, past the domains.
             """
             inner = self.__dict__.get("_inner")
             if inner is not None and not name.startswith("_"):
                 for owner in (inner, *optimizers_of(inner)):
                     value = getattr(owner, name, None)
-                    if hasattr(owner, name) and (name in _MODES or not inspect.ismethod(value)):
+                    if hasattr(owner, name) and (name in _MODES or not callable(value)):
                         return value
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 

@@ -86,7 +86,12 @@ class MixtureCounts:
         self._latest = self._start
 
     def ordered(self, weights: Mapping[str, float]) -> Floats:
-        """[K] the weights in the order of `names`; ValueError if they are not on the simplex."""
+        """[K] the weights in the order of `names`.
+
+        ValueError if they are of other domains or not on the simplex.
+        """
+        if weights.keys() != set(self.names):
+            raise ValueError(f"weights must be of {list(self.names)}; got {list(weights)}.")
         # The weights may be tensors.
         return on_simplex([float(weights[name]) for name in self.names])
 

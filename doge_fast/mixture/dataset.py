@@ -268,6 +268,11 @@ class DomainMixture(Dataset[Any]):
                 )
         first_steps, weights_QK = zip(*state["history"], strict=True)
         drawn_K = np.array(state["drawn"], dtype=np.int64)
-        step = state["step"]
-        self._counts.restart(state["seed"], first_steps, weights_QK, step, drawn_K)
+        step, seed = index(state["step"]), index(state["seed"])
+        if drawn_K.sum() != step * self.batch_size:
+            raise ValueError(
+                f"The state has drawn {drawn_K.tolist()} rows in {step} batches of "
+                f"{self.batch_size}; load what state_dict() returned."
+            )
+        self._counts.restart(seed, first_steps, weights_QK, step, drawn_K)
         self.seek(step)

@@ -154,6 +154,11 @@ class Step:
         """One backward pass inside, on a batch sorted by domain, gives each domain its gradient."""
         sizes_here = sizes_of(sizes)
         self._enter(tuple(sizes_here))
+        if self.exchange.has_shards:
+            raise RuntimeError(
+                "stacked() needs whole parameters, and those of a sharded model are divided over "
+                "ranks. Run one domain after another, with optimizer.domain(name)."
+            )
         if have_other_hooks(self.parameters.params):
             raise RuntimeError(
                 "stacked() runs no post-accumulate hook of a parameter beside its own. Use "
@@ -378,8 +383,9 @@ class Step:
 
         self._weights.last = last
         self.state = StepState.COMBINED
-        # Here too, for a rank that has entered no domain.
-        self._one_step.stepped.clear()
+        if not self._entries:
+            # `_begin` has done this, but not on a rank that has entered no domain.
+            self._one_step.begin()
 
     def _params_to_combine(self) -> list[Tensor]:
         """The parameters to combine; refuses a step that may not be combined."""
@@ -413,7 +419,7 @@ class Step:
         self._has_agreed = True
         missing = [name for name in self.subset.names if name not in agreement.seen]
         if missing and (self._absent == "error" or not agreement.seen):
-            needed = "every domain, unless absent='keep'" if agreement.seen else "some domain"
+            needed = "some domain" if self._absent == "keep" else "every domain, or absent='keep'"
             raise RuntimeError(
                 f"step() needs a gradient of {needed}; missing {missing}. Run their backward "
                 "passes inside optimizer.domain(name)."

@@ -11,6 +11,7 @@ torch.distributed.checkpoint reads back only the keys that the live groups have.
 because the weights are on the device, and a copy would be out of date after one step.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +25,7 @@ from doge_fast.weights.reweight import COUNTS, VECTORS
 from doge_fast.weights.weights_file import fingerprint_of
 
 KEY = "doge"
-VERSION = 2
+VERSION = 3
 
 
 def as_dict(state: Mapping[str, Any], objective: Objective, *, draws: int) -> dict[str, Any]:
@@ -124,6 +125,13 @@ def check(state: Mapping[str, Any], objective: Objective) -> None:
             raise ValueError(
                 f"the checkpoint's {name} must be weights >= 0 that sum to 1; it is {alpha_K!r}."
             )
+    # All that a load reads, so that it fails before anything has changed.
+    numbers = as_tuple(state, objective)
+    if len(numbers) != 6 + 3 * len(objective.domains) or not all(map(math.isfinite, numbers)):
+        raise ValueError(
+            f"the checkpoint's domain weights must be finite, {len(objective.domains)} in each "
+            f"vector; they are {dict(state)}."
+        )
 
 
 def warn_of_loading_in_place(optimizer: Optimizer) -> None:

@@ -192,10 +192,13 @@ def _initial_weights(domains: Sequence[str], initial: Mapping[str, float] | None
     """[K] float64 on the simplex: the first weights."""
     if initial is None:
         return torch.full((len(domains),), 1 / len(domains), dtype=torch.float64, device="cpu")
-    alpha_K = torch.tensor([initial[name] for name in domains], dtype=torch.float64, device="cpu")
+    weights = [initial.get(name, math.nan) for name in domains]
+    alpha_K = torch.tensor(weights, dtype=torch.float64, device="cpu")
     total = float(alpha_K.sum())
     # NaN fails both comparisons.
-    if not ((alpha_K >= 0).all() and abs(total - 1) <= _SUM_TOLERANCE):
+    if len(initial) != len(domains) or not (
+        (alpha_K >= 0).all() and abs(total - 1) <= _SUM_TOLERANCE
+    ):
         raise ValueError(
             f"initial must be weights >= 0 of {list(domains)} that sum to 1 (within "
             f"{_SUM_TOLERANCE:g}); got {dict(initial)}. Divide each by the sum."

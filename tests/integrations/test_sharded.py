@@ -156,18 +156,25 @@ def refused(what: str) -> str:
     rank = dist.get_rank()
     count = 1 + rank if what == "count" else 1
 
+    def stack() -> None:
+        with optimizer.stacked(model, {"a": 4, "b": 4}):
+            raise AssertionError("entered")
+
+    # The model can be trained on after that.
+    said = raised(stack) if what == "whole parameters" else ""
+
     def step() -> None:
         for name in "ba" if what == "order" and rank else "ab":
             with optimizer.domain(name, count=count):
                 losses(model(examples(name, 0, 4)), name).mean().backward()
         optimizer.step()
-        # "twice": the wrapped optimizer after that, with the same gradient.
-        inner.step()
+        if what == "twice":
+            inner.step()
 
-    return raised(step)
+    return said + raised(step)
 
 
-@pytest.mark.parametrize("what", ["count", "order", "all", "twice"])
+@pytest.mark.parametrize("what", ["count", "order", "all", "twice", "whole parameters"])
 def test_refusals_under_fsdp2(ranks, what):
     one, other = ranks.run(2, refused, what)
     assert what in one

@@ -40,7 +40,7 @@ def test_numbers_go_there_and_back():
     assert {type(each) for each in (saved["mu"], *saved["domains"])} == {float, str}
     values = checkpoint.as_tuple(saved, OBJECTIVE)
     vectors = (0.25, 0.75, 0.5, 0.5, -1.5, 1e-300)
-    assert values == (2.0, FINGERPRINT, 9.0, *vectors, 7.0, 2.0, 0.5)
+    assert values == (3.0, FINGERPRINT, 9.0, *vectors, 7.0, 2.0, 0.5)
     back = checkpoint.from_tuple(values, OBJECTIVE)
     assert back.keys() == saved.keys()
     for name, value in saved.items():
@@ -61,8 +61,8 @@ def test_a_tuple_of_other_names_or_of_another_version_is_refused():
     ):
         with pytest.raises(ValueError, match="other domains or another target"):
             checkpoint.from_tuple(values, objective)
-    with pytest.raises(ValueError, match="version 3"):
-        checkpoint.from_tuple((3.0, *values[1:]), OBJECTIVE)
+    with pytest.raises(ValueError, match="version 4"):
+        checkpoint.from_tuple((4.0, *values[1:]), OBJECTIVE)
 
 
 @pytest.mark.parametrize("name", ["alpha", "alpha_mean"])
@@ -82,6 +82,23 @@ def test_a_dict_of_other_names_or_of_another_version_is_refused(parts):
     (value,) = parts.values()
     with pytest.raises(ValueError, match=f"another target.*{re.escape(str(value))}"):
         checkpoint.check(state(**parts), OBJECTIVE)
+
+
+@pytest.mark.parametrize(
+    "damage", [{"gain": math.nan}, {"mu": math.inf}, {"alpha_mean": 0.5}], ids=str
+)
+def test_a_damaged_checkpoint_changes_neither_optimizer(damage):
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = DoGEOptimizer(torch.optim.Adam([weight]), domains=["a", "b"], mu=1.0)
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["lr"] = 0.5
+    for name, value in damage.items():
+        is_vector = isinstance(saved["doge"][name], torch.Tensor)
+        saved["doge"][name] = torch.full((1,), value) if is_vector else value
+    before = optimizer.inner.param_groups[0]["lr"]
+    with pytest.raises(ValueError, match="checkpoint"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.inner.param_groups[0]["lr"] == before
 
 
 def test_a_part_that_is_missing_changes_nothing():
@@ -117,8 +134,8 @@ def test_a_state_dict_holds_both_forms_and_gives_one_back():
         checkpoint.separate(both, OBJECTIVE)
     both["param_groups"][1]["doge"] = values
     assert checkpoint.separate(both, OBJECTIVE)[0]["mu"] == 0.5
-    both["param_groups"] = [{"doge": (3.0, *values[1:])}]
-    with pytest.raises(ValueError, match="version 3"):
+    both["param_groups"] = [{"doge": (4.0, *values[1:])}]
+    with pytest.raises(ValueError, match="version 4"):
         checkpoint.separate(both, OBJECTIVE)
     assert checkpoint.separate({"param_groups": [{}]}, OBJECTIVE)[0] is None
     assert checkpoint.separate({}, OBJECTIVE) == (None, {})

@@ -342,6 +342,8 @@ def state(**changed) -> dict:
         (lambda: sized().batches(0, 5), "multiple of world_size; got 12 and 5"),
         (lambda: sized().counts(-1), "step >= 0; got -1"),
         (lambda: sized().load_state_dict(state(version=9)), "version 9"),
+        (lambda: sized().load_state_dict(state(step=3)), "drawn"),
+        (lambda: sized(weights={**START, "other": 0.0}), "weights must be of"),
         (lambda: sized(batch_size=6).load_state_dict(state()), "batch_size 12; .* has 6"),
         (lambda: sized().load_state_dict(state(sizes=[1, 2, 3])), r"sizes \[1, 2, 3\]"),
         (lambda: sized().load_state_dict(state(history=[[1, [1, 0, 0]]])), "begin at step 0"),

@@ -499,6 +499,60 @@ def test_what_follows_a_layer_may_change_it_in_place():
     assert_same(rows_of(optimizer, model), rows_by_autograd(model, ids_BL))
 
 
+class Masked(nn.Module):
+    """A layer of torch's, with one mask: of positions, or of the examples' own tokens."""
+
+    def __init__(self, mask: str) -> None:
+        super().__init__()
+        self.mask = mask
+        self.embedding, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=True)
+
+    def forward(self, ids_BL: Tensor) -> Tensor:
+        length = ids_BL.shape[1]
+        is_last = torch.arange(length) == length - 1
+        masks = {
+            "src_mask": torch.ones(length, length, dtype=torch.bool).triu(1),
+            "src_key_padding_mask": is_last & (ids_BL[:, :1] % 2 == 0),
+        }
+        hidden = self.encoder(self.embedding(ids_BL), **{self.mask: masks[self.mask]})
+        output: Tensor = self.head(hidden)
+        return output
+
+
+@pytest.mark.parametrize("mask", ["src_mask", "src_key_padding_mask"])
+def test_masks_of_as_many_positions_as_examples_go_by_the_names_of_torch(mask):
+    ids_BL = ids_of(SIZES)
+    ids_BL = ids_BL[:, : len(ids_BL)]
+    model = Masked(mask).double()
+    optimizer = optimizer_of(model)
+    run(optimizer, model, ids_BL)
+    assert_same(rows_of(optimizer, model), rows_by_autograd(model, ids_BL))
+
+
+class Argued(nn.Module):
+    """A module without a rule, which takes an argument that all domains would share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.codes = nn.Parameter(torch.ones(16, 4))
+
+    def forward(self, x_BH: Tensor, other: Any = None) -> Any:
+        return (x_BH * self.weight, self.codes) if other == "codes" else x_BH * self.weight
+
+
+@pytest.mark.parametrize("other", [object(), [1.0] * 8, "codes"], ids=["object", "list", "codes"])
+def test_arguments_and_outputs_of_no_domain_are_refused(other):
+    model = Argued()
+    optimizer = optimizer_of(model)
+    with (
+        pytest.raises(RuntimeError, match="one domain after another"),
+        optimizer.stacked(model, {"a": 4, "b": 4}),
+    ):
+        model(torch.ones(8, 4), other)
+
+
 def test_sizes_are_checked():
     model = Tiny()
     optimizer = optimizer_of(model)

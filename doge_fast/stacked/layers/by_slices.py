@@ -21,6 +21,8 @@ Receive = Callable[[int, Tensor, Tensor], object]
 """`receive(row, param, grad)` takes the gradient of one domain."""
 
 # Outputs beside tensors, which must be the same for all domains.
+# Names of torch for masks of positions, which examples share.
+_POSITION_MASKS = {"attn_mask", "src_mask", "tgt_mask", "memory_mask"}
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
@@ -50,9 +52,15 @@ def outputs_by_slices(
             "parametrize.cached() makes wrong. Call the model outside it."
         )
     leaves, spec = pytree.tree_flatten((args, kwargs))
+    values = (*args, *kwargs.values())
     size = segments[-1].last
-    are_sliced = [isinstance(x, Tensor) and x.dim() > 0 and len(x) == size for x in leaves]
-    is_packed = any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values()))
+    # A mask of positions is [T, T], with T = B by chance.
+    masks = {id(kwargs[name]) for name in _POSITION_MASKS & kwargs.keys()}
+    are_sliced = [
+        _is_batch(x, size) and not (id(x) in masks and list(x.shape) == [size, size])
+        for x in leaves
+    ]
+    is_packed = any(isinstance(value, PackedSequence) for value in values)
     # Time first may be as long as the batch.
     is_time_first = getattr(module, "batch_first", True) is False
     if not any(are_sliced) or is_packed or is_time_first:
@@ -62,12 +70,26 @@ def outputs_by_slices(
             f"without a PackedSequence; got {[getattr(x, 'shape', x) for x in leaves]}. Run one "
             "domain after another, with optimizer.domain(name)."
         )
+    # An object would be shared by the domains, as a cache of keys and values is. Each domain would
+    # get a list of B numbers whole.
+    shared = [x for x in leaves if not isinstance(x, (Tensor, *_PLAIN))]
+    shared += [
+        x
+        for x in values
+        if isinstance(x, list) and len(x) == size and not all(_is_batch(y, size) for y in x)
+    ]
+    if shared:
+        raise RuntimeError(
+            f"stacked mode runs {type(module).__name__} once per domain, and cannot divide its "
+            f"argument of {type(shared[0]).__name__}. Give values of examples as a tensor, and no "
+            "cache (use_cache=False), or run one domain after another."
+        )
     outputs = []
     for segment in segments:
         part = slice(segment.first, segment.last)
         pairs = zip(leaves, are_sliced, strict=True)
-        values = [leaf[part] if is_sliced else leaf for leaf, is_sliced in pairs]
-        domain_args, domain_kwargs = pytree.tree_unflatten(values, spec)
+        parts = [leaf[part] if is_sliced else leaf for leaf, is_sliced in pairs]
+        domain_args, domain_kwargs = pytree.tree_unflatten(parts, spec)
         with _aliases(module, segment.row, tracked, receive):
             outputs.append(forward(*domain_args, **domain_kwargs))
     # [T, U, features] of an example may be 1, T, T * U or T * U * features tokens.
@@ -75,6 +97,10 @@ def outputs_by_slices(
     token_counts = {prod(shape[:dims]) for shape in shapes for dims in range(len(shape) + 1)}
     sizes = [segment.last - segment.first for segment in segments]
     return _joined(module, outputs, sizes, token_counts)
+
+
+def _is_batch(value: object, size: int) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and len(value) == size
 
 
 @contextmanager
@@ -133,7 +159,7 @@ def _joined(
             # The state of a recurrent network is [layers, B, features].
             is_state = isinstance(module, nn.RNNBase) and index > 0 and first.dim() == 3
             dim = 1 if is_state else 0
-            if not _have_examples(leaves, dim, sizes, token_counts):
+            if not _have_examples(module, leaves, dim, sizes, token_counts):
                 raise _cannot_join(
                     module,
                     f"tensors of {[list(leaf.shape) for leaf in leaves]}, whose first dimension is "
@@ -155,7 +181,11 @@ def _cannot_join(module: nn.Module, what: str) -> RuntimeError:
 
 
 def _have_examples(
-    leaves: Sequence[Tensor], dim: int, sizes: Sequence[int], token_counts: Collection[int]
+    module: nn.Module,
+    leaves: Sequence[Tensor],
+    dim: int,
+    sizes: Sequence[int],
+    token_counts: Collection[int],
 ) -> bool:
     """Whether dimension `dim` of each domain's tensor has its examples, or their tokens."""
     lengths = [leaf.shape[dim] if leaf.dim() else 0 for leaf in leaves]
@@ -164,6 +194,10 @@ def _have_examples(
         return False
     if per_example == 1:
         return True
+    storage = leaves[0].untyped_storage().data_ptr()
+    if any(param.untyped_storage().data_ptr() == storage for param in module.parameters()):
+        # A parameter, or a view of it, such as a table of codes.
+        return False
     # [examples * T, features] or [examples * T]; T - 1 where each token predicts the next. Another
     # number may belong to the domain as a whole, as the loads of experts do.
     return leaves[0].dim() < 3 and (per_example in token_counts or per_example + 1 in token_counts)
