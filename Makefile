@@ -85,6 +85,7 @@ typecheck: $(call STAMP,all)  ## strict types
 	rm -rf $(INSTALLED)
 	mkdir -p $(INSTALLED)
 	cp -R doge_fast pyproject.toml $(INSTALLED)
+	rm $(INSTALLED)/doge_fast/kernels/[a-z]*.pyi
 	cp kernels/*.py $(INSTALLED)/doge_fast/kernels
 	cd $(INSTALLED) && $(abspath $(BIN))/python -m mypy --cache-dir $(CURDIR)/.mypy_cache
 

@@ -17,7 +17,7 @@ import torch
 Call = Callable[[], object]
 
 MIN_ROUNDS = 3
-# The host's time to queue a call is the longest of this many.
+# The host's time to queue a call is the maximum over this many calls.
 HOST_SAMPLES = 3
 # The device sleeps this many times as long, since the host's time varies; sleeping too long does
 # not change the measured time.

@@ -45,12 +45,12 @@ class Block:
         self.param = param
         # Device, dtype and shape of the parameter that the rows were allocated for.
         self.kind = _kind_of(param)
-        # Of the last gradient. The rows have this dtype or a wider one.
+        # The dtype of the last gradient. The rows have this dtype or a wider one.
         self.grad_dtype = dtype
         self._allocate(num_rows, dtype)
         # Bit r: row r holds a gradient of this step.
         self.written = 0
-        # {row: the view of its memory that `reserve` returned last}; such rows are not written.
+        # {row: the view of its memory that `reserve` returned last}, until `claim` takes the row.
         self.reserved: dict[int, Tensor] = {}
         self.combined: Tensor | None = None
         # Those of the parameter when `combined` was allocated.
@@ -120,7 +120,7 @@ def grad_dtype_of(param: Tensor) -> torch.dtype:
 
 def local_of(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor; any other tensor as it is."""
-    # By attribute: importing DTensor takes as long as importing the rest of us.
+    # By attribute: importing DTensor takes as long as importing doge_fast.
     return getattr(tensor, "_local_tensor", tensor)
 
 
@@ -159,11 +159,10 @@ class FlatBuffer:
         self.dtype = dtype
         # By id: tensors compare elementwise. A block holds its parameter, so ids stay unique.
         self._blocks: dict[int, Block] = {}
-        # What all pending gradients share: whether they are added to their rows; their device.
+        # (whether they are added to their rows, their device), the same for all pending gradients.
         self._pending_kind = False, torch.device("cpu")
         self._forget_pending()
-        # The blocks that the domain before has used, after the parameters, dtypes and number of
-        # rows that they were looked up for.
+        # Parameters, (dtypes, number of rows) and blocks of the domain before.
         self._last_blocks: tuple[Sequence[Tensor], object, list[Block]] = [], None, []
         # Whether the wrapped optimizer's state holds a `p.grad`; None: not known before its step.
         self._state_holds_grad: bool | None = None
@@ -323,10 +322,10 @@ class FlatBuffer:
         if self._state_holds_grad is None and (state := optimizer.state):
             values = map(local_of, tree_leaves([*state.values()]))
             plain = (x for x in values if type(x) in PLAIN_TENSORS and x.layout == torch.strided)
-            places = {tensor.untyped_storage().data_ptr() for tensor in plain}
+            addresses = {tensor.untyped_storage().data_ptr() for tensor in plain}
             ours = (block.combined for block in self._blocks.values() if block.combined is not None)
             self._state_holds_grad = any(
-                each.untyped_storage().data_ptr() in places for each in ours
+                each.untyped_storage().data_ptr() in addresses for each in ours
             )
         if self._state_holds_grad:
             for block in self._blocks.values():

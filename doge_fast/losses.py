@@ -87,7 +87,7 @@ def linear_domain_losses(
 
     l_i  =  1 / n_i  sum over the targets t of domain i of  - log softmax(W h)_t
 
-    Equals `domain_losses(F.linear(hidden_BLH, weight_VH), labels_BL, sizes)` to rounding. That
+    Equals `domain_losses(F.linear(hidden_BLH, weight_VH), labels_BL, sizes)` to rounding, which
     holds several copies of all B L V logits. Inside `DoGEOptimizer.stacked` the head's gradient of
     each domain goes straight into its row (`_LinearLosses`). Elsewhere the backward pass computes
     the logits again, which costs one more product of the head's size::
@@ -157,7 +157,7 @@ class _HeadRows(NamedTuple):
         return [segment.last - segment.first for segment in self.batch.segments]
 
     def reserve(self, dtype: torch.dtype) -> list[Tensor] | None:
-        """The rows' memory, D views [V, H]; None if one of the rows has none to spare."""
+        """The rows' memory, D views [V, H]; None if a row holds a gradient or is too narrow."""
         views_DVH = []
         for segment in self.batch.segments:
             view_VH = self.stacked.buffer.reserve(segment.row, self.weight, dtype)

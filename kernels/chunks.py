@@ -20,7 +20,7 @@ from torch import Tensor
 # rows. Operators have separate caches, so that the tables of gradients, whose addresses change from
 # step to step, do not evict those of the buffer's rows.
 MAX_COST, COST_OF_A_TABLE = 1 << 19, 64
-# As many tables are cached whatever their cost, because a step has that many lists per operator.
+# At least this many tables stay cached: a step has that many lists per operator.
 # Beyond 500 million columns two tables would otherwise evict each other in every step.
 MIN_TABLES = 4
 # Lists of blocks whose spans are cached; an optimizer has two to four.

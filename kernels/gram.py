@@ -24,7 +24,7 @@ from doge_fast.kernels.dispatch import (
     runs,
 )
 from doge_fast.kernels.schema import check_blocks, sum_dtype
-from doge_fast.kernels.triton_support import is_interpreted, kernel, on_device, tl, triton_dtype
+from doge_fast.kernels.triton_support import is_interpreted, kernel, launching_on, tl, triton_dtype
 
 
 def gram(grads: Tensor | Sequence[Tensor], *, implementation: str | None = None) -> Tensor:
@@ -142,7 +142,7 @@ def _product_dtype(rows: Tensor) -> torch.dtype:
 CUDA_CHUNK_COLUMNS = 4096
 # Tiles of more rows do not fit in registers.
 MAX_CUDA_ROWS = 64
-# Of the kernel in C++.
+# The kernel in C++ takes at most this many rows.
 MAX_CPP_ROWS = 2048
 FIELDS = ("source", "row_stride", "length")
 
@@ -269,7 +269,7 @@ PAIRS_FLOAT64: dict[float, Pairs] = {
     10: Pairs(block=64),
 }
 
-# A GPU runs as many programs of one warp at once as of `Pairs`, and half as many of two warps.
+# Programs of one warp reach the occupancy of `Pairs`; programs of two warps reach half of it.
 ONE_WARP = {"num_warps": 1, "chunk_columns": 2048, "program_doublings": 14}
 TWO_WARPS = {"num_warps": 2, "chunk_columns": 4096, "program_doublings": 12}
 TILES_FLOAT32: dict[float, Tiles] = {
@@ -368,7 +368,7 @@ def gram_triton(blocks: Sequence[Tensor]) -> Tensor:
         tuning = pick(len(gram_RR), dtype)
         tables = chunk_tables(spans, FIELDS, tuning.chunk_columns, gram_RR.device)
         if tables:
-            with on_device(gram_RR.device):
+            with launching_on(gram_RR.device):
                 if isinstance(tuning, Pairs):
                     _add_pairs(tuning, tables, dtype, gram_RR, is_first)
                 else:

@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 
 from doge_fast.kernels.dispatch import Operator, register, requested_backend, runs
 from doge_fast.kernels.schema import STORAGE_DTYPES, sum_dtype
-from doge_fast.kernels.triton_support import kernel, on_device, tl, triton_dtype
+from doge_fast.kernels.triton_support import kernel, launching_on, tl, triton_dtype
 
 
 def segment_sum(
@@ -199,7 +199,7 @@ def _launch(
     num_groups, num_rows, width = out.shape
     num_segments = num_groups * num_rows // sizes.num_shares
     grid = (num_segments, -(-width // sizes.block_columns), sizes.num_shares)
-    with on_device(out.device):
+    with launching_on(out.device):
         sum_segments[grid](
             values=values_TD,
             **terms,

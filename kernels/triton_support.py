@@ -73,6 +73,6 @@ def triton_dtype(dtype: torch.dtype) -> Any:
     return getattr(triton.language, str(dtype).removeprefix("torch."))
 
 
-def on_device(device: torch.device) -> AbstractContextManager[object]:
+def launching_on(device: torch.device) -> AbstractContextManager[object]:
     """A context in which kernels launch on `device`."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -25,7 +25,7 @@ from doge_fast.kernels.dispatch import (
     runs,
 )
 from doge_fast.kernels.schema import check_blocks, check_pairs, check_writable, sum_dtype
-from doge_fast.kernels.triton_support import kernel, on_device, tl, triton_dtype
+from doge_fast.kernels.triton_support import kernel, launching_on, tl, triton_dtype
 
 
 def weighted_sum(
@@ -228,7 +228,7 @@ def weighted_sum_triton(
         tuning = pick(len(coefficients_R))
         constants = constants_of(len(coefficients_R), dtype, out_dtype)
         for table in chunk_tables(spans, FIELDS, tuning.chunk_columns, device):
-            with on_device(device):
+            with launching_on(device):
                 sum_chunk[(table.num_chunks,)](
                     table.table,
                     coefficients_R,

@@ -141,7 +141,15 @@ def functions_in(path: Path) -> dict[str, str]:
     }
 
 
-# Reveals two signatures, then calls `gram` wrongly.
+# A program without an error; one that reveals two signatures and calls `gram` wrongly.
+RIGHT = """
+import torch
+from doge_fast import DoGEOptimizer
+from doge_fast.kernels import gram
+weight = torch.nn.Parameter(torch.ones(2))
+optimizer = DoGEOptimizer(torch.optim.SGD([weight], lr=0.1), domains=["a", "b"])
+gram_KK: torch.Tensor = gram(torch.ones(2, 3))
+"""
 USER = """
 from doge_fast.kernels import accumulate, chosen, fill, gram, implementations, segment_sum
 from doge_fast.kernels import weighted_sum
@@ -183,9 +191,14 @@ def test_a_users_type_checker_sees_the_signatures(installed, checker, tmp_path):
     program = shutil.which(checker, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if program is None:
         pytest.skip(f"{checker} is not installed")
+    (tmp_path / "right.py").write_text(RIGHT, encoding="utf-8")
     (tmp_path / "user.py").write_text(USER, encoding="utf-8")
     option = "--python-executable" if checker == "mypy" else "--pythonpath"
-    done = ended(*(program, option, python, "user.py"), cwd=tmp_path, env=os.environ | environment)
+    right, done = (
+        ended(program, option, python, name, cwd=tmp_path, env=os.environ | environment)
+        for name in ("right.py", "user.py")
+    )
+    assert right.returncode == 0, right.stdout + right.stderr
     assert done.returncode == 1, done.stdout + done.stderr
     for seen in SEEN:
         assert re.search(seen, done.stdout), done.stdout

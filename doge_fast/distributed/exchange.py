@@ -36,7 +36,7 @@ class Exchange:
     has_shards = False
     """Whether parameters and gradients are DTensors."""
     has_own_rows = False
-    """Whether a rank has rows for the domains that it entered alone, in the order of entry."""
+    """Whether a rank has rows only for the domains that it entered, in the order of entry."""
     num_ranks = 1
 
     def __init__(self, communicator: Communicator | None = None) -> None:

@@ -35,9 +35,9 @@ class ShardExchange(Exchange):
         self._counted: set[int] = set()
         for block in blocks:
             param: Any = block.param
-            places = zip(param.placements, param.device_mesh.get_coordinate(), strict=True)
+            coordinates = zip(param.placements, param.device_mesh.get_coordinate(), strict=True)
             # Whether this rank is the first of those that hold the same part.
-            if not any(placement.is_replicate() and place for placement, place in places):
+            if not any(placement.is_replicate() and at for placement, at in coordinates):
                 self._counted.add(id(block.rows_BN))
         return super().complete(blocks, apart)
 

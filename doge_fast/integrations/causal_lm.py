@@ -1,4 +1,4 @@
-"""Causal language models of transformers: their stacked passes, and the losses of these."""
+"""Causal language models of transformers: which can run in a stacked pass, and their loss."""
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence

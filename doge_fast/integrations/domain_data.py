@@ -21,8 +21,8 @@ Collate = Callable[[list[Any]], Batch]
 
 # Rows of the domain column that are read at a time.
 ROWS_AT_ONCE = 100_000
-# While a domain of a mixed stream lacks examples, another keeps those of at most this many steps;
-# further ones are skipped.
+# Examples of a frequent domain wait for a rare one, at most those of this many steps; further ones
+# are skipped.
 WAITING_STEPS = 64
 # A mixed stream must complete a batch of every domain within this many examples.
 MOST_EXAMPLES_WITHOUT = 1_000_000

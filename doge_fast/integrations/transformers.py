@@ -171,7 +171,7 @@ class DoGETrainer(Trainer):
         is_shifted, name = self.shifts_labels(), type(self.model).__name__
         self._loss_shifts_labels = is_known or is_shifted
         if is_shifted or name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-            # Trainer goes by the name of the class when it smooths labels; fully_shard changes it.
+            # Trainer smooths labels by the model's class name, which fully_shard changes.
             smoother = self.label_smoother
             self.label_smoother = cast(Any, smoother and partial(smoother, shift_labels=True))
         self.check_host()
@@ -433,7 +433,7 @@ class DoGETrainer(Trainer):
             scale = None if scaler is None else loss_scale(None, scaler, self.accelerator.device)
             self.doge.combine(grad_scale=scale)
             if self.args.world_size > 1:
-                # One dtype on all ranks, even on a rank without a domain.
+                # double(): a rank without a domain has float32 zeros, and all need one dtype.
                 parts = torch.stack([loss.double() for loss in self.domain_losses.values()])
                 summed = cast(Tensor, self.accelerator.reduce(parts))
                 self.domain_losses = dict(zip(self.domain_losses, summed.unbind(), strict=True))
@@ -598,7 +598,7 @@ class DoGETrainer(Trainer):
         first, again, other = losses
         if not first or not all(map(math.isfinite, losses)):
             return None
-        # fork_rng() has restored no generator of another device.
+        # fork_rng() restores the generators of CPUs and CUDA devices alone.
         is_replayed = self.args.device.type in ("cpu", "cuda")
         if is_replayed and not math.isclose(first, again, rel_tol=1e-3):
             raise RuntimeError(

@@ -1,4 +1,4 @@
-# The signatures of the sources in kernels/, for type checkers. tests/test_types.py compares them.
+# The signatures of the sources in kernels/, for type checkers. tests/test_layout.py compares them.
 
 from collections.abc import Sequence
 

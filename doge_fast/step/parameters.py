@@ -28,7 +28,7 @@ Receive = Callable[[Tensor], None]
 # Whether a parameter's gradient is taken during the backward pass.
 takes_at_once: Callable[[Tensor], bool] = attrgetter("is_cpu")
 _grad_of: Callable[[Tensor], Any] = attrgetter("grad")
-# Handles of the hooks of all optimizers of ours that are alive.
+# Hook handles of all living DoGEOptimizers.
 _handles: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -119,7 +119,7 @@ class TrackedParameters:
         }
         for param, handle in list(self._hooks.values()):
             if wanted.get(id(param)) is self.receive and _last_hook(param) != handle.id:
-                # One that came since would find an empty p.grad.
+                # A hook that was added after ours would find p.grad empty.
                 self._hooks.pop(id(param))[1].remove()
                 del self._hooked[id(param)]
         if wanted != self._hooked:

@@ -58,8 +58,8 @@ class StepState(Enum):
     `finish` and `clear` -> EMPTY; `_begin` -> EMPTY if `p.grad` was cleared without a step."""
     DROPPED = auto()
     """An exception in a domain has lost gradients of this step.
-    `clear` -> EMPTY. Domains may be entered, `_open` -> OPEN -> DROPPED; if all of them have been,
-    nothing is missing -> COMBINED."""
+    `clear` -> EMPTY. Entering a domain comes back to this state; once every domain has been entered
+    again, nothing is missing -> COMBINED."""
 
 
 @dataclass
@@ -356,7 +356,7 @@ class Step:
         columns = exchange.complete(blocks, selected or ())
 
         with tracing.phase("doge_fast.gram"):
-            # The same sums on all ranks, to the bit. `full_BB` differs under a selection alone.
+            # The same on all ranks, to the bit. They are two matrices only if there is a selection.
             gram_BB, full_BB = _gram_matrices(columns, exchange, selected)
 
         with tracing.phase("doge_fast.reweight"):
@@ -390,7 +390,7 @@ class Step:
     def _params_to_combine(self) -> list[Tensor]:
         """The parameters to combine; refuses a step that may not be combined."""
         self.refuse_stray()
-        # One that was frozen after its gradient came has its rows all the same.
+        # A parameter that was frozen after its gradient arrived still has rows.
         params = self.parameters.look_up({id(b.param) for b in self.buffer.blocks if b.written})
         given = next((param for param in params if param.grad is not None), None)
         if self._entries and given is not None:
@@ -432,7 +432,7 @@ class Step:
         return {
             "the domains or the target": [objective.domains, objective.target],
             "the settings of DoGEOptimizer": repr(self._weights.rule),
-            # Reading them waits for the device: until rank 0 has broadcast its own.
+            # Compared only before rank 0's first broadcast: reading them waits for the device.
             "the domain weights": None if self._has_agreed else self._weights.state_S.tolist(),
             "grad_scale": on_host(scale),
             "the learning rate": [on_host(group.get("lr")) for group in self.parameters.groups],
@@ -460,8 +460,8 @@ class Step:
             return False
         given = [param for param in self.parameters.look_up() if param.grad is not None]
         if not given and not self.buffer.blocks:
-            # As when a schedule is run through without training. On several ranks another one may
-            # have entered a domain.
+            # A loop may step only to advance a schedule. On several ranks another one may have
+            # entered a domain.
             return self.exchange.num_ranks == 1
         return not all(map(self.buffer.is_combined, given))
 

@@ -141,7 +141,7 @@ def warn_of_loading_in_place(optimizer: Optimizer) -> None:
     optimizer's state are its own; the domain weights are numbers in the dict, and reach the
     optimizer by load_state_dict() alone. Waits for the device.
     """
-    # A shard by attribute: importing DTensor takes as long as importing the rest of us.
+    # A shard by attribute: importing DTensor takes as long as importing doge_fast.
     tensors = (
         value.to_local() if hasattr(value, "to_local") else value
         for state in optimizer.state.values()

@@ -77,7 +77,7 @@ class Objective:
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """Targets without whose gradients no score moves: those held out, or else one of these."""
+        """The held-out targets that count; without any, the targets, of which one suffices."""
         weighed = self._weighed()
         return tuple(name for name in self.measured if name in weighed) or tuple(weighed)
 

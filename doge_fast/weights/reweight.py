@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from doge_fast.kernels.dispatch import OPERATORS, Operator, requested_backend, runs
-from doge_fast.kernels.triton_support import kernel, on_device, tl
+from doge_fast.kernels.triton_support import kernel, launching_on, tl
 from doge_fast.weights import scores
 from doge_fast.weights.scores import NAMED_SCORES, PAPER, PUBLISHED, PUBLISHED_BOUNDS, Score
 
@@ -292,7 +292,7 @@ def reweight_triton(tensors: StepTensors, score: Score) -> tuple[Tensor, Tensor,
     empty = tensors.gram_BB.new_empty
     outputs = empty(size), empty((), dtype=torch.bool), empty((), dtype=torch.float32)
     constants = constants_of(*tensors.sizes, score)
-    with on_device(tensors.gram_BB.device):
+    with launching_on(tensors.gram_BB.device):
         reweight_once[(1,)](*tensors, *outputs, **constants, num_warps=NUM_WARPS)
     return outputs
 

@@ -15,7 +15,7 @@ from doge_fast.flat_buffer import FlatBuffer
 from doge_fast.joined import JoinedOptimizer
 from doge_fast.step import step
 from doge_fast.step.step import _gram_matrices
-from doge_fast.wrapper import skip_reader, step_unless
+from doge_fast.wrapper import _needing_the_host, skip_reader, step_unless
 from tests.dispatched import Dispatched
 from tests.models import Bounded, enter
 
@@ -267,3 +267,13 @@ def test_a_captured_step_uses_the_rate_of_each_replay(lr):
         graph.replay()
     assert optimizer.weights["a"] > optimizer.weights["b"]
     assert optimizer.num_steps == 111
+
+
+def test_the_first_step_of_sgd_with_momentum_needs_the_host():
+    """Its momentum would be uninitialised memory if the device skipped that step."""
+    weight = torch.zeros(2, requires_grad=True)
+    inner = torch.optim.SGD([weight], lr=0.1, momentum=0.9, fused=True)
+    weight.grad = torch.ones(2)
+    assert _needing_the_host(inner) == ["SGD"]
+    inner.step()
+    assert _needing_the_host(inner) == []

@@ -60,7 +60,7 @@ class DomainRun:
         return self._of_run(values).reshape(len(self.row_range), -1, *last)
 
     def _of_run(self, values: Tensor) -> Tensor:
-        # T of flattened values [B * T, ...], else 1.
+        # T if the values are flattened, [B * T, ...]; 1 if they are [B, ...].
         per_example = values.shape[0] // self.num_examples
         return values[self.borders[0] * per_example : self.borders[-1] * per_example]
 

@@ -1,0 +1,5 @@
+# Internal: its source in kernels/ is checked by `make typecheck`.
+
+from typing import Any
+
+def __getattr__(name: str) -> Any: ...
