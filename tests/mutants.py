@@ -77,9 +77,13 @@ _NOT_CHANGED = (
 
 def _is_no_logic(node: cst.CSTNode, module: str) -> bool:
     """A type's name; in kernels a constant, with another of which one is slower, not wrong."""
-    if not isinstance(node, cst.SimpleStatementLine) or not isinstance(node.body[0], cst.Assign):
+    statement = node.body[0] if isinstance(node, cst.SimpleStatementLine) else None
+    if isinstance(statement, cst.Assign):
+        target = statement.targets[0].target
+    elif isinstance(statement, cst.AnnAssign):
+        target = statement.target
+    else:
         return False
-    target = node.body[0].targets[0].target
     name = target.value.lstrip("_") if isinstance(target, cst.Name) else ""
     return name[:1].isupper() and (module.startswith("kernels/") or not name.isupper())
 
