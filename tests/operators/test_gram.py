@@ -43,6 +43,13 @@ def test_gram_is_the_reference(problem, implementation, device):
     assert normalised_error(gram_KK, reference.gram(grads_KN.double())) <= rounding(grads_KN)
 
 
+def test_rows_of_more_than_two_tiles(implementation, device):
+    grads_KN = torch.randn(130, 48, device=device)
+    gram_KK = gram(grads_KN, implementation=implementation)
+    error = normalised_error(gram_KK, reference.gram(grads_KN.double()))
+    assert error <= rounding(grads_KN)
+
+
 @pytest.mark.parametrize(
     "num_rows",
     [
