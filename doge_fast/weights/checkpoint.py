@@ -110,7 +110,8 @@ def check(state: Mapping[str, Any], objective: Objective) -> None:
 
     ValueError for these. A part that is missing is a KeyError.
     """
-    theirs = state["version"], [*state["domains"]], [*state["names"]]
+    # Another version may have other keys.
+    theirs = state["version"], [*state["domains"]], [*state.get("names", ())]
     ours = VERSION, [*objective.domains], [*objective.names]
     if theirs != ours:
         raise ValueError(

@@ -84,6 +84,13 @@ def test_a_dict_of_other_names_or_of_another_version_is_refused(parts):
         checkpoint.check(state(**parts), OBJECTIVE)
 
 
+def test_a_dict_of_another_version_may_have_other_keys():
+    earlier = state(version=2)
+    earlier["rows"] = earlier.pop("names")
+    with pytest.raises(ValueError, match=r"another version.*2"):
+        checkpoint.check(earlier, OBJECTIVE)
+
+
 @pytest.mark.parametrize(
     "damage", [{"gain": math.nan}, {"mu": math.inf}, {"alpha_mean": 0.5}], ids=str
 )

@@ -20,9 +20,9 @@ from doge_fast.stacked.layers.batch import Segment
 Receive = Callable[[int, Tensor, Tensor], object]
 """`receive(row, param, grad)` takes the gradient of one domain."""
 
-# Outputs beside tensors, which must be the same for all domains.
-# Names of torch for masks of positions, which examples share.
+# torch's names of masks of positions, [T, T], which all examples share.
 _POSITION_MASKS = {"attn_mask", "src_mask", "tgt_mask", "memory_mask"}
+# Values beside tensors that domains may share: as arguments, and as outputs if they are the same.
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
@@ -38,12 +38,13 @@ def outputs_by_slices(
 ) -> Any:
     """The output for the whole batch, from one forward per domain.
 
-    A tensor is sliced if its first dimension is the examples; every domain gets all other arguments
-    whole. `tracked` are the ids of the trained parameters, whose gradients `receive` takes in the
-    backward pass.
+    A tensor is sliced if its first dimension is the examples; every domain gets other tensors and
+    plain values whole. `tracked` are the ids of the trained parameters, whose gradients `receive`
+    takes in the backward pass.
 
     Raises:
-        RuntimeError: the examples are not in the first dimension of an argument, or of an output.
+        RuntimeError: the examples are not in the first dimension of an argument, or of an output;
+            or an argument is an object, or a list of one value for each example.
     """
     if parametrize._cache_enabled:
         # All domains would compute with the first one's alias, and their gradients reach its row.
