@@ -86,7 +86,7 @@ def test_zeros_are_left_out_aloud_and_nothing_else(to):
     assert "junk" not in result.text
     assert "dust" not in result.text
     # Twelve decimals keep the small one; paths are then asked for.
-    if targets()[to].needs_paths:
+    if targets()[to].takes:
         with pytest.raises(ValueError, match="dust"):
             export(weights, to=to, paths=PATHS, **options, decimals=12)
 
@@ -97,17 +97,14 @@ def test_every_target_is_listed():
         assert made(to).endswith("\n")
 
 
-@pytest.mark.parametrize(
-    "to", ["datasets", "torchdata", "maxtext", "llama-factory", "ms-swift", "lingua"]
-)
-def test_a_target_of_documents_asks_for_their_length(to):
+def test_a_target_of_documents_asks_for_their_length():
     with pytest.raises(ValueError, match="mean_doc_tokens"):
-        made(to, mean_doc_tokens={})
+        made("datasets", mean_doc_tokens={})
     held = [
         {"name": name, "weight": weight, "tokens": 5 * LENGTHS[name], "documents": 5}
         for name, weight in WEIGHTS.items()
     ]
-    assert made(to, {"domains": held}, mean_doc_tokens={}) == made(to)
+    assert made("datasets", {"domains": held}, mean_doc_tokens={}) == made("datasets")
 
 
 def test_json_has_shares_of_tokens_or_of_documents():
@@ -131,10 +128,9 @@ def test_megatron_takes_weights_and_prefixes_in_turn():
         *("0.432199", "/data/web", "--valid-data-path", "1.000000", "/valid/web"),
         *("--test-data-path", "1.000000", "/test/web"),
     ]
-    assert made("megatron-file").split() == plain.split()[1:]
 
 
-@pytest.mark.parametrize("to", ["megatron", "megatron-file", "megatron-bridge", "neox"])
+@pytest.mark.parametrize("to", ["megatron", "megatron-bridge"])
 def test_megatron_prefixes_are_cut(to):
     assert made(to) == made(to, paths=PATHS | {"web": "/data/web.bin", "code": "/data/code.idx"})
 
@@ -143,11 +139,11 @@ def test_several_paths_share_a_weight_by_their_bytes(tmp_path):
     for name, size in {"a": 300, "b": 100}.items():
         (tmp_path / f"{name}.bin").write_bytes(bytes(size))
     options: dict[str, Any] = {
-        "to": "megatron-file",
+        "to": "megatron",
         "paths": {"web": [f"{tmp_path}/a", f"{tmp_path}/b"]},
     }
     found = export({"web": 1.0}, decimals=3, **options).text.split()
-    assert found == ["0.750", f"{tmp_path}/a", "0.250", f"{tmp_path}/b"]
+    assert found == ["--data-path", "0.750", f"{tmp_path}/a", "0.250", f"{tmp_path}/b"]
     (tmp_path / "b.bin").write_bytes(b"1")
     with pytest.raises(ValueError, match="rounds to 0"):
         export({"web": 1.0}, decimals=2, **options)
@@ -155,12 +151,6 @@ def test_several_paths_share_a_weight_by_their_bytes(tmp_path):
 
 SHARES = [0.267801, 0.3, 0.432199]
 FORMS: dict[str, Any] = {
-    "neox": {
-        **{"train-data-paths": [*PATHS.values()], "train-data-weights": SHARES},
-        **{"valid-data-paths": ["/valid/web"], "valid-data-weights": [1.0]},
-        **{"test-data-paths": ["/test/web"], "test-data-weights": [1.0]},
-        "weight_by_num_documents": False,
-    },
     "nanotron": {
         "data_stages": [
             {
@@ -182,30 +172,17 @@ FORMS: dict[str, Any] = {
             for name, share in zip(NAMES, SHARES, strict=True)
         ]
     },
-    "maxtext": {
-        **{"dataset_type": "grain", "grain_file_type": "arrayrecord"},
-        "grain_train_files": "/data/book,0.267801;/data/code,0.300000;/data/web,0.432199",
-    },
 }
 
 
 @pytest.mark.parametrize("to", FORMS)
 def test_what_a_framework_reads_from_yaml(to):
-    rows = "blocks" if to == "maxtext" else None
-    assert yaml.safe_load(made(to, rows=rows)) == FORMS[to]
+    assert yaml.safe_load(made(to)) == FORMS[to]
 
 
-def test_what_yaml_or_its_reader_would_change():
-    data = yaml.safe_load(made("lingua"))["data"]
-    assert (data["root_dir"], list(data["sources"])) == ("/data", list(NAMES))
-    # A number and a variable to OmegaConf, which reads it.
-    paths, lengths = {"x": "/${HOME}/1e3"}, {"x": 1.0}
-    odd = export({"x": 1.0}, to="lingua", paths=paths, mean_doc_tokens=lengths).text
-    assert "root_dir: /\\${HOME}\n" in odd
-    assert "'1e3': 1.0" in odd
-    # One set has no weight there.
-    alone = export({"a": 1.0}, to="maxtext", paths={"a": "/d/a*"}, rows="blocks")
-    assert "grain_train_files: /d/a*\n" in alone.text
+def test_yaml_quotes_what_begins_like_a_number():
+    alone = export({"x": 1.0}, to="nanotron", paths={"x": "1e3"}).text
+    assert "- '1e3'" in alone
 
 
 def test_mosaic_draws_at_random():
@@ -215,13 +192,6 @@ def test_mosaic_draws_at_random():
     assert 'batching_method="random"' in text
     assert 'Stream(remote="s3://b/web", proportion=0.999000)' in text
     assert 'Stream(local="/c", proportion=0.001000)' in text
-
-
-@pytest.mark.parametrize(("share", "block"), [(1e-4, 16384), (2.0**-11, 4096)])
-def test_levanter_gets_a_block_that_holds_every_domain(share, block):
-    """Of 2048 the second has exactly one, which is lost where Levanter divides by the sum."""
-    text = export({"web": 1 - share, "code": share}, to="levanter", decimals=15).text
-    assert yaml.safe_load(text)["data"]["mixture_block_size"] == block
 
 
 @pytest.fixture
@@ -248,10 +218,15 @@ def test_the_verb_prints_writes_and_lists(file, capsys, caplog):
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 100
 
 
+def test_nemo_means_what_it_trains_with():
+    bridge = export(WEIGHTS, to="megatron-bridge", paths=PATHS)
+    assert export(WEIGHTS, to="nemo", paths=PATHS) == bridge
+
+
 def test_many_paths_come_from_the_verbs_own_file(file, capsys):
     fields = file.with_name("fields.yaml")
     words = ["web=/data/a=b", "code=/data/code", "book=/data/book"]
-    fields.write_text(yaml.safe_dump({"to": "megatron-file", "paths": words}))
+    fields.write_text(yaml.safe_dump({"to": "megatron", "paths": words}))
     assert cli.main(["export", str(file), "--config", str(fields)]) == 0
     assert capsys.readouterr().out.split()[-2:] == ["0.432199", "/data/a=b"]
 
@@ -283,15 +258,13 @@ def of_file(to: str, path: str, **options: Any) -> str:
         (lambda: largest_remainder({"a": 1.0}, 0), "decimals"),
         (lambda: largest_remainder({"a": 1.0}, 16), "decimals"),
         (lambda: made("json", seq_length=0), "seq_length"),
-        (lambda: made("llama-factory", paths={"web": "book"}), "two"),
-        (lambda: made("lingua", paths=PATHS | {"web": "/data/./book"}), "path"),
-        (lambda: made("ms-swift", paths=PATHS | {"web": ["/data/web", "/data//web"]}), "twice"),
+        (lambda: made("nanotron", paths=PATHS | {"web": "/data/./book"}), "path"),
+        (lambda: made("nanotron", paths=PATHS | {"web": ["/data/web", "/data//web"]}), "twice"),
         (lambda: made("megatron", paths={"web": []}), "web"),
         (lambda: made("megatron", paths={"web": ["/a", "/a"]}), "web"),
         (lambda: made("megatron", paths={"web": {"/a": 1}}), "web"),
         (lambda: made("megatron", paths={"web": [3]}), "web"),
         # Readers that take no escaped name.
-        (lambda: of_file("ms-swift", "a*.jsonl", rows="blocks"), "pattern"),
         (lambda: of_file("olmo-core", "c[1].jsonl"), "pattern"),
         (lambda: of_file("datasets", "s3://b.jsonl", rows="blocks"), "address"),
     ],

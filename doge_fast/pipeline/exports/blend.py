@@ -257,15 +257,12 @@ class Target:
     template: str = ""
     """Text with $words."""
     takes: str = ""
-    """What a path is; empty where paths are of no use."""
+    """What a path is; empty where none is needed."""
     checked: str = ""
     """The version or commit of the framework whose own code was read or run, and when."""
     rows: Sequence[Rows] = ("blocks",)
     """What the framework's numbers may count, the default first; one where it decides itself."""
-    names: Literal["plain", "pattern", "patterns"] = "plain"
-    """What the framework takes a path for: a name; a pattern where it has * ? or [ in it, though
-    one file is meant; a pattern, by its documentation."""
-    needs_paths: bool = True
-    """Whether every domain needs a path."""
+    takes_patterns: bool = False
+    """Whether a path may be a pattern of * ? [ ]."""
     traps: Sequence[str] = ()
     """What a newcomer runs into, one sentence each."""

@@ -31,6 +31,8 @@ from doge_fast.pipeline.records.weights import check_fields
 from doge_fast.pipeline.wording import first_few
 
 _UNITS = {"blocks": "tokens", "documents": "documents"}
+# NeMo trains language models with Megatron-Bridge since 3.0.
+_ALSO = {"nemo": "megatron-bridge"}
 
 
 class Exported(NamedTuple):
@@ -52,7 +54,7 @@ def targets() -> Mapping[str, Target]:
 
 
 def _find(name: str) -> Target:
-    known = targets()
+    known, name = targets(), _ALSO.get(name, name)
     if name not in known:
         near = named.nearest(name, known, f"There are {', '.join(known)}.")
         raise ValueError(
@@ -132,15 +134,15 @@ def export(
     )
     check(blend)
     missing = [name for name in blend.shares() if name not in blend.paths["train"]]
-    if target.needs_paths and missing:
+    if target.takes and missing:
         raise ValueError(
             f"Every domain with a weight needs a path; there is none for {', '.join(missing)}. "
             "Give them as paths={name: path} (--paths NAME=PATH ...)."
         )
     listed = [path for each in blend.paths.values() for paths in each.values() for path in paths]
-    for path in listed if target.names != "plain" else ():
+    for path in listed if target.takes_patterns else ():
         # Of another path the framework would read another file.
-        name_of_file(path, target.name, is_pattern=target.names == "patterns")
+        name_of_file(path, target.name, is_pattern=True)
     warnings = _left_out(blend)
     if stages := record.get("stages"):
         warnings.append(

@@ -43,13 +43,9 @@ def _prefixes(blend: Blend, split: Split = "train") -> list[tuple[str, str]]:
     return found
 
 
-def _words(blend: Blend, split: Split = "train") -> list[str]:
-    return [word for pair in _prefixes(blend, split) for word in pair]
-
-
 def _megatron(blend: Blend) -> str:
     """A flag for each split that has paths, with its words."""
-    words = {flag: _words(blend, split) for split, flag in _FLAGS.items()}
+    words = {flag: sum(_prefixes(blend, split), ()) for split, flag in _FLAGS.items()}
     given = {flag: shlex.join(each) for flag, each in words.items() if each}
     if len(given) == 1:
         given = {"--data-path": given[_FLAGS["train"]]}
@@ -62,28 +58,7 @@ def _bridge(blend: Blend) -> str:
     return f"cfg.dataset.blend = [\n    {lists[0]},\n    {lists[1]},\n]\n"
 
 
-def _neox(blend: Blend) -> str:
-    missing = [split for split in ("valid", "test") if not blend.paths[split]]
-    if missing:
-        raise ValueError(
-            "GPT-NeoX takes train, valid and test paths together or none of them; there are none "
-            f"for {' and '.join(missing)}. Give them (--valid-paths, --test-paths)."
-        )
-    value: dict[str, Any] = {}
-    for split in _FLAGS:
-        found = _prefixes(blend, split)
-        value[f"{split}-data-paths"] = [path for _, path in found]
-        value[f"{split}-data-weights"] = [float(share) for share, _ in found]
-    return _to_yaml(value | {"weight_by_num_documents": False})
-
-
-# Frameworks that read their mixture from YAML, tuners that know data sets by name.
-
-# Levanter fixes how many of each domain a block holds: the default, and up to what 16 bits hold.
-_LEVANTER_BLOCK = 2048
-_LEVANTER_BLOCKS = (2048, 4096, 8192, 16384, 32768, 2**16 - 1)
-# Part of a block that rounding may give to the largest domain before a longer one is asked for.
-_MOST_ROUNDED = 0.01
+# Frameworks that read their mixture from YAML.
 
 
 def _olmo(blend: Blend) -> str:
@@ -106,108 +81,6 @@ def _nanotron(blend: Blend) -> str:
     data = {"seed": blend.seed, "num_loading_workers": 1, "dataset": dataset}
     stage = {"name": "training", "start_training_step": 1, "data": data}
     return _to_yaml({"data_stages": [stage]})
-
-
-def _levanter(blend: Blend) -> str:
-    components: dict[str, Any] = {}
-    for name in blend.shares():
-        if urls := blend.paths_of(name):
-            components[name] = {"source": {"type": "url", "train_urls": urls}}
-    block = _levanter_block(blend)
-    own = {} if block == _LEVANTER_BLOCK else {"mixture_block_size": block}
-    data = {"components": components} if components else {}
-    return _to_yaml({"data": data | {"train_weights": blend.shares()} | own})
-
-
-def _levanter_block(blend: Blend) -> int:
-    """The first block, from the default on, that holds every domain and rounds little."""
-    shares = blend.numbers()
-    for block in _LEVANTER_BLOCKS:
-        # It rounds down; a unit of float64 may be lost where it divides by the sum.
-        lost = [name for name, share in shares.items() if share * block < 1 + 1e-12]
-        kept = sum(int(share * block) for share in shares.values())
-        if not lost and block - kept <= _MOST_ROUNDED * block:
-            break
-    if lost:
-        raise ValueError(
-            f"Levanter draws whole sequences from blocks of {block}, and would draw none of "
-            f"{', '.join(lost)}: their weights are below 1/{block}. Raise them (doge-fast weights "
-            "constrain --floor), or leave them out (fewer decimals)."
-        )
-    return block
-
-
-def _lingua(blend: Blend) -> str:
-    shares = blend.shares()
-    folders = {name: PurePosixPath(blend.one_path(name).rstrip("/")) for name in shares}
-    roots = sorted({str(folder.parent) for folder in folders.values()})
-    if len(roots) > 1:
-        raise ValueError(
-            "lingua's sources are folders of one root_dir; these lie in "
-            f"{', '.join(roots)}. Link to them from one folder."
-        )
-    sources = {folders[name].name: share for name, share in shares.items()}
-    return _to_yaml({"data": {"root_dir": _literal(roots[0]), "sources": sources}})
-
-
-def _maxtext(blend: Blend) -> str:
-    weighted = blend.weighted_paths()
-    lost = [path for share, path in weighted if not round(float(share), 4)]
-    if lost:
-        raise ValueError(
-            f"MaxText rounds weights to 4 decimals and would draw none of {', '.join(lost)}. Leave "
-            "them out (decimals=4), or raise them (doge-fast weights constrain --floor)."
-        )
-    unreadable = [path for _, path in weighted if "," in path or ";" in path]
-    if unreadable:
-        raise ValueError(
-            f"MaxText splits grain_train_files at , and ; and these paths hold one: "
-            f"{', '.join(unreadable)}. Rename them."
-        )
-    # A pattern alone has no weight.
-    files = [f"{path},{_plain(share)}" for share, path in weighted]
-    patterns = ";".join(files) if len(files) > 1 else weighted[0][1]
-    return _to_yaml(
-        {
-            "dataset_type": "grain",
-            "grain_file_type": "arrayrecord",
-            "grain_train_files": _literal(patterns),
-        }
-    )
-
-
-def _factory(blend: Blend) -> str:
-    shares = blend.shares()
-    # By their names in dataset_info.json: the path given, or else the domain's.
-    found = [blend.one_path(name) if blend.paths_of(name) else name for name in shares]
-    if twice := {name for name in found if found.count(name) > 1}:
-        raise ValueError(
-            f"A data set belongs to one domain; {', '.join(sorted(twice))} stands for two. Give "
-            "each domain a path."
-        )
-    split = [name for name in found if "," in name]
-    if split:
-        raise ValueError(
-            f"LLaMA-Factory splits the names of data sets at commas; {', '.join(split)} holds one. "
-            "Give it another name in dataset_info.json, and here as --paths NAME=DATASET."
-        )
-    return _to_yaml(
-        {
-            "dataset": _literal(",".join(found)),
-            "mix_strategy": "interleave_over",
-            "interleave_probs": ",".join(map(_plain, shares.values())),
-        }
-    )
-
-
-def _swift(blend: Blend) -> str:
-    shares, paths = zip(*blend.weighted_paths(), strict=True)
-    lines = [
-        f"--dataset {shlex.join(paths)}",
-        f"--interleave_prob {' '.join(map(_plain, shares))}",
-        "--stopping_strategy all_exhausted",
-    ]
-    return " \\\n".join(lines) + "\n"
 
 
 # Frameworks that take their mixture in Python: the values of the words in their templates.
@@ -325,11 +198,6 @@ _Dumper.add_representer(Decimal, lambda dumper, share: dumper.represent_float(fl
 _Dumper.add_representer(str, _text)
 
 
-def _literal(text: str) -> str:
-    """Text of a value in which OmegaConf, with which the target reads it, fills in nothing."""
-    return text.replace("${", "\\${")
-
-
 def _to_yaml(value: Any) -> str:
     """Block YAML in the order given, each path on one line; a decimal is written as a float."""
     return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100_000))
@@ -359,20 +227,12 @@ def _sequence(items: Iterable[Decimal | str], indent: str = "", brackets: str = 
 
 WRITERS: Mapping[str, Callable[[Blend], str | Mapping[str, object]]] = {
     "megatron": _megatron,
-    "megatron-file": lambda blend: " ".join(_words(blend)) + "\n",
     "megatron-bridge": _bridge,
-    "neox": _neox,
     "olmo-core": _olmo,
     "nanotron": _nanotron,
-    "levanter": _levanter,
-    "lingua": _lingua,
-    "maxtext": _maxtext,
-    "llama-factory": _factory,
-    "ms-swift": _swift,
     "json": lambda blend: json.dumps(blend.numbers(), indent=2, ensure_ascii=False) + "\n",
     "mosaic-streaming": _mosaic,
     "datasets": _interleaved,
-    "torchdata": _interleaved,
     "litdata": _litdata,
     "torchtitan": _torchtitan,
 }
