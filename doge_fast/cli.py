@@ -373,7 +373,6 @@ VERBS: dict[str, Verb] = {
     "report": Verb(configs.ReportConfig, _report, loads=("matplotlib.figure",)),
     "experiment": Verb(configs.ExperimentConfig, _in(_RUNNER, "run_experiment"), True),
     "weights show": Verb(configs.WeightsShowConfig, _in(_WEIGHTS, "show"), True, ()),
-    "weights diff": Verb(configs.WeightsDiffConfig, _in(_WEIGHTS, "diff"), True, ()),
     "weights average": Verb(configs.WeightsAverageConfig, _in(_WEIGHTS, "average"), True, ()),
     "weights constrain": Verb(configs.WeightsConstrainConfig, _in(_WEIGHTS, "constrain"), True, ()),
     "export": Verb(configs.ExportConfig, _in("pipeline.exports.command", "run"), loads=()),

@@ -4,11 +4,9 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 
-def wrapped(text: str, width: int = 88, *, indent: str = "") -> str:
-    """A paragraph in lines of a terminal's width; `indent` is of those after the first."""
-    return textwrap.fill(
-        text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
+def wrapped(text: str, width: int = 88) -> str:
+    """A paragraph in lines of a terminal's width."""
+    return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
 
 
 def count_text(value: float) -> str:

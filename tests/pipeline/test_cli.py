@@ -160,7 +160,7 @@ def test_the_version_and_what_there_is(capsys):
             assert re.search(rf"^{name}  +\w", told, re.M), name
     assert cli.main(["weights"]) == 0
     told = capsys.readouterr().out
-    assert "weights diff" in told
+    assert "weights average" in told
     assert "proxy" not in told.split("what it does")[1].split("weights show")[0]
 
 

@@ -200,8 +200,6 @@ def test_weights_are_a_file_a_run_a_plain_object_or_typed(tmp_path, capsys):
     sources = [tmp_path / "run", tmp_path / "run" / "weights.json", plain, typed, loose, mixed]
     tables = [cells(said(capsys, "show", source), "code")[0] for source in sources]
     assert tables == ["0.5000"] * 6
-    text = said(capsys, "diff", plain, typed)
-    assert "Total variation 0.0000" in text
     # Where commas divide, names may have spaces and numbers; and there may be many.
     spaced = said(capsys, "show", "part 1 code=0.5,50% web=0.5")
     assert re.search(r"part 1 code +0\.5000", spaced)
@@ -215,18 +213,6 @@ def test_weights_are_a_file_a_run_a_plain_object_or_typed(tmp_path, capsys):
 @pytest.mark.parametrize(("text", "number"), [("16.1k", 16100), ("1.001M", 1001000), ("7%", 0.07)])
 def test_numbers_with_a_factor_are_exact(text, number):
     assert named.number_as(type(number), text) == number
-
-
-def test_diff_names_what_came_and_went(tmp_path, capsys):
-    first = write(tmp_path / "a.json")
-    second = write(tmp_path / "b.json", record((0.1, 0.9), ("verse", "table"), None, steps=500))
-    assert cli.main(["weights", "diff", first, second]) == 0
-    text = capsys.readouterr().out
-    assert cells(text, "verse") == ["0.2000", "0.1000", "-0.1000", "0.500"]
-    assert cells(text, "table") == ["0.9000", "+0.9000"]
-    assert "Total variation 0.9000" in text
-    assert "absolute difference 0.4500." in " ".join(text.split())
-    assert "Total variation 0.0000" in said(capsys, "diff", first, first)
 
 
 def test_constrain_writes_what_it_tells(tmp_path, capsys):

@@ -106,16 +106,6 @@ class WeightsShowConfig:
 
 
 @dataclass(frozen=True)
-class WeightsDiffConfig:
-    """How the weights of two files differ, domain by domain and in total."""
-
-    before: Path
-    """A weights.json or a run directory."""
-    after: Path
-    """The weights.json or run directory to compare it with."""
-
-
-@dataclass(frozen=True)
 class WeightsAverageConfig:
     """The mean and spread of several runs' weights, such as one proxy with several seeds."""
 

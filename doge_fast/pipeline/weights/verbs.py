@@ -13,11 +13,10 @@ from doge_fast.pipeline.baselines import MAX_EPOCHS
 from doge_fast.pipeline.config import (
     WeightsAverageConfig,
     WeightsConstrainConfig,
-    WeightsDiffConfig,
     WeightsShowConfig,
 )
 from doge_fast.pipeline.records import Json
-from doge_fast.pipeline.tables import Table, text
+from doge_fast.pipeline.tables import text
 from doge_fast.pipeline.weights import bounds, summary
 from doge_fast.pipeline.weights.summary import (
     WeightsSummary,
@@ -43,39 +42,6 @@ def show(config: WeightsShowConfig) -> list[str]:
         lines += [_wrapped(f"{source}: {story(record)}"), text(mixture.table())]
         lines += map(_wrapped, _remarks(mixture, budget, tokens))
     return lines
-
-
-def diff(config: WeightsDiffConfig) -> list[str]:
-    """How two files differ, by name; a domain that one lacks counts as weight zero there."""
-    before, after = (records.read_weights(path) for path in (config.before, config.after))
-    table, distance = _differences(before, after, ("A", "B", "B / A"))
-    return [
-        _wrapped(f"A  {config.before}: {story(before)}", indent="   "),
-        _wrapped(f"B  {config.after}: {story(after)}", indent="   "),
-        text(table),
-        _wrapped(
-            f"Total variation {distance:.4f}, the share of a training that goes to other domains; "
-            f"mean absolute difference {2 * distance / len(table.rows):.4f}."
-        ),
-    ]
-
-
-def _differences(
-    before: Json, after: Json, titles: tuple[str, str, str], **more: Sequence[str]
-) -> tuple[Table, float]:
-    """A row for each domain of either record, and half the sum of the absolute changes."""
-    old, new = records.weights_by_name(before), records.weights_by_name(after)
-    names = list(old | new)
-    changes = [new.get(name, 0.0) - old.get(name, 0.0) for name in names]
-    ratios = [new[name] / old[name] if name in new and old.get(name) else None for name in names]
-    columns = {
-        titles[0]: map(weight_text, map(old.get, names)),
-        titles[1]: map(weight_text, map(new.get, names)),
-        "change": [weight_text(change, "+") for change in changes],
-        titles[2]: map(figure_text, ratios),
-        **{title.replace("_", " "): texts for title, texts in more.items()},
-    }
-    return by_domain(names, columns), math.fsum(map(abs, changes)) / 2
 
 
 def average(config: WeightsAverageConfig) -> list[str]:
@@ -115,17 +81,21 @@ def constrain(config: WeightsConstrainConfig) -> list[str]:
     written = _write(config.out, found, [config.file])
     after = summary.describe(found, budget_tokens=config.budget_tokens, tokens=tokens)
     held = found["constraints"]["bound"]
-    table, distance = _differences(
-        record,
-        found,
-        ("before", "after", "after / before"),
-        bound_by=[held.get(share.name, "").replace("_", " ") for share in after.domains],
-        epochs=[figure_text(share.epochs) for share in after.domains],
-    )
+    old, new = records.weights_by_name(record), records.weights_by_name(found)
+    changes = {name: new[name] - old[name] for name in old}
+    columns = {
+        "before": map(weight_text, old.values()),
+        "after": map(weight_text, new.values()),
+        "change": [weight_text(change, "+") for change in changes.values()],
+        "after / before": [figure_text(new[n] / old[n] if old[n] else None) for n in old],
+        "bound by": [held.get(share.name, "").replace("_", " ") for share in after.domains],
+        "epochs": [figure_text(share.epochs) for share in after.domains],
+    }
+    distance = math.fsum(map(abs, changes.values())) / 2
     remarks = [] if held else ["No bound holds any domain; the weights are as they were."]
     remarks.append(f"Moved: total variation {distance:.4f}.")
     return [
-        text(table, left=[4] if held else []),
+        text(by_domain(old, columns), left=[4] if held else []),
         *map(_wrapped, [*remarks, _total(after)]),
         *written,
     ]
@@ -189,6 +159,6 @@ def _total(mixture: WeightsSummary) -> str:
     return f"{mixture.effective_text}{zero}"
 
 
-def _wrapped(words: str, indent: str = "") -> str:
+def _wrapped(words: str) -> str:
     """A paragraph in lines that fit the terminal."""
-    return wrapped(words, min(tables.terminal_width(), _LONGEST_LINE), indent=indent)
+    return wrapped(words, min(tables.terminal_width(), _LONGEST_LINE))
