@@ -360,7 +360,7 @@ def _profile(config: configs.ProfileConfig) -> list[str]:
 
 
 _WEIGHTS = "pipeline.weights.verbs"
-_RUNNER, _TARGET = "pipeline.experiments.runner", "pipeline.task_target"
+_RUNNER = "pipeline.experiments.runner"
 VERBS: dict[str, Verb] = {
     "demo": Verb(configs.DemoConfig, _in("pipeline.demo", "demo")),
     "proxy": Verb(configs.ProxyConfig, _proxy, takes_ranks=True),
@@ -369,7 +369,6 @@ VERBS: dict[str, Verb] = {
     "doremi": Verb(configs.DoReMiConfig, _doremi, takes_ranks=True),
     "select": Verb(configs.SelectConfig, _select, takes_ranks=True),
     "evaluate": Verb(configs.EvaluateConfig, _evaluate, is_positional=True, takes_ranks=True),
-    "target": Verb(configs.TargetConfig, _in(_TARGET, "write_target"), True, ("torch", "lm_eval")),
     "report": Verb(configs.ReportConfig, _report, loads=("matplotlib.figure",)),
     "experiment": Verb(configs.ExperimentConfig, _in(_RUNNER, "run_experiment"), True),
     "weights show": Verb(configs.WeightsShowConfig, _in(_WEIGHTS, "show"), True, ()),

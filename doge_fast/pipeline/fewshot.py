@@ -86,7 +86,7 @@ def few_shot(config: EvaluateConfig) -> dict[str, Any]:
             f"{file} holds {', '.join(sorted(lost))} too. Ask for these as well (--tasks), or move "
             "the file away."
         )
-    tasks = load_tasks(asked)
+    tasks = _load_tasks(asked)
     folder = config.run / records.MODEL
     model, tokenizer = open_model(folder), AutoTokenizer.from_pretrained(folder)
     torch.nn.Module.to(model, training.device_of(config.device))
@@ -116,7 +116,7 @@ def few_shot(config: EvaluateConfig) -> dict[str, Any]:
 
 
 @_quiet()
-def load_tasks(asked: TasksConfig) -> dict[str, Any]:
+def _load_tasks(asked: TasksConfig) -> dict[str, Any]:
     """lm-eval's tasks with their documents; says what is wrong before any model is opened.
 
     Raises:
@@ -270,7 +270,7 @@ def _check_documents(name: str, task: Any, folder: Path) -> None:
     for split, documents in (("train", task.training_docs()), ("validation", task.eval_docs)):
         for number, document in enumerate(documents, start=1):
             try:
-                right, choices = right_choice(task, document)
+                right, choices = _right_choice(task, document)
                 why = f"its right answer is {right!r} of the choices {choices!r}"
                 is_told = right in range(len(choices))
                 # Some tasks take a label of null for one, or write None into the prompt.
@@ -285,7 +285,7 @@ def _check_documents(name: str, task: Any, folder: Path) -> None:
                 )
 
 
-def right_choice(task: Any, document: Any) -> tuple[Any, list[Any]]:
+def _right_choice(task: Any, document: Any) -> tuple[Any, list[Any]]:
     """(The right choice's number, all choices) of a document.
 
     Tasks name the choice or give its number, and some that fill a blank do so elsewhere.

@@ -1,6 +1,5 @@
-"""Accuracies are lm-eval's and say what was cut; a target of tasks is what it would score."""
+"""Accuracies are lm-eval's and say what was cut."""
 
-import json
 import math
 import random
 import shutil
@@ -17,7 +16,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from doge_fast import cli
 from doge_fast.pipeline import records
-from doge_fast.pipeline.config import BaseConfig, EvaluateConfig, TargetConfig, TasksConfig
+from doge_fast.pipeline.config import BaseConfig, EvaluateConfig, TasksConfig
 from doge_fast.pipeline.domains import Corpus
 from doge_fast.pipeline.model import open_model
 from tests.pipeline.corpora import write_jsonl
@@ -27,7 +26,6 @@ pytest.importorskip("lm_eval", reason="lm-eval is not installed: the extra fewsh
 from lm_eval.models.huggingface import HFLM
 
 from doge_fast.pipeline.fewshot import PAPER_TASKS, few_shot, table, task_names
-from doge_fast.pipeline.task_target import write_target
 
 Ask = Callable[..., EvaluateConfig]
 
@@ -266,56 +264,3 @@ def test_the_verb_measures_both_or_one(trained_base, task_data, tmp_path, capsys
     # What was measured is not written over.
     assert cli.main([*words, "--tasks", "copa"]) == 2
     assert "wic" in capsys.readouterr().err
-
-
-def copa(document: dict[str, Any]) -> str:
-    choice = document[("choice1", "choice2")[document["label"]]]
-    word = {"cause": "because", "effect": "therefore"}[document["question"]]
-    return f"{document['premise'].strip()[:-1]} {word}  {choice[0].lower()}{choice[1:]}"
-
-
-def piqa(document: dict[str, Any]) -> str:
-    return f"Question: {document['goal']}\nAnswer: {document[('sol1', 'sol2')[document['label']]]}"
-
-
-def winogrande(document: dict[str, Any]) -> str:
-    return document["sentence"].replace("_", document[f"option{document['answer']}"])
-
-
-WRITTEN = {"copa": copa, "piqa": piqa, "winogrande": winogrande}
-
-
-def test_a_text_is_the_question_with_its_right_answer(task_data, tmp_path):
-    out = tmp_path / "corpus" / "tasks.jsonl"
-    # The same text may lie there already.
-    for _ in range(2):
-        write_target(TargetConfig(tuple(WRITTEN), out=out, task_data=task_data))
-    expected = [
-        {"text": written(document), "task": task}
-        for task, written in WRITTEN.items()
-        for document in read(task_data / task / "train.jsonl")
-    ]
-    assert read(out) == expected
-
-
-def test_what_is_scored_is_left_out(task_data, tmp_path, capsys):
-    own = tmp_path / "tasks"
-    shutil.copytree(task_data / "piqa", own / "piqa")
-    train, scored = (own / "piqa" / f"{split}.jsonl" for split in ("train", "validation"))
-    leaked, *others = train.read_text(encoding="utf-8").splitlines(keepends=True)
-    scored.write_text(scored.read_text(encoding="utf-8") + leaked, encoding="utf-8")
-    out = tmp_path / "piqa.jsonl"
-    words = ["target", "piqa", "--task-data", str(own), "--out", str(out)]
-    assert cli.main([*words, "--task-limit", "4"]) == 0
-    assert capsys.readouterr().out.splitlines()[2].split() == ["piqa", "3", "1"]
-    assert [line["text"] for line in read(out)] == [piqa(json.loads(each)) for each in others[:3]]
-
-
-def test_a_task_without_a_training_split_is_refused(tmp_path, monkeypatch):
-    # As lm-eval finds it on the Hub: scored on its only split.
-    asked = {"question": "Is it?", "mc1_targets": {"choices": ["no", "yes"], "labels": [1, 0]}}
-    there = datasets.DatasetDict({"validation": datasets.Dataset.from_list([asked])})
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: there)
-    with pytest.raises(ValueError, match="truthfulqa_mc1"):
-        write_target(TargetConfig(("truthfulqa_mc1",), out=tmp_path / "truth.jsonl"))
-    assert not (tmp_path / "truth.jsonl").exists()

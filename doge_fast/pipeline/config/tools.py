@@ -60,24 +60,6 @@ class EvaluateConfig:
 
 
 @dataclass(frozen=True)
-class TargetConfig:
-    """Questions of tasks with their right answers, as text that `proxy --target` can learn weights
-    for."""
-
-    examples: ClassVar = ("copa piqa --out corpus/tasks.jsonl",)
-
-    tasks: tuple[str, ...]
-    """Multiple-choice tasks of lm-eval, between commas or spaces."""
-    out: Path = Path("target.jsonl")
-    """The file to write. In the directory of a corpus it is a domain, named like the file."""
-    task_data: Path | None = None
-    """A directory with TASK/train.jsonl, which is written, and TASK/validation.jsonl, which
-    `evaluate` scores; None: the data sets that lm-eval names on the Hub."""
-    task_limit: Count | None = None
-    """Write at most so many documents of every task, the first ones; None: all."""
-
-
-@dataclass(frozen=True)
 class ReportConfig:
     """One page with figures and tables of runs."""
 
