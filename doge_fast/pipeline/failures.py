@@ -134,7 +134,7 @@ def ending_of(error: BaseException, directory: Path | None = None) -> Ending | N
             WORLD,
             f"There is not enough memory: {one_line(error)}. Ask for less in a step (fewer "
             "sequences, a shorter block_size, mode=sequential), for a smaller model, or share it "
-            "among processes (torchrun); --dry-run says what is needed.",
+            "among processes (torchrun).",
         )
     is_over_ranks = (os.environ.get("WORLD_SIZE") or "1") != "1"
     if is_over_ranks and isinstance(error, RuntimeError) and _RANK_IS_LOST.search(str(error)):

@@ -8,7 +8,7 @@ import math
 import re
 import shlex
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -47,7 +47,6 @@ def build_model(
     tokenizer: PreTrainedTokenizerBase,
     *,
     block_size: int,
-    on_size: Callable[[int], None] | None = None,
 ) -> PreTrainedModel:
     """The causal language model that `config` describes, for this tokenizer and block size.
 
@@ -58,7 +57,6 @@ def build_model(
         config: a size of the family, or a folder or Hub id of any causal language model.
         tokenizer: gives the vocabulary and the end-of-text token.
         block_size: tokens in a training example; positions that the model needs.
-        on_size: called with the number of parameters before there are any; may refuse.
 
     Returns:
         The model, in float32 (a pretrained one too).
@@ -83,8 +81,6 @@ def build_model(
     else:
         architecture.vocab_size = -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
         architecture.bos_token_id = architecture.eos_token_id = end_of_text_id(tokenizer)
-    if on_size is not None and (bare := _without_memory(architecture, config.model)) is not None:
-        on_size(int(bare.num_parameters(only_trainable=True)))
     if config.pretrained:
         model = open_model(config.model)
     else:
@@ -137,7 +133,7 @@ def check_model(config: ModelConfig, *, block_size: int) -> Any:
     if config.model not in SIZES:
         with reading(config.model, _MEND):
             _check_saved(architecture)
-        _without_memory(architecture, config.model)
+        _check_built(architecture, config.model)
     return architecture
 
 
@@ -181,20 +177,15 @@ def _check_saved(architecture: Any, generation: Any = None) -> None:
         AutoConfig.from_pretrained(folder)
 
 
-def _without_memory(architecture: Any, name: str) -> Any | None:
-    """The model without numbers; None where it cannot be built so.
-
-    Raises:
-        FileFailure: it cannot be built with numbers either.
-    """
+def _check_built(architecture: Any, name: str) -> None:
+    """Build the model without numbers, which is quick; raise FileFailure if that fails."""
     with reading(name, _MEND), torch.random.fork_rng(devices=[]), torch.device("meta"):
         try:
-            return AutoModelForCausalLM.from_config(architecture)  # type: ignore[no-untyped-call]
+            AutoModelForCausalLM.from_config(architecture)  # type: ignore[no-untyped-call]
         except (NotImplementedError, RuntimeError) as error:
+            # Some models look at their numbers while they are built.
             if "meta" not in str(error):
                 raise
-            # It looks at numbers while it is built.
-            return None
 
 
 def open_model(name: str | Path) -> PreTrainedModel:

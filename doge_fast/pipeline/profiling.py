@@ -5,7 +5,6 @@ the phases from other steps, in which each phase that is named (`doge_fast.traci
 are the least that a phase can move; bandwidth is measured in the same process.
 """
 
-import functools
 import json
 import logging
 import math
@@ -27,7 +26,7 @@ from doge_fast.info import device_name, versions
 from doge_fast.kernels import chosen
 from doge_fast.kernels.dispatch import OPERATORS
 from doge_fast.optimizer import DoGEOptimizer
-from doge_fast.pipeline import failures, memory, tables
+from doge_fast.pipeline import failures, tables
 from doge_fast.pipeline.config import ModelConfig, ProfileConfig
 from doge_fast.pipeline.config.ranges import Device, check
 from doge_fast.pipeline.model import build_model, load_architecture
@@ -73,8 +72,6 @@ class ProfiledStep:
             ModelConfig(model=config.model),
             cast(Any, _Vocabulary(range(_vocab_size(config)))),
             block_size=config.sequence_length,
-            # The plain side is built first, and refuses what cannot fit.
-            on_size=None if is_doge else functools.partial(_check_memory, config),
         )
         # Dropout would draw numbers, other ones for each side.
         self.model = model.train(False).to(self.device)
@@ -197,19 +194,6 @@ class _Vocabulary(list[int]):
     def get_vocab(self) -> dict[int, int]:
         """Every token is its number."""
         return dict(zip(self, self, strict=True))
-
-
-def _check_memory(config: ProfileConfig, num_parameters: int) -> None:
-    """Say what the two steps will keep at least, and refuse what cannot fit."""
-    # Both models are there at once.
-    parts = {name: 2 * size for name, size in memory.needed(num_parameters).items()}
-    num_rows = config.targets + config.domains
-    dtype = torch.float32 if config.buffer_dtype == "auto" else getattr(torch, config.buffer_dtype)
-    parts[f"gradients of {num_rows} rows"] = num_rows * num_parameters * dtype.itemsize
-    text = memory.size_text(sum(parts.values()))
-    _log.info("profile: both steps keep %s, and activations", text)
-    advice = "Take a smaller --model, fewer --domains, or --buffer-dtype bfloat16."
-    memory.refuse_what_cannot_fit(parts, torch.device(config.device), advice=advice)
 
 
 def _vocab_size(config: ProfileConfig) -> int:

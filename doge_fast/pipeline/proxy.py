@@ -68,12 +68,7 @@ def prepare(config: ProxyConfig, existing: ExistingRun) -> "ProxyTrainer":
         if selection is not None:
             resolve(selection, model.parameters(), dict(model.named_parameters()))
 
-    def objective_of(names: Sequence[str]) -> Objective:
-        return Objective.of(names, parse_target(config.target))
-
-    corpus, model = stage.corpus_and_model(
-        config, existing, rows_of=lambda names: len(objective_of(names).names), check=check
-    )
+    corpus, model = stage.corpus_and_model(config, existing, check=check)
     if len(corpus.names) == 1:
         _log.warning(
             "%s has one domain to train on, %s: it gets all the weight, and there is nothing to "
@@ -83,7 +78,7 @@ def prepare(config: ProxyConfig, existing: ExistingRun) -> "ProxyTrainer":
     # A resumed run keeps the mu that it began with, whatever becomes of the default.
     resolved = {} if existing.record is None else existing.record.resolved
     mu = resolved.get("mu", config.mu)
-    objective = objective_of(corpus.names)
+    objective = Objective.of(corpus.names, parse_target(config.target))
     return ProxyTrainer(config, corpus, model, objective=objective, mu=mu, selection=selection)
 
 
@@ -102,7 +97,6 @@ class ProxyTrainer(RecordedTrainer, DoGETrainer):
         mu: float | None,
         selection: Sequence[str] | None,
     ) -> None:
-        self.num_rows = len(objective.names)
         size, seed = config.sequences_per_domain, config.training.seed
         self.mix = mix_sampler(corpus, size=size, seed=seed)
         super().__init__(

@@ -1,4 +1,4 @@
-"""What a run would read, train and write, and what it would take: a dry run of a stage."""
+"""What a run would read and train, and how long it would take: a dry run of a stage."""
 
 import itertools
 import statistics
@@ -10,10 +10,9 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl
 
-from doge_fast.pipeline import base, memory, proxy, stage, tables
+from doge_fast.pipeline import base, proxy, stage, tables
 from doge_fast.pipeline.config import BaseConfig, ProxyConfig
 from doge_fast.pipeline.domains import Batches
-from doge_fast.pipeline.memory import size_text
 from doge_fast.pipeline.proxy import ProxyTrainer
 from doge_fast.pipeline.trainer import MixtureTrainer
 
@@ -57,24 +56,14 @@ def rehearse(config: ProxyConfig | BaseConfig) -> str:
     parameters = cast(PreTrainedModel, trainer.model).num_parameters(only_trainable=True)
     of_step = sum(trainer.tokens(1).values())
     resumed = "" if existing.record is None else ", which is resumed"
-    kept = memory.needed(parameters, trainer.num_rows)
-    checkpoints = f"and, until it is complete, two checkpoints ({size_text(12 * parameters)} each)"
     plan = [
         ("model", f"{config.model.model}, {parameters:,} parameters"),
         *_settings(trainer),
         ("steps", f"{training.steps:,} of {of_step:,} tokens, {of_step * training.steps:,} in all"),
-        ("writes", f"{config.out}{resumed}: config.json, metrics.jsonl, weights.json,"),
-        ("", f"model/ ({size_text(4 * parameters)})"),
-        *([("", checkpoints)] if training.save_every != 0 else []),
-        ("memory", f"{size_text(sum(kept.values()))} and activations, about:"),
-        *(("", f"{size_text(size)} {name}") for name, size in kept.items()),
-        ("", f"of {size_text(memory.free_bytes(device))} that are free on {device.type}"),
+        ("writes", f"{config.out}{resumed}"),
     ]
     step = seconds_per_step(trainer)
     total = timedelta(seconds=round(step * training.steps))
-    if device.type == "cuda":
-        most = size_text(torch.cuda.max_memory_allocated())
-        plan.append(("", f"{most} at the most in the steps timed"))
     plan.append(("time", f"{total} at {step:.3g} s a step on {device.type},"))
     plan.append(("", "and evaluations on held-out blocks"))
     both = (_domains(trainer), tables.text(tables.table_of(("", "dry run"), plan), left=[0]))

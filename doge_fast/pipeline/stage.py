@@ -5,7 +5,6 @@ and what says that a run is complete is written last. So a refused run leaves no
 is resumed by the same call, and a complete one is left as it is.
 """
 
-import functools
 import logging
 import os
 import shutil
@@ -19,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, set_seed
 
 from doge_fast import atomic_file
-from doge_fast.pipeline import baselines, domains, memory, ranks, records, training
+from doge_fast.pipeline import baselines, domains, ranks, records, training
 from doge_fast.pipeline.config import StageConfig
 from doge_fast.pipeline.config.ranges import check
 from doge_fast.pipeline.domains import Corpus
@@ -81,7 +80,6 @@ def corpus_and_model(
     config: StageConfig,
     existing: ExistingRun,
     *,
-    rows_of: Callable[[Sequence[str]], int] = lambda names: 0,
     check: Callable[[PreTrainedModel, Sequence[str], PreTrainedTokenizerFast], object],
 ) -> tuple[Corpus, PreTrainedModel]:
     """The corpus, and the fresh or pretrained model, which is made first: packing may take hours.
@@ -89,50 +87,29 @@ def corpus_and_model(
     Args:
         config: of the stage.
         existing: what its directory holds.
-        rows_of: of how many domains and targets a step keeps a gradient of the model's size, if
-            these are trained on.
         check: called before the corpus is packed, with the model, the names of the domains and the
             tokenizer; may refuse.
 
     Raises:
-        ValueError: as `load_corpus` and `build_model`; a run that is resumed began with another
-            corpus; or a step cannot fit.
+        ValueError: as `load_corpus` and `build_model`; or a run that is resumed began with
+            another corpus.
     """
     made: list[PreTrainedModel] = []
 
     def make(names: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> None:
-        check_memory = functools.partial(_check_memory, config, rows_of(names))
         _log.info("%s: building the model %s", config.out, config.model.model)
         # A run of this seed always begins with the same numbers.
         set_seed(config.training.seed)
         size = config.corpus.block_size
-        made.append(build_model(config.model, tokenizer, block_size=size, on_size=check_memory))
+        made.append(build_model(config.model, tokenizer, block_size=size))
         check(made[0], names, tokenizer)
 
     check_model(config.model, block_size=config.corpus.block_size)
-    # How many domains there are may be in the data alone.
-    num_known = max(1, len({*config.corpus.domains, *config.targets}))
-    _check_memory(config, num_known)
     _log.info("%s: reading %s", config.out, config.corpus.data)
     corpus = domains.load_corpus(config.corpus, targets=config.targets, before_packing=make)
     if existing.record is not None:
         records.check_corpus(config.out, existing.record.corpus, corpus.describe())
     return corpus, made[0]
-
-
-def _check_memory(config: StageConfig, num_rows: int, num_parameters: int = 0) -> None:
-    """Refuse what cannot fit of the model's size, where that is known, and of a step's tokens."""
-    # Of all ranks; a stage takes so many blocks of every row, or so many in all.
-    of_each: int | None = getattr(config, "sequences_per_domain", None)
-    num_blocks = cast(Any, config).batch_size if of_each is None else of_each * num_rows
-    parts = memory.needed(num_parameters, num_rows)
-    parts |= memory.batch(int(num_blocks) * config.corpus.block_size)
-    flag = "--batch-size" if of_each is None else "--sequences-per-domain"
-    advice = f"Take a smaller model (--model) or step ({flag})"
-    if num_rows and num_parameters:
-        advice += ", fewer domains, or share them among processes (torchrun)"
-    device = training.device_of(config.training.device)
-    memory.refuse_what_cannot_fit(parts, device, advice=f"{advice}.")
 
 
 @contextmanager

@@ -98,8 +98,6 @@ class RecordedTrainer(Trainer):
 
     state_file: ClassVar[str] = ""
     """What a checkpoint holds beside Trainer's own files; empty: nothing."""
-    num_rows = 0
-    """Domains and targets of which a step keeps a gradient each."""
 
     def __init__(
         self, config: StageConfig, corpus: Corpus, model: PreTrainedModel, **kwargs: Any

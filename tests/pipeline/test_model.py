@@ -12,7 +12,6 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BloomConfig,
-    GPT2Config,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     set_seed,
@@ -179,25 +178,6 @@ def test_the_text_part_of_a_config_is_taken(tmp_path):
     model = built(tmp_path)
     assert model.get_input_embeddings().weight.shape == (128, 32)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-
-
-@pytest.mark.parametrize("num_layers", [3, 65])
-def test_parameters_are_counted_before_there_are_any(tmp_path, num_layers):
-    class Refused(Exception):
-        pass
-
-    def refuse(size: int) -> None:
-        raise Refused(size)
-
-    GPT2Config(n_positions=16, n_layer=num_layers, n_head=2, n_embd=32).save_pretrained(tmp_path)
-    asked = ModelConfig(model=str(tmp_path))
-    with pytest.raises(Refused) as told:
-        build_model(asked, tokenizer_of(100), block_size=16, on_size=refuse)
-    # A layer: four matrices of 12 D^2, their biases of 9 D, two norms of 2 D; then 128 words,
-    # 16 positions and the last norm.
-    width = 32
-    expected = num_layers * (12 * width**2 + 13 * width) + (128 + 16) * width + 2 * width
-    assert told.value.args == (expected,)
 
 
 BERT = BertConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1)

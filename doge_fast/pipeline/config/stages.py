@@ -314,8 +314,8 @@ class ProxyConfig(_Stage):
     log_every: Count = 1
     """Steps between lines of metrics.jsonl."""
     dry_run: bool = False
-    """Time a few steps, and print what the run would read, train and write, and the memory and time
-    that it would take. Writes nothing but the cache of tokenised text."""
+    """Time a few steps, and print what the run would read and train, and how long it would take.
+    Writes nothing but the cache of tokenised text."""
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -354,8 +354,8 @@ class BaseConfig(_Stage):
     log_every: Count = 10
     """Steps between lines of metrics.jsonl."""
     dry_run: bool = False
-    """Time a few steps, and print what the run would read, train and write, and the memory and time
-    that it would take. Writes nothing but the cache of tokenised text."""
+    """Time a few steps, and print what the run would read and train, and how long it would take.
+    Writes nothing but the cache of tokenised text."""
 
     def _check(self) -> None:
         super()._check()
