@@ -52,9 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         0; 2 if the arguments or the user's files are wrong; 1 for any other failure (a full disk,
-        a damaged file, another process, a bug); each with a sentence on stderr; 130 after Ctrl-C,
-        143 after SIGTERM, 129 after SIGHUP. With DOGE_FAST_TRACEBACK=1 in the environment errors
-        are raised, with their traceback.
+        a damaged file, another process, a bug); 130 after Ctrl-C, 143 after SIGTERM, 129 after
+        SIGHUP. With DOGE_FAST_TRACEBACK=1 in the environment errors are raised.
     """
     _log_visibly()
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -97,7 +96,7 @@ def _ending(error: BaseException, directory: Path | None) -> failures.Ending:
             failures.USAGE,
             f"This verb needs {missing}, which is not installed: pip install 'doge-fast[{extra}]'.",
         )
-    return failures.ending_of(error, directory) or failures.unforeseen(error)
+    return failures.ending_of(error, directory)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 
 from doge_fast.kernels.build import cache_dir
 from doge_fast.pipeline.config import CorpusConfig
-from doge_fast.pipeline.failures import FileFailure, error_number, one_line
+from doge_fast.pipeline.failures import FileFailure, one_line
 from doge_fast.pipeline.records.manifest import read_manifest, write_manifest
 
 _log = logging.getLogger("doge_fast")
@@ -93,11 +93,11 @@ def _refused_where_full(folder: Path) -> Iterator[None]:
     """As `_refused`, for those who write there and do not say which file."""
     try:
         yield
-    except Exception as error:
-        if (number := error_number(error)) not in _FULL:
+    except OSError as error:
+        if error.errno not in _FULL:
             raise
         with _refused(folder):
-            raise OSError(number, os.strerror(number)) from error
+            raise OSError(error.errno, os.strerror(error.errno)) from error
 
 
 def _sweep(folder: Path, lock: str) -> None:

@@ -1,15 +1,11 @@
-"""What ends a verb: whose matter it is, in a sentence, with an exit code.
+"""What ends a verb: an exit code, and what is printed.
 
-Code raises what its docstrings say, and never asks who called. The command line asks here, once,
-what it shall print: for what was foreseen a sentence that names the file and the remedy; for
-everything else a sentence that asks for a report, and the traceback.
+Code raises what its docstrings say, and never asks who called. The command line asks here, once. An
+error that this package raises is its sentence; one of the operating system has its own words, after
+the file; any other one has its traceback.
 """
 
-import dis
-import errno
 import os
-import re
-import shutil
 import signal
 import traceback
 from collections.abc import Iterator
@@ -25,40 +21,8 @@ ENDING_SIGNALS = {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}
 """What a cluster sends, and a terminal that is closed, which Windows does not."""
 
 NO_CHECKPOINT = "No checkpoint has been written; the same command begins anew."
-_SPACE = "Make room there, or name another place"
-_AGAIN = "Then repeat the command; a training goes on from its last checkpoint"
-# (what the system said is, what to do)
-_REMEDIES = {
-    errno.ENOSPC: f"{_SPACE}. {_AGAIN}.",
-    errno.EDQUOT: f"{_SPACE}. {_AGAIN}.",
-    errno.EFBIG: f"Raise the limit (ulimit -f). {_AGAIN}.",
-    errno.EROFS: "Name another place.",
-    errno.EACCES: "Change its permissions, or name another.",
-    errno.EPERM: "Change its permissions, or name another.",
-    errno.EMFILE: f"Raise the limit (ulimit -n). {_AGAIN}.",
-    errno.ENFILE: f"Close other programs. {_AGAIN}.",
-    errno.EIO: f"Look at the disk. {_AGAIN}.",
-    errno.ESTALE: f"Look at the file server. {_AGAIN}.",
-    errno.ENOMEM: f"Ask for less, or end other programs. {_AGAIN}.",
-    errno.ENOENT: "Name what is there.",
-    errno.ENOTDIR: "Name another place: a part of the path is a file.",
-    errno.EISDIR: "Name a file.",
-    errno.EEXIST: "Name another place.",
-    errno.ENAMETOOLONG: "Give it a shorter name.",
-    errno.ELOOP: "Remove the links that lead to one another.",
-}
 # What was named is not there, or is something else.
-_NAMED_WRONG = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG)
-_IN_WORDS = re.compile(r"\(os error (\d+)\)")
-# torch.save says what the system said where it opens a file, and not where it writes.
-_OF_TORCH = re.compile(r"inline_container.*?(?:strerror: (.+))?$", re.MULTILINE)
-_NUMBERS = {os.strerror(number): number for number in errno.errorcode}
-_MEMORY = ("OutOfMemoryError", "MemoryError")
-# What gloo and NCCL say where another rank is gone.
-_RANK_IS_LOST = re.compile(
-    r"Connection (closed|reset) by peer|Timed out waiting|connectFullMesh failed|gloo/transport"
-    r"|NCCL error|NCCL watchdog"
-)
+_NAMED_WRONG = (FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError)
 
 
 class FileFailure(ValueError):
@@ -81,11 +45,8 @@ class Ending(NamedTuple):
 
 
 @contextmanager
-def reading(file: str | os.PathLike[str], way_out: str) -> Iterator[None]:
-    """Read a file with what others wrote: what that raises is FileFailure, or an OSError as it is.
-
-    `way_out` is a sentence that says what to do.
-    """
+def reading(file: str | os.PathLike[str]) -> Iterator[None]:
+    """Read a file with a library, whose words become those of a FileFailure; an OSError passes."""
     try:
         yield
     except (FileFailure, MemoryError):
@@ -96,113 +57,44 @@ def reading(file: str | os.PathLike[str], way_out: str) -> Iterator[None]:
                 # Arrow does not say which.
                 error.filename = os.fspath(file)
             raise
-        raise FileFailure(f"{file} cannot be read: {one_line(error)}. {way_out}") from error
+        raise FileFailure(f"{file} cannot be read: {one_line(error)}.") from error
 
 
 @contextmanager
 def writing(file: Path, *, makes_directory: bool = True) -> Iterator[None]:
-    """Write a file that somebody named; what fails is said with its name.
-
-    Raises:
-        ValueError: the name is no place for a file.
-        FileFailure: it cannot be written for another reason.
-    """
+    """Write a file that somebody named; an OSError in it names this file."""
     try:
         if makes_directory:
             file.parent.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
-        code, sentence = _system_ending(error.errno or errno.EIO)
-        kind = ValueError if code == USAGE else FileFailure
-        raise kind(f"{file} cannot be written: {sentence}") from error
+        # Not the one beside it, which is renamed at the end.
+        error.filename = str(file)
+        raise
 
 
-def ending_of(error: BaseException, directory: Path | None = None) -> Ending | None:
-    """What to say of an error, and the exit code; None where nobody foresaw it.
+def ending_of(error: BaseException, directory: Path | None = None) -> Ending:
+    """What to print of an error, and the exit code.
 
     `directory` is where the verb writes, for errors that name no file.
     """
     if isinstance(error, FileFailure):
         return Ending(WORLD, str(error))
-    is_ours = _is_raised_here(error)
-    if is_ours and isinstance(error, ValueError):
-        return Ending(USAGE, str(error))
-    if is_ours and isinstance(error, RuntimeError):
-        return Ending(WORLD, str(error))
-    if type(error).__name__ in _MEMORY or "can't allocate memory" in str(error):
-        return Ending(
-            WORLD,
-            f"There is not enough memory: {one_line(error)}. Ask for less in a step (fewer "
-            "sequences, a shorter block_size, mode=sequential), for a smaller model, or share it "
-            "among processes (torchrun).",
-        )
-    is_over_ranks = (os.environ.get("WORLD_SIZE") or "1") != "1"
-    if is_over_ranks and isinstance(error, RuntimeError) and _RANK_IS_LOST.search(str(error)):
-        return Ending(
-            WORLD,
-            f"Another process of this run has ended, or no longer answers: {one_line(error)}. What "
-            f"ended it stands in its own output. {_AGAIN}.",
-        )
-    # What the operating system did not do, in whatever disguise.
-    number, file = error_number(error), getattr(error, "filename", None)
-    where = file if isinstance(file, str) else (directory or "A file")
-    if number is None and _OF_TORCH.search(str(error)):
-        return Ending(
-            WORLD,
-            f"{where}: it could not be written to its end{_room(directory)}. {_SPACE}; or look at "
-            f"the disk. {_AGAIN}.",
-        )
-    if number is None:
-        return None
-    code, sentence = _system_ending(number)
-    return Ending(code, f"{where}: {sentence}")
-
-
-def _room(directory: Path | None) -> str:
-    """A clause: which disk a directory is on, and what is free there; empty without directory."""
-    if directory is None:
-        return ""
-    there = directory.resolve()
-    mount = next(each for each in (there, *there.parents) if os.path.ismount(each))
-    usage = shutil.disk_usage(mount)
-    return f", and the disk at {mount} has {usage.free:,} of {usage.total:,} bytes free"
-
-
-def _system_ending(number: int) -> Ending:
-    code = USAGE if number in _NAMED_WRONG else WORLD
-    remedy = _REMEDIES.get(number, f"{_AGAIN.removeprefix('Then ').capitalize()}.")
-    return Ending(code, f"{os.strerror(number)}. {remedy}")
-
-
-def error_number(error: BaseException) -> int | None:
-    """errno of a failure of the system; libraries that write files have their own words for it."""
+    if isinstance(error, ValueError | RuntimeError) and _is_raised_here(error):
+        return Ending(USAGE if isinstance(error, ValueError) else WORLD, str(error))
+    where = "" if directory is None else f"{directory}: "
     if isinstance(error, OSError) and error.errno:
-        return error.errno
-    if found := _IN_WORDS.search(str(error)):
-        return int(found[1])
-    found = _OF_TORCH.search(str(error))
-    return _NUMBERS.get((found[1] or "").rstrip(".")) if found else None
+        code = USAGE if isinstance(error, _NAMED_WRONG) else WORLD
+        file = error.filename
+        return Ending(code, f"{where if file is None else f'{file}: '}{error.strerror}.")
+    text = "".join(traceback.format_exception(error)).rstrip()
+    return Ending(WORLD, f"{where}{type(error).__name__}: {one_line(error)}\n{text}")
 
 
 def _is_raised_here(error: BaseException) -> bool:
-    """Whether a `raise` of this package made it, with a text for the user.
-
-    What float() or a library raises was written for a programmer.
-    """
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    if last is None or last.tb_frame.f_globals.get("__name__", "").split(".")[0] != "doge_fast":
-        return False
-    instruction = last.tb_frame.f_code.co_code[last.tb_lasti]
-    return dis.opname[instruction] == "RAISE_VARARGS"
-
-
-def unforeseen(error: BaseException) -> Ending:
-    """The ending of what nobody foresaw, with its traceback."""
-    told = f"This was not foreseen: {type(error).__name__}: {one_line(error)}"
-    text = "".join(traceback.format_exception(error)).rstrip()
-    return Ending(WORLD, f"{told}. Please report it with the command and these lines:\n{text}")
+    """Whether a function of this package raised it, so that its text is for the user."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__", "")).split(".")[0] == "doge_fast"
 
 
 def one_line(error: BaseException) -> str:

@@ -258,7 +258,7 @@ def _read_documents(path: Path) -> list[dict[str, Any]]:
             f"task_data must be a directory with {name}/train.jsonl and {name}/validation.jsonl; "
             f"{path} does not exist."
         )
-    with reading(path, "Restore the file."):
+    with reading(path):
         found = [json.loads(line) for line in path.read_text("utf-8").split("\n") if line.strip()]
     if not found or not all(isinstance(document, dict) for document in found):
         raise ValueError(f"{path} must hold JSON objects, one a line, and at least one.")

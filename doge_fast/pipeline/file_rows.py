@@ -59,7 +59,7 @@ def rows_of(file: CorpusFile, text_column: str, domain_column: str | None) -> It
     Dots in the name of a column reach into structs. FileFailure where the file is damaged.
     """
     columns = [text_column] if domain_column is None else [text_column, domain_column]
-    with reading(file.path, MEND):
+    with reading(file.path):
         if file.kind == "json":
             yield from picked(_json_rows(file, columns), text_column, domain_column)
             return
@@ -249,7 +249,7 @@ def text_document_chars(files: Iterable[CorpusFile]) -> int:
 
 def text_documents(file: CorpusFile, chars: int) -> Iterator[DocumentRow]:
     """A text file cut into documents: at blank lines past `chars`, anywhere past 16 times that."""
-    with reading(file.path, MEND), io.TextIOWrapper(opened(file.path), "utf-8-sig") as handle:
+    with reading(file.path), io.TextIOWrapper(opened(file.path), "utf-8-sig") as handle:
         try:
             for number, text in enumerate(filter(str.strip, _cut(handle, chars)), start=1):
                 if text.count("\0") > len(text) / 10:

@@ -39,7 +39,6 @@ _CHECKED_TOKENS = 8
 _MOST_LAYERS = 1000
 # An infinite epsilon makes a model that says the same of every text.
 _BELOW_ONE = re.compile(r"drop|(^|_)eps(ilon)?($|_)")
-_MEND = "Mend its config.json, or name another model."
 
 
 def build_model(
@@ -84,11 +83,11 @@ def build_model(
     if config.pretrained:
         model = open_model(config.model)
     else:
-        with reading(config.model, _MEND):
+        with reading(config.model):
             made = AutoModelForCausalLM.from_config(architecture)  # type: ignore[no-untyped-call]
         model = _with_loss(made)
     if config.model not in SIZES:
-        with reading(config.model, _MEND):
+        with reading(config.model):
             _check_saved(model.config, model.generation_config if model.can_generate() else None)
         _check_causal(config.model, model, block_size)
     return model
@@ -131,7 +130,7 @@ def check_model(config: ModelConfig, *, block_size: int) -> Any:
             f"{config.model} has {layers}. Name another, or fewer."
         )
     if config.model not in SIZES:
-        with reading(config.model, _MEND):
+        with reading(config.model):
             _check_saved(architecture)
         _check_built(architecture, config.model)
     return architecture
@@ -179,7 +178,7 @@ def _check_saved(architecture: Any, generation: Any = None) -> None:
 
 def _check_built(architecture: Any, name: str) -> None:
     """Build the model without numbers, which is quick; raise FileFailure if that fails."""
-    with reading(name, _MEND), torch.random.fork_rng(devices=[]), torch.device("meta"):
+    with reading(name), torch.random.fork_rng(devices=[]), torch.device("meta"):
         try:
             AutoModelForCausalLM.from_config(architecture)  # type: ignore[no-untyped-call]
         except (NotImplementedError, RuntimeError) as error:
@@ -194,7 +193,7 @@ def open_model(name: str | Path) -> PreTrainedModel:
     Raises:
         FileFailure: it does not open, or its files lack some of the weights.
     """
-    with reading(name, "Name another model, or make it anew."), without_bars():
+    with reading(name), without_bars():
         opened: Any = hub.from_pretrained(
             AutoModelForCausalLM.from_pretrained,
             str(name),
@@ -312,7 +311,7 @@ def _check_causal(name: str, model: PreTrainedModel, block_size: int) -> None:
     model.train(False)
     # A cache is for generating, and some of few layers cannot make theirs.
     model.config.use_cache = False
-    with reading(name, _MEND), torch.no_grad():
+    with reading(name), torch.no_grad():
         logits_LV, changed_LV = (model(input_ids=each).logits[0] for each in (tokens_1L, other_1L))
     model.config.use_cache = caches
     model.train(is_training)

@@ -238,7 +238,7 @@ def _fill(
         # Only the slower one says which characters a token stands for.
         is_sampled = any(writers[name, split].is_sampled for name, _, split in batch)
         encode = backend.encode_batch if is_sampled else backend.encode_batch_fast
-        with reading(tokenizer.name_or_path, "Mend its tokenizer.json, or name another."):
+        with reading(tokenizer.name_or_path):
             encodings = encode(texts, add_special_tokens=False)
         for (name, text, split), encoding in zip(batch, encodings, strict=True):
             writer = writers[name, split]

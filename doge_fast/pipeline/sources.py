@@ -350,7 +350,7 @@ def _hub_rows(
     rows: datasets.IterableDataset,
     domain_column: str | None,
 ) -> Iterator[DocumentRow]:
-    with reading(where, MEND):
+    with reading(where):
         names = rows.column_names or list(next(iter(rows), {}))
         others = dict.fromkeys(names)
         kept = needed(names, filter(None, (config.text_column, domain_column)))
