@@ -18,34 +18,6 @@ from doge_fast.pipeline.config.ranges import bare, check_value, is_optional
 Config = TypeVar("Config")
 Json = dict[str, Any]
 
-_BATCH = ("bs", "bsz", "batch-size")
-# {option: what other programs call it}.
-ELSEWHERE = {
-    "learning-rate": ("lr", "max-lr", "peak-lr"),
-    "min-learning-rate": ("min-lr",),
-    "weight-decay": ("wd",),
-    "max-grad-norm": ("grad-clip", "clip", "clip-grad", "gradient-clip", "gradient-clip-val"),
-    "batch-size": _BATCH,
-    "sequences-per-domain": _BATCH,
-    "block-size": ("seq-len", "seq-length", "sequence-length", "max-length", "context", "ctx"),
-    "steps": ("iters", "iterations", "epochs"),
-    "warmup-steps": ("warmup", "warmup-iters", "warmup-ratio"),
-    "data": ("dataset", "corpus"),
-    "text-column": ("text-field", "text-key"),
-    "out": ("output", "save-dir"),
-    "model": ("num-layers", "n-layer", "n-embd", "hidden-size"),
-    "dtype": ("precision", "bf16", "fp16", "fp32", "amp"),
-    "device": ("gpu", "cpu", "cuda"),
-    "validation-fraction": ("val-split", "val-fraction"),
-    "weights": ("mixture", "mix", "ratios"),
-    "floor": ("min",),
-    "cap": ("max",),
-    "to": ("format", "target", "framework"),
-    "save-every": ("save-steps", "save-interval", "ckpt-interval"),
-    "log-every": ("log-steps", "logging-steps", "log-interval"),
-    "eval-every": ("eval-steps", "eval-iters", "eval-interval"),
-}
-
 
 def texts_of(config: type) -> dict[str, str]:
     """{field: the string below it in the source, on one line}; inherited fields too."""
@@ -161,23 +133,10 @@ def _held(value: Any, hint: Any) -> Any:
 def _unknown(key: str, config: Any, where: str) -> str:
     """The refusal of a key, with the fields nearest to it, wherever they are."""
     names = dict(_paths(config))
-    word = key.replace("_", "-")
-    found = {name: called(name.replace("_", "-"), word) for name in names}
-    same = [name for name in names if found[name] == max(found.values()) > 0]
-    near = same or difflib.get_close_matches(key, names, n=2, cutoff=0.6)
-    told = ", ".join(names[name] for name in near)
+    told = ", ".join(names[name] for name in difflib.get_close_matches(key, names, n=2))
     known = ", ".join(field.name for field in dataclasses.fields(config))
     way = f"Nearest: {told}." if told else f"The fields are {known}."
     return f"{where}: {key} is no field. {way}"
-
-
-def called(option: str, word: str) -> int:
-    """How much of a word is what this or another program calls an option; 0: nothing.
-
-    --train-batch-size is batch-size, of 10 letters.
-    """
-    names = (option, *ELSEWHERE.get(option, ()))
-    return max(len(name) * (f"-{name}-" in f"-{word}-") for name in names)
 
 
 def _paths(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -18,7 +18,6 @@ from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin, get
 from doge_fast.pipeline import config as configs
 from doge_fast.pipeline.config.fields import (
     Json,
-    called,
     converted,
     filled,
     read_file,
@@ -148,19 +147,11 @@ class _Parser(argparse.ArgumentParser):
             flag = word.partition("=")[0]
             if not flag.startswith("-"):
                 raise ValueError(f"{verb} takes no {word!r} without an option before it.")
-            raise ValueError(f"{verb} has no option {flag}. {self._nearest(flag, verb)}")
+            otherwise = _DASHED if flag[:2] != "--" else f"doge-fast {verb} --help-all lists all."
+            word = flag.lstrip("-").replace("_", "-")
+            near = nearest(word, self._option_string_actions, otherwise)
+            raise ValueError(f"{verb} has no option {flag}. {near}")
         return found
-
-    def _nearest(self, flag: str, verb: str) -> str:
-        known = list(self._option_string_actions)
-        prefix, _, word = flag.lstrip("-").replace("_", "-").rpartition(".")
-        named = {each: called(each.lstrip("-").rpartition(".")[2], word) for each in known}
-        # Of --proxy.steps and --base.steps that of what was typed.
-        best = max(known, key=lambda each: (named[each], each.startswith(f"--{prefix}.")))
-        if named[best]:
-            return f"Did you mean {best}?"
-        otherwise = _DASHED if flag[:2] != "--" else f"doge-fast {verb} --help-all lists all."
-        return nearest(word, known, otherwise)
 
 
 def _parser(
