@@ -30,12 +30,6 @@ _MIN_TEXT_DOCUMENT_CHARS = 512
 _ROWS_PER_READ = 128
 
 
-class _Doubled(dict[str, Any]):
-    """A JSON object in which a key is there twice."""
-
-    twice: frozenset[str]
-
-
 class DocumentRow(NamedTuple):
     """What is read of a row."""
 
@@ -177,12 +171,12 @@ def _loaded(text: bytes, path: Path, number: int) -> Any:
         # Some editors begin a file with a mark of its encoding, and files are joined.
         decoded = text.decode("utf-8-sig")
         try:
-            return json.loads(decoded, object_pairs_hook=_object)
+            return json.loads(decoded)
         except json.JSONDecodeError:
             raise
         except ValueError:
             # A number of more digits than Python makes one of, perhaps where nobody looks.
-            return json.loads(decoded, object_pairs_hook=_object, parse_int=str)
+            return json.loads(decoded, parse_int=str)
     except RecursionError:
         raise FileFailure(
             f"{path}, line {number} cannot be read: it is nested too deep. {MEND}"
@@ -193,16 +187,6 @@ def _loaded(text: bytes, path: Path, number: int) -> Any:
             # Any other layout ends so, too.
             way_out = "Write one object a line, or one array of objects; or restore the file."
         raise FileFailure(f"{path}, line {number} cannot be read: {error}. {way_out}") from None
-
-
-def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) == len(pairs):
-        return found
-    names = [name for name, _ in pairs]
-    doubled = _Doubled(found)
-    doubled.twice = frozenset(name for name in names if names.count(name) > 1)
-    return doubled
 
 
 def _checked(row: Any, columns: Iterable[str], path: Path, number: int) -> Mapping[str, Any]:
@@ -216,18 +200,8 @@ def _checked(row: Any, columns: Iterable[str], path: Path, number: int) -> Mappi
         inside, name = row, column
         while name not in inside and isinstance(inside.get(name.partition(".")[0]), dict):
             root, _, name = name.partition(".")
-            if root in getattr(inside, "twice", ()):
-                raise _twice(path, number, root)
             inside = inside[root]
-        if name in getattr(inside, "twice", ()):
-            raise _twice(path, number, name)
     return row
-
-
-def _twice(path: Path, number: int, key: str) -> FileFailure:
-    return FileFailure(
-        f"{path}, line {number} cannot be read: the key {key!r} is there twice. {MEND}"
-    )
 
 
 def opened(path: Path) -> BinaryIO:

@@ -8,17 +8,7 @@ import yaml
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """Refuses a key that is there twice, and numbers that other readers take for others."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
-        """As SafeLoader's, which lets the last of equal keys win."""
-        named = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
-        keys = [self.construct_object(key, deep=True) for key in named]
-        if twice := [key for key in keys if keys.count(key) > 1]:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"the key {twice[0]!r} is there twice", node.start_mark
-            )
-        return super().construct_mapping(node, deep=deep)
+    """Refuses numbers that other readers take for others."""
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         """As SafeLoader's, which reads 010 as 8, and 1:30 as 90."""
@@ -40,7 +30,7 @@ def load(text: str) -> Any:
     """What a YAML or JSON text holds.
 
     Raises:
-        yaml.YAMLError: it is neither, or a key is there twice.
+        yaml.YAMLError: it is neither.
         ValueError: a value contains itself.
         RecursionError: it is nested too deep.
     """

@@ -113,10 +113,6 @@ def test_a_fresh_model_is_of_the_corpus_and_in_float32_whatever_its_config_says(
         ({"model_type": "t5", "d_model": 32}, "Unrecognized configuration class"),
         ({"layer_types": ["full_attention"] * 3}, "layer"),
         ({"hidden_act": "nothing"}, "nothing"),
-        ({"attention_dropout": float("nan")}, "attention_dropout of its config"),
-        ({"rms_norm_eps": float("inf")}, "rms_norm_eps of its config"),
-        ({"rms_norm_eps": -1e-6}, "rms_norm_eps of its config"),
-        ({"attention_dropout": 2.0}, "attention_dropout of its config.json is 2.0"),
         ({"num_hidden_layers": 1.5}, "num_hidden_layers.* expected int, got float"),
     ],
 )

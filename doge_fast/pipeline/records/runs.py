@@ -246,7 +246,7 @@ def versions() -> dict[str, str]:
 def read_json(path: Path, way_out: str = WAY_OUT) -> Json:
     """The object that the file holds; ValueError where it is absent or holds another thing."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_unique_keys)
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist.") from None
     except (ValueError, RecursionError) as error:
@@ -255,16 +255,6 @@ def read_json(path: Path, way_out: str = WAY_OUT) -> Json:
         held = _JSON_NAMES.get(type(value), "a number")
         raise FileFailure(f"{path} must hold a JSON object; it holds {held}. {way_out}")
     return value
-
-
-def _unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """For `json.loads`, which lets the last of equal keys win: ValueError where there are such."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r} is there twice")
-    return found
 
 
 _JSON_NAMES = {type(None): "null", bool: "true or false", list: "a list", str: "a string"}
