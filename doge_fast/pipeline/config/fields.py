@@ -62,11 +62,6 @@ def read_file(path: Path, verb: str) -> Json:
         raise ValueError(f"config must be YAML or JSON; {path} is not: {told}.") from None
     if not isinstance(record, dict):
         raise ValueError(f"config must hold a mapping of fields; {path} does not.")
-    if "schema_version" in record and "config" not in record:
-        raise ValueError(
-            f"{path} is a record, and holds no fields of {verb}. Name it without --config, or give "
-            "the fields as flags."
-        )
     if not isinstance(record.get("config"), dict):
         return record
     stage = record.get("stage", "experiment")
@@ -85,13 +80,10 @@ def filled(default: Config, given: Mapping[str, Any], where: str = "config") -> 
     hints = {field.name: hints[field.name] for field in dataclasses.fields(default)}  # type: ignore[arg-type]
     changes = {}
     for said, value in given.items():
-        # As a flag spells it; `from_` is a field because `from` is a word of Python.
+        # As a flag spells it.
         key = str(said).replace("-", "_")
-        key = f"{key}_" if f"{key}_" in hints else key
         if key not in hints:
             raise ValueError(_unknown(key, default, where))
-        if key in changes:
-            raise ValueError(f"{where}: {key} is there twice, with - and with _. Remove one.")
         now = getattr(default, key)
         if not dataclasses.is_dataclass(now):
             changes[key] = converted(f"{where}: {key}", value, hints[key])

@@ -119,7 +119,7 @@ def options_of(
             inside += options_of(default, False, inner, (*path, name))
             continue
         is_bare = (default is _UNSAID and is_positional) or (kind, name) in _POSITIONAL_FIELDS
-        flag = name if is_bare else "--" + prefix + name.rstrip("_").replace("_", "-")
+        flag = name if is_bare else "--" + prefix + name.replace("_", "-")
         # Every field is explained.
         own.append(Option((*path, name), flag, hints[name], texts[name], default, is_bare, kind))
     # What must be given comes first.

@@ -109,9 +109,7 @@ def check_corpus(run: Path, recorded: CorpusRecord, corpus: CorpusRecord) -> Non
     """Raise ValueError where a run, by the corpus in its config.json, was made of another one."""
     before, now = _flat(plain(recorded)), _flat(plain(corpus))
     for name in before | now:
-        # Earlier releases recorded no digests.
-        is_known = before.get(name) is not None or not name.endswith(".digest")
-        if is_known and before.get(name) != now.get(name):
+        if before.get(name) != now.get(name):
             was, is_now = (str(each.get(name, "absent"))[:12] for each in (before, now))
             raise ValueError(
                 f"{run} was made of another corpus: {name} is {was} there and {is_now} now (a "
@@ -278,15 +276,10 @@ def load(folder: Path, kind: type[Loaded]) -> Loaded:
 def check_schema(record: Json, path: str | Path, *, way_out: str = "") -> None:
     """A record of another schema is refused before any of it is believed."""
     version = record.get("schema_version")
-    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+    if version != SCHEMA_VERSION:
         raise FileFailure(
-            f"{path} must say which schema it follows, as an integer schema_version; "
-            f"it says {version!r}.{way_out}"
-        )
-    if version > SCHEMA_VERSION:
-        raise FileFailure(
-            f"{path} follows schema {version}; this version of doge_fast reads up to "
-            f"{SCHEMA_VERSION}. Upgrade doge_fast to read it."
+            f"{path} must say that it follows schema {SCHEMA_VERSION}, as its schema_version; it "
+            f"says {version!r}.{way_out}"
         )
 
 

@@ -1,8 +1,8 @@
 """What the files of a run must look like to be believed: names and types of all that is read.
 
 A reader may take for granted what stands here; what nobody reads does not stand here. Fields that
-are not named are kept and not looked at, so that later releases may write more. Pydantic checks the
-classes; it is imported when the first file is read.
+are not named are kept and not looked at. Pydantic checks the classes; it is imported when the first
+file is read.
 """
 
 import functools
@@ -78,7 +78,7 @@ class DomainSizes:
     validation_blocks: CountOrZero
     documents: CountOrZero
     digest: str | None = None
-    """Of all blocks; runs of earlier releases have none."""
+    """Of all blocks; the kept records of benchmarks have none."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class ConfigRecord(WholeFile):
     warnings: tuple[str, ...] = ()
     resolved: dict[str, float] = field(default_factory=dict)
     parameters: CountOrZero = 0
-    """Of the model; a tied weight counts once. Earlier releases did not write it."""
+    """Of the model; a tied weight counts once."""
     folder: str = ""
     """Where the run was begun, from which its relative paths lead."""
 
