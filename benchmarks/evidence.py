@@ -6,9 +6,10 @@
     python -m benchmarks.evidence compare experiments/universal
     python -m benchmarks.evidence compare benchmarks/results/evidence-temperature-hidden.json
 
-What `doge-fast experiment` printed and drew can be made anew from such a file, without the corpus
-and without the models: it holds every record of every finished run as it is, but of the lines of a
-training only some, evenly spread, with the first and the last, to six digits.
+What `doge-fast experiment` (last at commit aefe8daf) printed and drew can be made anew from such a
+file, without the corpus and without the models: it holds every record of every finished run as it
+is, but of the lines of a training only some, evenly spread, with the first and the last, to six
+digits.
 """
 
 import argparse

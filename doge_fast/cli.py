@@ -189,7 +189,7 @@ def _left_by(config: Any) -> str:
         if next(config.out.glob("checkpoints/checkpoint-*"), None) is not None:
             return "The same command goes on from the last checkpoint."
         return failures.NO_CHECKPOINT
-    is_several = hasattr(config, "only") or isinstance(config, configs.DemoConfig)
+    is_several = isinstance(config, configs.DemoConfig | configs.TemperatureConfig)
     return "The same command keeps the runs that are complete." if is_several else ""
 
 
@@ -333,15 +333,12 @@ def _report(config: configs.ReportConfig) -> list[str]:
     return [terminal_table(config.runs), f"report: {page}"]
 
 
-def _plan(config: Any, words: Sequence[str]) -> list[str]:
-    is_search = isinstance(config, configs.TemperatureConfig)
-    module = import_module(
-        f"doge_fast.pipeline.{'temperature' if is_search else 'experiments.runner'}"
-    )
+def _plan(config: configs.TemperatureConfig, words: Sequence[str]) -> list[str]:
+    from doge_fast.pipeline.temperature import plan_lines
+
     typed = ["doge-fast", *(word for word in words if word != "--plan"), "--no-plan"]
     has_file = any(word.split("=")[0] == "--config" for word in words)
-    lines: list[str] = module.plan_lines(config, shlex.join(typed if has_file else typed[:-1]))
-    return lines
+    return plan_lines(config, shlex.join(typed if has_file else typed[:-1]))
 
 
 def _info(config: configs.InfoConfig) -> list[str]:
@@ -359,7 +356,6 @@ def _profile(config: configs.ProfileConfig) -> list[str]:
 
 
 _WEIGHTS = "pipeline.weights.verbs"
-_RUNNER = "pipeline.experiments.runner"
 VERBS: dict[str, Verb] = {
     "demo": Verb(configs.DemoConfig, _in("pipeline.demo", "demo")),
     "proxy": Verb(configs.ProxyConfig, _proxy, takes_ranks=True),
@@ -369,7 +365,6 @@ VERBS: dict[str, Verb] = {
     "select": Verb(configs.SelectConfig, _select, takes_ranks=True),
     "evaluate": Verb(configs.EvaluateConfig, _evaluate, is_positional=True, takes_ranks=True),
     "report": Verb(configs.ReportConfig, _report, loads=("matplotlib.figure",)),
-    "experiment": Verb(configs.ExperimentConfig, _in(_RUNNER, "run_experiment"), True),
     "weights show": Verb(configs.WeightsShowConfig, _in(_WEIGHTS, "show"), True, ()),
     "weights average": Verb(configs.WeightsAverageConfig, _in(_WEIGHTS, "average"), True, ()),
     "weights constrain": Verb(configs.WeightsConstrainConfig, _in(_WEIGHTS, "constrain"), True, ()),

@@ -58,7 +58,7 @@ def _metrics(data: bytes) -> object:
 def _fields(data: bytes) -> object:
     given = read_file(_file("fields.yaml", data), "proxy")
     config = filled(ProxyConfig(out=Path("run")), given)
-    check(config, has_inputs=False)
+    check(config)
     return config
 
 

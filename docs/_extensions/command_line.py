@@ -18,7 +18,6 @@ from sphinx.util.docutils import SphinxDirective
 from doge_fast import cli
 from doge_fast.pipeline.config import ExportConfig
 from doge_fast.pipeline.config.fields import texts_of
-from doge_fast.pipeline.config.flags import PREFIXED
 
 # What may be left out and stands without a flag all the same.
 _WITHOUT_FLAG = {(ExportConfig, "file")}
@@ -52,7 +51,7 @@ def _section(name: str) -> Iterator[str]:
     yield from _tables(verb.config, verb.is_positional)
 
 
-def _tables(config: type, positional: bool, prefix: str = "") -> Iterator[str]:
+def _tables(config: type, positional: bool) -> Iterator[str]:
     """The stage's own fields, then those of each group it shares with other stages."""
     hints = get_type_hints(config, include_extras=False)
     texts = texts_of(config)
@@ -63,7 +62,7 @@ def _tables(config: type, positional: bool, prefix: str = "") -> Iterator[str]:
         default = _default(field)
         stands_alone = (positional and default is None) or (config, field.name) in _WITHOUT_FLAG
         is_named = not stands_alone
-        option = _flag(prefix + field.name, hints[field.name], is_named)
+        option = _flag(field.name, hints[field.name], is_named)
         shown = "required" if default is None else default
         text = texts.get(field.name, "").replace("|", "\\|")
         yield f"| {option} | {shown} | {_safe(text)} |"
@@ -71,7 +70,7 @@ def _tables(config: type, positional: bool, prefix: str = "") -> Iterator[str]:
     for field in dataclasses.fields(config):
         if dataclasses.is_dataclass(group := hints[field.name]):
             yield from (f"**{field.name}**: {inspect.cleandoc(group.__doc__ or '')}", "")
-            yield from _tables(group, False, f"{field.name}." if group in PREFIXED else "")
+            yield from _tables(group, False)
 
 
 def _safe(text: str) -> str:
@@ -83,8 +82,7 @@ def _flag(name: str, hint: Any, is_named: bool) -> str:
     value = _value(hint)
     if not is_named:
         return f"`{name.upper()}`"
-    # `from_` is a field because `from` is a word of Python.
-    flag = "--" + name.rstrip("_").replace("_", "-")
+    flag = "--" + name.replace("_", "-")
     if hint is bool:
         return f"`{flag}`, `--no-{flag[2:]}`"
     return f"`{flag} {value}`"

@@ -18,19 +18,20 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from doge_fast.pipeline import ranks, records, training
+from doge_fast.pipeline import failures, named, ranks, records, stage, training
+from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.baselines import MAX_EPOCHS, epochs
 from doge_fast.pipeline.config import (
     MIX,
     BaseConfig,
+    EvaluateConfig,
     ModelConfig,
     ProxyConfig,
     ReportConfig,
     TemperatureConfig,
 )
 from doge_fast.pipeline.config.ranges import check
-from doge_fast.pipeline.evaluation import own_blocks
-from doge_fast.pipeline.experiments.jobs import Job, chosen
+from doge_fast.pipeline.evaluation import evaluate, own_blocks
 from doge_fast.pipeline.health import Diverged
 from doge_fast.pipeline.model import check_model
 from doge_fast.pipeline.records import Json
@@ -81,7 +82,13 @@ def temperature(config: TemperatureConfig) -> Run:
     if config.only:
         # Of those that --plan has printed some may be complete.
         begun = sorted({*found, *search.begun})
-        jobs = chosen([job for each in begun for job in search.jobs_at(each).values()], config.only)
+        known = {job.name: job for each in begun for job in search.jobs_at(each).values()}
+        for name in (name for name in config.only if name not in known):
+            near = named.nearest(name, known, f"The first is {next(iter(known))}.")
+            raise ValueError(
+                f"only must name runs of the plan, which --plan lists; {name} is none. {near}"
+            )
+        jobs = [job for job in known.values() if job.name in config.only]
         if left := [job for job in jobs if not job.is_made()]:
             search.begin(found)
             search.make(left)
@@ -98,7 +105,7 @@ def temperature(config: TemperatureConfig) -> Run:
 def plan_lines(config: TemperatureConfig, command: str) -> list[str]:
     """The runs that are to be made next, as commands that begin with `command`; writes nothing."""
     lines = [
-        job.command(command, f"1/T = {inverse:g}")
+        f"{command} --only {job.name}  # 1/T = {inverse:g}"
         for inverse, jobs in _Search.of(config).next_jobs().items()
         for job in jobs
     ]
@@ -189,6 +196,49 @@ class Point:
         return paired_difference(own, their)
 
 
+@dataclass(frozen=True)
+class Job:
+    """A base model of the search, measured on held-out text."""
+
+    config: BaseConfig
+    blocks: int | None
+    """Of each domain; None: all."""
+
+    @property
+    def name(self) -> str:
+        """Of its directory."""
+        return self.config.out.name
+
+    def is_made(self) -> bool:
+        """Whether nothing is left to do."""
+        return self._is_trained() and self._is_measured()
+
+    def make(self) -> None:
+        """Train and measure, where that is still to do."""
+        if not self._is_trained():
+            self.train()
+            failures.raise_late()
+        if not self._is_measured():
+            config = self.config
+            evaluate(EvaluateConfig(config.out, blocks=self.blocks, device=config.training.device))
+            failures.raise_late()
+
+    def train(self) -> None:
+        """Begin it or go on with it."""
+        train_base(self.config)
+
+    def _is_trained(self) -> bool:
+        out = self.config.out
+        try:
+            return stage.is_finished(self.config) and not (out / records.CHECKPOINTS).exists()
+        except ValueError:
+            # Its stage says what is wrong with it.
+            return False
+
+    def _is_measured(self) -> bool:
+        return records.is_measured(self.config.out, self.blocks)
+
+
 @dataclass
 class _Search:
     config: TemperatureConfig
@@ -271,7 +321,7 @@ class _Search:
     def jobs_at(self, inverse: float) -> dict[int, Job]:
         """{seed: its base model}."""
         blocks = self.config.eval_blocks
-        return {seed: Job(self.base(inverse, seed), True, blocks) for seed in self.config.seeds}
+        return {seed: Job(self.base(inverse, seed), blocks) for seed in self.config.seeds}
 
     def next_jobs(self) -> dict[float, list[Job]]:
         """{1/T: models to make} of the next temperatures."""
@@ -456,7 +506,6 @@ class _Search:
         config = self.config
         return records.ExperimentRecord(
             name="temperature",
-            preset="",
             title="Direction learned, distance measured",
             question=f"Base models at alpha^(1/T), alpha the weights of {config.proxy}.",
             settings=records.ExperimentSettings(

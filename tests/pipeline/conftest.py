@@ -13,16 +13,13 @@ from doge_fast.pipeline.config import (
     BaseConfig,
     CorpusConfig,
     DoReMiConfig,
-    ExperimentConfig,
     ModelConfig,
     ProxyConfig,
     SelectConfig,
     TrainingConfig,
 )
-from doge_fast.pipeline.config.fields import filled
 from doge_fast.pipeline.domains import Corpus, load_corpus
 from doge_fast.pipeline.doremi import learn_by_excess_loss
-from doge_fast.pipeline.experiments.presets import preset_of
 from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.selection import measure_cancellation
 from tests.pipeline.corpora import texts, write_jsonl, write_parquet
@@ -190,29 +187,3 @@ def corpus(config: CorpusConfig) -> Corpus:
 def mixed(config: CorpusConfig) -> Corpus:
     """One held-out target, and "mix"."""
     return load_corpus(config, targets=["verse", "mix"])
-
-
-@pytest.fixture
-def experiment(
-    small_corpus: Path, blocks_cache: Path, tmp_path: Path
-) -> Callable[..., ExperimentConfig]:
-    """Makes an ExperimentConfig of preset smoke, of seconds; keywords replace settings.
-
-    Of a nested dataclass a keyword is {field: value}.
-    """
-
-    def make(name: Any, **changes: Any) -> ExperimentConfig:
-        config = filled(
-            preset_of(name, "smoke", data=str(small_corpus)),
-            {
-                "out": tmp_path / name,
-                "seeds": (0,),
-                "corpus": {"block_size": 16, "cache_dir": blocks_cache},
-                "rates": {"device": "cpu"},
-                "proxy": {"steps": 4, "sequences_per_domain": 1},
-                "base": {"steps": 4, "batch_size": 4},
-            },
-        )
-        return filled(config, changes)
-
-    return make

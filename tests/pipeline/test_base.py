@@ -12,10 +12,13 @@ from transformers import AutoModelForCausalLM
 from transformers import trainer as trainer_module
 
 from doge_fast import cli
+from doge_fast.mixture.counts import Phase
 from doge_fast.pipeline import base as stage_two
 from doge_fast.pipeline import failures, records
-from doge_fast.pipeline.base import train_base
+from doge_fast.pipeline.base import resolve_phases, train_base
 from doge_fast.pipeline.config import TrainingConfig
+from doge_fast.pipeline.domains import load_corpus
+from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.run import Run
 from doge_fast.pipeline.training import device_of, training_arguments
 from tests.pipeline.stages import (
@@ -234,3 +237,23 @@ def test_the_device_is_there_or_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="cuda"):
         device_of("cuda")
+
+
+def test_a_curriculum_takes_the_proxys_means_stage_by_stage(proxy, base):
+    source = proxy("source", steps=6, mu=0.001)
+    learn_weights(source)
+    lines = {line["step"]: line["alpha"] for line in records.read_metrics(source.out, kind="train")}
+    config = base("curriculum", weights=str(source.out), steps=9, stages=3)
+    train_base(config)
+    used = records.read_weights(config.out)
+    assert [each["first_step"] for each in used["stages"]] == [0, 3, 6]
+    for place, stage in enumerate(used["stages"]):
+        first, second = lines[2 * place + 1], lines[2 * place + 2]
+        for name, weight in stage["weights"].items():
+            assert weight == pytest.approx((first[name] + second[name]) / 2, rel=1e-6)
+    average = records.weights_by_name(records.read_weights(source.out))
+    for name, weight in records.weights_by_name(used).items():
+        assert weight == pytest.approx(average[name], rel=1e-5)
+    # Asked again, they are the same to the bit: a resumed run has the weights it began with.
+    again = resolve_phases(config, load_corpus(config.corpus))
+    assert again == tuple(Phase(each["first_step"], each["weights"]) for each in used["stages"])

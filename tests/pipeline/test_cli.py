@@ -25,9 +25,7 @@ from doge_fast.pipeline.config import (
     TrainingConfig,
     WeightsShowConfig,
 )
-from doge_fast.pipeline.config.fields import filled
 from doge_fast.pipeline.config.ranges import check
-from doge_fast.pipeline.experiments.presets import preset_of
 from doge_fast.pipeline.run import Run
 from tests.pipeline.stages import words_of
 from tests.processes import ended
@@ -175,13 +173,6 @@ def test_fields_come_from_a_file_and_flags_win(tmp_path):
     assert config == ProxyConfig(
         Path("runs/x"), CorpusConfig("DIR", ("a", "b")), training=training, target=("ca",)
     )
-    file.write_text("name: ood\npreset: smoke\nproxy: {steps: 3}\nseeds: [4]\n")
-    experiment = cli.parse(["experiment", f"--config={file}", "--base.steps", "5"])
-    expected = filled(
-        preset_of("ood", "smoke"), {"proxy": {"steps": 3}, "base": {"steps": 5}, "seeds": [4]}
-    )
-    assert experiment == expected
-    assert cli.parse(["experiment", "scales", "--config", str(file)]).name == "scales"
     file.write_text("run: runs/x\nblocks: 4\n")
     assert cli.parse(["evaluate", "--config", str(file)]) == EvaluateConfig(
         Path("runs/x"), blocks=4

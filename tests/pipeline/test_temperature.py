@@ -12,16 +12,15 @@ from transformers import GPT2Config
 
 from doge_fast import cli
 from doge_fast.pipeline import failures, records
+from doge_fast.pipeline import temperature as search
 from doge_fast.pipeline.config import DemoConfig, ModelConfig, ProxyConfig, TemperatureConfig
 from doge_fast.pipeline.demo import MOST_RUNS, demo
-from doge_fast.pipeline.experiments import jobs
-from doge_fast.pipeline.experiments.jobs import Job
 from doge_fast.pipeline.health import Diverged
 from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.report import terminal_table
 from doge_fast.pipeline.reporting.study import open_study
 from doge_fast.pipeline.run import Run
-from doge_fast.pipeline.temperature import next_inverses, sharpened, temperature
+from doge_fast.pipeline.temperature import Job, next_inverses, sharpened, temperature
 from tests.pipeline.stages import NAMES, write_weights
 
 
@@ -250,14 +249,14 @@ def test_a_search_may_go_on_with_more_runs_and_another_budget(learned, monkeypat
 
 
 def test_between_two_models_a_search_ends_as_a_late_signal_asked(learned, monkeypatch):
-    evaluate_run = jobs.evaluate
+    evaluate_run = search.evaluate
 
     def signalled(config: Any) -> Any:
         # As one that comes with the last step of a training.
         failures.late.append(KeyboardInterrupt())
         return evaluate_run(config)
 
-    monkeypatch.setattr(jobs, "evaluate", signalled)
+    monkeypatch.setattr(search, "evaluate", signalled)
     with pytest.raises(KeyboardInterrupt):
         temperature(asked(learned))
     assert len(list(learned.parent.glob("proxy-temperature/runs/*/model"))) == 1

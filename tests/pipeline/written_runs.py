@@ -179,7 +179,6 @@ def write_experiment(folder: Path, changes: Sequence[float]) -> Path:
         folder,
         records.ExperimentRecord(
             name="universal",
-            preset="small",
             title="Universal generalization",
             question="Which?",
             settings=records.ExperimentSettings(tuple(seeds), BLOCKS),

@@ -5,6 +5,6 @@ The command line is made from these classes: a field is a flag, its docstring th
 They import nothing heavy, so a configuration can be read where the pipeline is not installed.
 """
 
-from doge_fast.pipeline.config.experiment import *
+from doge_fast.pipeline.config.search import *
 from doge_fast.pipeline.config.stages import *
 from doge_fast.pipeline.config.tools import *

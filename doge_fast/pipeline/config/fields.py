@@ -47,7 +47,7 @@ def read_file(path: Path, verb: str) -> Json:
     """The fields that a file gives for a verb.
 
     It is YAML or JSON with fields as in the "config" of a run's config.json; or such a config.json
-    or experiment.json itself, of this verb.
+    itself, of this verb.
     """
     import yaml
 
@@ -64,7 +64,7 @@ def read_file(path: Path, verb: str) -> Json:
         raise ValueError(f"config must hold a mapping of fields; {path} does not.")
     if not isinstance(record.get("config"), dict):
         return record
-    stage = record.get("stage", "experiment")
+    stage = record.get("stage")
     if stage != verb:
         raise ValueError(f"{path} is the record of a {stage} run; it cannot configure {verb}.")
     return dict(record["config"])

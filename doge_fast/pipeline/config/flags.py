@@ -27,12 +27,6 @@ from doge_fast.pipeline.config.fields import (
 from doge_fast.pipeline.config.ranges import bare
 from doge_fast.pipeline.named import nearest
 
-# What an experiment says of one kind of run: several have steps or a model, so their options are
-# --proxy.steps, --base.steps; all other options are the fields' names alone.
-PREFIXED = (
-    *(configs.ProxyArmsConfig, configs.BaseArmsConfig, configs.DoReMiArmsConfig),
-    configs.SelectionArmsConfig,
-)
 # May be left out and stands without an option all the same.
 _POSITIONAL_FIELDS = {(configs.ExportConfig, "file")}
 _HELP = ("-h", "--help", "--help-all")
@@ -93,8 +87,6 @@ def parse(words: Sequence[str], config: type, *, verb: str, is_positional: bool)
         if typed.get(option.flag, _UNSAID) is not _UNSAID
     }
     given = {} if file is None else read_file(file, verb)
-    if config is configs.ExperimentConfig:
-        unsaid = _preset(unsaid, said, given)
     result = _with(filled(unsaid, given, str(file)), said)
     if missing := [o for o in options if attrgetter(".".join(o.path))(result) is _UNSAID]:
         needs = "; ".join(f"{o.flag}: {re.split(r'[.;] ', o.text)[0].rstrip('.')}" for o in missing)
@@ -102,9 +94,7 @@ def parse(words: Sequence[str], config: type, *, verb: str, is_positional: bool)
     return result
 
 
-def options_of(
-    config: Any, is_positional: bool, prefix: str = "", path: tuple[str, ...] = ()
-) -> list[Option]:
+def options_of(config: Any, is_positional: bool, path: tuple[str, ...] = ()) -> list[Option]:
     """The options of a dataclass and of those inside, its own first.
 
     `is_positional`: fields that must be given stand without an option.
@@ -115,11 +105,10 @@ def options_of(
     for field in dataclasses.fields(kind):
         name, default = field.name, getattr(config, field.name)
         if dataclasses.is_dataclass(default):
-            inner = f"{name}." if type(default) in PREFIXED else ""
-            inside += options_of(default, False, inner, (*path, name))
+            inside += options_of(default, False, (*path, name))
             continue
         is_bare = (default is _UNSAID and is_positional) or (kind, name) in _POSITIONAL_FIELDS
-        flag = name if is_bare else "--" + prefix + name.replace("_", "-")
+        flag = name if is_bare else "--" + name.replace("_", "-")
         # Every field is explained.
         own.append(Option((*path, name), flag, hints[name], texts[name], default, is_bare, kind))
     # What must be given comes first.
@@ -232,20 +221,6 @@ def _metavar(option: Option) -> str:
 def _wrapped(text: str, width: int) -> str:
     paragraphs = (" ".join(each.split()) for each in text.strip().split("\n\n"))
     return "\n\n".join(textwrap.fill(each, width) for each in paragraphs)
-
-
-def _preset(unsaid: Any, said: dict[tuple[str, ...], Any], given: Json) -> Any:
-    """What holds for an experiment where no option and no file says otherwise: its preset."""
-    from doge_fast.pipeline.experiments.presets import preset_of
-
-    corpus = given.get("corpus")
-    data = corpus.get("data") if isinstance(corpus, dict) else None
-    # Of the file, where they are words that are known.
-    named: Json = {key: given[key] for key in ("name", "preset") if key in given}
-    chosen = filled(dataclasses.replace(unsaid, name="universal"), named)
-    name, preset = (said.get((key,), getattr(chosen, key)) for key in ("name", "preset"))
-    made = preset_of(name, preset, data=said.get(("corpus", "data"), data))
-    return dataclasses.replace(made, name=unsaid.name)
 
 
 def _with(config: Any, said: dict[tuple[str, ...], Any]) -> Any:

@@ -70,11 +70,10 @@ Share = Annotated[float, Range(0, 1, below=True)]
 _MOST_WHOLE = 2**63 - 1
 
 
-def check(config: Any, *, has_inputs: bool = True) -> None:
+def check(config: Any) -> None:
     """Look at every field of a dataclass and of those inside, and at the rules of its class.
 
-    Rules are in its `_check`; `has_inputs=False` skips them, for a configuration that names what
-    other runs have yet to make. Whoever takes a configuration calls this first, the command line
+    Rules are in its `_check`. Whoever takes a configuration calls this first, the command line
     before it loads torch; devices and what the corpus holds are looked at later.
 
     Raises:
@@ -85,10 +84,10 @@ def check(config: Any, *, has_inputs: bool = True) -> None:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
-            check(value, has_inputs=has_inputs)
+            check(value)
         else:
             check_value(field.name, value, hints[field.name])
-    if has_inputs and hasattr(config, "_check"):
+    if hasattr(config, "_check"):
         config._check()
 
 

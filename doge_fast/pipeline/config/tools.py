@@ -66,8 +66,8 @@ class ReportConfig:
     examples: ClassVar = ("--runs runs",)
 
     runs: tuple[Path, ...]
-    """Run directories of proxies and base models; or one directory that contains them; or an
-    experiment's directory."""
+    """Run directories of proxies and base models; or one directory that contains them; or that of
+    a search."""
     out: Path | None = None
     """The HTML page to write; None: report.html beside or inside the runs."""
 

@@ -1,4 +1,4 @@
-"""The files of a run and of an experiment, but its weights: what is written, believed, compared.
+"""The files of a run and of a search, but its weights: what is written, believed, compared.
 
 config.json says what was asked, metrics.jsonl has a line a step and is only appended to,
 evaluation.json and fewshot.json what was measured; experiment.json is about several runs.
@@ -62,12 +62,8 @@ _INPUTS: dict[str, Sequence[str]] = {
 # Says whether to run at all.
 _NOT_KEPT = ("dry_run",)
 
-# How an experiment is run; seeds and targets may be added, which its runs show.
-_FREE = (
-    *("out", "plan", "only", "seeds", "targets", "corpus.cache_dir", "rates.device"),
-    # A search for the temperature may go on for longer.
-    *("most_runs", "budget_tokens", "device"),
-)
+# How a search is run; seeds may be added, which its runs show, and it may go on for longer.
+_FREE = ("out", "plan", "only", "seeds", "device", "most_runs", "budget_tokens")
 
 _REPORTED_PACKAGES = (
     *("doge-fast", "torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy"),
@@ -521,9 +517,9 @@ def write_experiment(out: Path, record: ExperimentRecord) -> None:
 
 
 def check_experiment(out: Path, record: ExperimentRecord) -> None:
-    """Raise ValueError where a directory holds another experiment, or something else.
+    """Raise ValueError where a directory holds another search, or something else.
 
-    Runs may be added to an experiment, by more seeds. Nothing else may change.
+    Runs may be added to a search, by more seeds. Nothing else that decides them may change.
     """
     if not (out / EXPERIMENT).exists():
         check_empty(out, EXPERIMENT)
@@ -534,6 +530,6 @@ def check_experiment(out: Path, record: ExperimentRecord) -> None:
     check_same(out, known.config, record.config, _FREE)
     if missing := [name for name in known.runs if name not in record.runs]:
         raise ValueError(
-            f"{out} holds an experiment with further runs, as {missing[0]}. Name another "
-            "directory, or ask for its seeds and targets too."
+            f"{out} holds a search with further runs, as {missing[0]}. Name another directory, or "
+            "ask for its seeds too."
         )

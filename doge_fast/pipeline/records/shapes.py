@@ -266,10 +266,9 @@ class ExperimentRecord(WholeFile):
     """experiment.json."""
 
     file = EXPERIMENT
-    absent = f"{{}} holds no {EXPERIMENT}: doge-fast experiment has not run there."
+    absent = f"{{}} holds no {EXPERIMENT}: no search has run there."
 
     name: str
-    preset: str
     title: str
     question: str
     settings: ExperimentSettings

@@ -391,8 +391,7 @@ def _provenance(study: Study) -> Section:
     lines = (", ".join(f"{name} {version}" for name, version in each.items()) for each in told)
     remarks = [f"Made with {line}." for line in dict.fromkeys(lines) if line]
     if (plan := study.plan) is not None:
-        preset = f"experiment {plan.name} --preset {plan.preset}" if plan.preset else plan.name
-        remarks.append(f"doge-fast {preset}; {plan.data}.")
+        remarks.append(f"{plan.name}; {plan.data}.")
     sizes: dict[str, records.DomainSizes] = {}
     for run in study.shown:
         # Of a domain of several corpora, what the first run saw.

@@ -1,0 +1,86 @@
+"""The demo, and the search for the temperature: verbs that make several runs."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+from doge_fast.pipeline.config.ranges import Count, Device, Positive, Range, Seed
+from doge_fast.pipeline.config.stages import check_data, check_is_run, check_model_name
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """The whole method on text found on this machine, in minutes.
+
+    A proxy learns weights for a domain that it is not trained on; base models at several distances
+    along its direction, uniform weights among them, choose how far to follow it; a page shows both.
+    The same command goes on where it was killed.
+    """
+
+    examples: ClassVar = ("", "--data corpus --target wiki")
+
+    out: Path = Path("demo")
+    """Directory of the runs and the report."""
+    data: str = "installed"
+    """A directory (one folder or file per domain), a file or Hub id, or "installed": text found in
+    this Python environment."""
+    target: str = "reference"
+    """The domain that the weights are learned for: measured, not trained on. universal: all."""
+    steps: Count = 200
+    """Optimizer steps of the proxy and of each of the base models, four at most."""
+    seed: Seed = 0
+    """Seed of the model initialisation and of the order of the data."""
+    device: Device = "auto"
+    """auto: a GPU if there is one."""
+    cache_dir: Path | None = None
+    """Where packed blocks are kept; None: $DOGE_FAST_CACHE, else doge_fast in the user's cache
+    directory."""
+
+    def _check(self) -> None:
+        check_data(self.data)
+
+
+@dataclass(frozen=True)
+class TemperatureConfig:
+    """How far to follow a proxy's weights, measured: base models at alpha^(1/T) for a few T."""
+
+    main: ClassVar = ("proxy", "out", "model", "steps", "seeds", "most_runs", "plan", "only")
+    examples: ClassVar = ("runs/proxy", "runs/proxy --out runs/far --seeds 0 1 2 --plan")
+
+    proxy: Path
+    """The run directory of a proxy: its weights, and the corpus, model and settings of the base
+    models."""
+    out: Path | None = None
+    """The directory of the base models, the chosen weights.json and the report; None: beside the
+    proxy, PROXY-temperature."""
+    model: str | None = None
+    """A size or configuration for the base models, as for `base`; None: the proxy's."""
+    steps: Count | None = None
+    """Optimizer steps of each base model; None: the proxy's, at least 200."""
+    seeds: tuple[Seed, ...] = (0, 1, 2)
+    """Each temperature is measured with every seed. Models of one seed have the same initialisation
+    and the same order of the data."""
+    most_runs: Annotated[int, Range(3)] = 6
+    """Base models of each seed, at most."""
+    budget_tokens: Positive | None = None
+    """Tokens of the training that the weights are for: the epochs of each domain are counted for
+    it. None: those of one of the base models here."""
+    eval_blocks: Count | None = 256
+    """Held-out blocks per domain; None: all."""
+    plan: bool = False
+    """Only print the runs to make next, as commands that can run side by side. When these are
+    complete, ask again: the next temperatures follow from what was measured."""
+    only: tuple[str, ...] = ()
+    """Names of runs that --plan printed: make only these."""
+    device: Device = "auto"
+    """auto: a GPU if there is one."""
+
+    def _check(self) -> None:
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            told = ", ".join(map(str, self.seeds)) or "none"
+            raise ValueError(f"seeds must be distinct, and at least one; got {told}.")
+        if self.plan and self.only:
+            raise ValueError("--plan prints the commands of all runs; leave out --only.")
+        check_is_run("proxy", self.proxy)
+        if self.model is not None:
+            check_model_name(self.model)
