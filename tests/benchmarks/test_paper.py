@@ -27,7 +27,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> list[list[str]]:
 def test_every_line_is_a_command_and_reads_what_stands_above(name, size, capsys):
     data = () if size == "paper" else ("--data", "corpus", "--domains", *NAMES)
     seen: set[str] = set()
-    for line in printed(capsys, name, "--size", size, "--seeds", "0", "1", *data):
+    for line in printed(capsys, name, "--size", size, "--seeds", "1", *data):
         config = cli.parse(line)
         read = {word for word in line[:-2] if word.startswith("experiments/")}
         assert all(any(word.startswith(run) for run in seen) for word in read), line
@@ -38,23 +38,23 @@ def test_every_line_is_a_command_and_reads_what_stands_above(name, size, capsys)
 
 
 def test_the_papers_universal_experiment(capsys):
-    lines = printed(capsys, "universal", "--size", "paper")
+    lines = printed(capsys, "universal", "--size", "paper", "--seeds", "2")
     configs = [cli.parse(line) for line in lines]
     proxies = [config for config in configs if isinstance(config, ProxyConfig)]
     bases = [config for config in configs if isinstance(config, BaseConfig)]
-    assert [proxy.training.seed for proxy in proxies] == [0, 1, 2]
+    assert [proxy.training.seed for proxy in proxies] == [2]
     proxy = proxies[0]
     assert (proxy.model.model, proxy.training.steps) == ("82M", 10_000)
     assert proxy.sequences_per_domain * len(proxy.corpus.domains) == 126
     assert (proxy.training.learning_rate, proxy.training.min_learning_rate) == (5e-4, 1e-4)
     # Five arms of three sizes, and the references of DoReMi's two lengths.
-    assert len(bases) == 3 * (5 * 3 + 2)
+    assert len(bases) == 5 * 3 + 2
     large = [base.training.learning_rate for base in bases if base.model.model == "684M"]
     assert set(large) == {1.5e-4}
 
 
 def test_a_target_is_never_trained_on_but_by_the_oracle_and_afterwards(capsys):
-    words = ("ood", "--data", "corpus", "--domains", *NAMES, "--targets", "verse")
+    words = ("ood", "--data", "x", "--domains", *NAMES, "--targets", "verse", "--seeds", "0")
     for line in printed(capsys, *words)[:-1]:
         config = cli.parse(line)
         is_trained_on = "verse" in config.corpus.domains
