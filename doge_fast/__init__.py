@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from doge_fast.mixture import DomainMixture
     from doge_fast.optimizer import DoGEOptimizer
-    from doge_fast.weights.reweight import LastStep
+    from doge_fast.weights.rule import LastStep
     from doge_fast.weights.scores import Score
 
 __version__ = "0.1.0"
@@ -22,7 +22,7 @@ __all__ = ["DoGEOptimizer", "DomainMixture", "LastStep", "Score", "__version__"]
 _HOMES = {
     "DoGEOptimizer": "doge_fast.optimizer",
     "DomainMixture": "doge_fast.mixture",
-    "LastStep": "doge_fast.weights.reweight",
+    "LastStep": "doge_fast.weights.rule",
     "Score": "doge_fast.weights.scores",
 }
 

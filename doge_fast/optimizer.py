@@ -21,9 +21,10 @@ from doge_fast.step.parameters import TrackedParameters
 from doge_fast.step.step import Step
 from doge_fast.tracing import warn
 from doge_fast.weights import checkpoint, defaults, weights_file
+from doge_fast.weights.aligned import Aligned, refuse_settings
 from doge_fast.weights.objective import UNIVERSAL, Objective, Target
-from doge_fast.weights.reweight import LastStep
-from doge_fast.weights.rule import UpdateRule
+from doge_fast.weights.reweight import MirrorStep
+from doge_fast.weights.rule import LastStep, UpdateRule
 from doge_fast.weights.scores import Score, score_of
 from doge_fast.weights.state import DomainWeights
 from doge_fast.weights.subset import Subset
@@ -55,7 +56,7 @@ class DomainState:
             RuntimeError: called inside a domain.
         """
         self._step.refuse_inside_a_domain("load_state_dict()")
-        checkpoint.check(state_dict, self._weights.objective)
+        checkpoint.check(state_dict, self._weights.objective, self._weights.num_memory)
         self._weights.load(state_dict)
         self._step.begin_loaded()
         self._step.subset.draw(state_dict["draws"])
@@ -129,7 +130,7 @@ class DoGEOptimizer(OptimizerWrapper):
         domains: Sequence[str],
         target: Target = UNIVERSAL,
         mu: float | None = None,
-        score: Literal["paper", "published"] | Score = "paper",
+        score: Literal["paper", "published", "aligned"] | Score = "paper",
         max_grad_norm: float | None = None,
         domain_max_grad_norm: float | None = defaults.DOMAIN_MAX_GRAD_NORM,
         smoothing: float = 0.0,
@@ -146,17 +147,22 @@ class DoGEOptimizer(OptimizerWrapper):
         super().__init__(optimizer)
         parameters = TrackedParameters(self.inner, selection)
         objective = Objective.of(domains, target)
-        is_mu_default = mu is None
-        if mu is None:
-            # Read only here: the host waits for a rate on a device.
-            mu = defaults.default_mu(parameters.peak_lr, sum(objective.tau))
-        rule = UpdateRule(
-            mu=mu,
-            score=score_of(score),
-            domain_max_grad_norm=domain_max_grad_norm,
-            max_grad_norm=max_grad_norm,
-            smoothing=smoothing,
-        )
+        is_mu_default = mu is None and score != Aligned.name
+        rule: UpdateRule
+        if score == Aligned.name:
+            refuse_settings(mu, domain_max_grad_norm, domains_per_step)
+            rule = Aligned(max_grad_norm=max_grad_norm, smoothing=smoothing)
+        else:
+            if mu is None:
+                # Read only here: the host waits for a rate on a device.
+                mu = defaults.default_mu(parameters.peak_lr, sum(objective.tau))
+            rule = MirrorStep(
+                mu=mu,
+                score=score_of(score),
+                domain_max_grad_norm=domain_max_grad_norm,
+                max_grad_norm=max_grad_norm,
+                smoothing=smoothing,
+            )
         device = parameters.params[0].device
         self._weights = DomainWeights(
             objective, rule, device=device, initial=initial, is_mu_default=is_mu_default
@@ -180,12 +186,12 @@ class DoGEOptimizer(OptimizerWrapper):
 
     @property
     def rule(self) -> UpdateRule:
-        """How the domain weights move: mu, score, clipping, smoothing."""
+        """How the domain weights move: which rule, and its settings."""
         return self._weights.rule
 
     @property
-    def mu(self) -> float:
-        """The Bregman coefficient in use."""
+    def mu(self) -> float | None:
+        """The Bregman coefficient in use; None with the score "aligned", which has none."""
         return self.rule.mu
 
     @property
@@ -413,7 +419,7 @@ class DoGEOptimizer(OptimizerWrapper):
         """
         self._step.refuse_inside_a_domain("load_state_dict()")
         with loading(self, state_dict) as state_dict:
-            ours, theirs = checkpoint.separate(state_dict, self.objective)
+            ours, theirs = checkpoint.separate(state_dict, self.objective, self._weights.num_memory)
             refuse_other_optimizers(theirs.get("param_groups", ()), self.inner)
             self.inner.load_state_dict(theirs)
             checkpoint.add_empty_key(self.param_groups)

@@ -124,3 +124,46 @@ def step(
     if max_grad_norm is not None:
         gradient_N = gradient_N * (max_grad_norm / (norm + 1e-6)).clamp(max=1)
     return alpha_K, gradient_N, gain_K
+
+
+def aligned_step(
+    halves_2RN: Tensor,
+    alpha_K: Tensor,
+    mean_RR: Tensor,
+    num_steps: int,
+    *,
+    tau_R: Tensor,
+    first_R: Tensor,
+    metric_N: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One step of the aligned rule: new domain weights, the model's gradient, the mean matrix.
+
+    Args:
+        halves_2RN: [2, R, N]; the halves of each gradient, which add up to it.
+        alpha_K: [K], on the simplex.
+        mean_RR: [R, R]; the mean matrix of the steps before.
+        num_steps: how many these were.
+        tau_R: [R] >= 0; the objective is sum_r tau_r l_r.
+        first_R: [R] in (0, 1); the share of the first half in its gradient.
+        metric_N: [N]; D = 1 / (sqrt(v) + eps).
+
+    Returns:
+        alpha'_K [K], gradient_N [N], mean_RR [R, R].
+    """
+    num_domains = len(alpha_K)
+    rows_RN = halves_2RN.sum(0)
+    gram_RR = (rows_RN * metric_N) @ rows_RN.T
+    scale = 1 / gram_RR.diagonal().mean()
+    # <a, b> of independent halves is w (1 - w) |g|^2 without their noise.
+    products_R = (halves_2RN[0] * metric_N * halves_2RN[1]).sum(1) / (first_R * (1 - first_R))
+    gram_RR = gram_RR - torch.diag(gram_RR.diagonal()) + torch.diag(products_R)
+    mean_RR = mean_RR + (scale * gram_RR - mean_RR) / (num_steps + 1)
+    if num_steps >= 20:
+        gain_K = gain(mean_RR, tau_R, num_domains)
+        share_K = gain_K / torch.maximum(gain_K @ alpha_K, 0.1 * gain_K.abs().max())
+        own_K = mean_RR[:num_domains, :num_domains] @ alpha_K
+        least = 0.01 * mean_RR.diagonal()[:num_domains].mean()
+        slope_K = share_K - (share_K @ alpha_K) * own_K / torch.maximum(own_K @ alpha_K, least)
+        alpha_K = mirror_step(alpha_K, slope_K, 0.1, 1.0).clamp(min=0.01 / num_domains)
+        alpha_K = alpha_K / alpha_K.sum()
+    return alpha_K, alpha_K @ rows_RN[:num_domains], mean_RR

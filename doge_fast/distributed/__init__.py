@@ -16,12 +16,15 @@ from doge_fast.distributed.shards import ShardExchange, ranks_of_mesh
 from doge_fast.flat_buffer import local_of
 
 
-def exchange_of(argument: GroupArgument, params: Sequence[Tensor]) -> Exchange:
-    """The exchange that these parameters need; that of DTensors is over the ranks of their mesh."""
+def exchange_of(argument: GroupArgument, params: Sequence[Tensor], num_halves: int) -> Exchange:
+    """The exchange that these parameters need; that of DTensors is over the ranks of their mesh.
+
+    `num_halves` is the number of rows of each domain.
+    """
     world = default_group()
     if world is None:
         return Exchange()
     if any(local_of(param) is not param for param in params):
         return ShardExchange(Communicator(group_of(ranks_of_mesh(params), world)))
     group = argument.group or world
-    return Exchange() if group.size() == 1 else ColumnExchange(Communicator(group))
+    return Exchange() if group.size() == 1 else ColumnExchange(Communicator(group), num_halves)

@@ -6,9 +6,10 @@ section; these are gathered and added in the order of the ranks. With the new we
 the rows of its section, and an all-gather delivers the sums. With P pieces of rows over n ranks a
 rank sends (1 + P / n) (n - 1) / n N elements; plain data parallelism sends 2 (n - 1) / n N.
 
-A domain that several ranks entered has one piece on each of them. Its gradient is the mean of the
-pieces, weighted by their counts. Pieces are not added up: with the share of each piece in its row,
-A [B, P], the Gram matrix is A G_PP A^T and the coefficients of the pieces are A^T c.
+A domain that several ranks entered has one piece on each of them, or two if the rule has halves.
+Its gradient is the mean over ranks, weighted by their counts. Pieces are not added up: with the
+share of each piece in its row, A [C, P], the Gram matrix is A G_PP A^T and the coefficients of the
+pieces are A^T c.
 """
 
 from collections.abc import Collection, Sequence
@@ -21,7 +22,9 @@ from torch import distributed as dist
 from doge_fast.distributed.exchange import Columns, Exchange
 from doge_fast.distributed.process_group import Agreement, Communicator, Report, all_gather
 from doge_fast.flat_buffer import ALIGNMENT, Block, grad_dtype_of, on_device
-from doge_fast.kernels import gram, weighted_sum
+from doge_fast.kernels import weighted_sum
+from doge_fast.metric import Metric
+from doge_fast.metric_gram import gram
 
 # Columns sent in one call; sender and receiver each hold a copy meanwhile.
 BUCKET_COLUMNS = 1 << 24
@@ -60,8 +63,10 @@ class ColumnExchange(Exchange):
 
     has_own_rows = True
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: Communicator, num_halves: int) -> None:
         super().__init__(communicator)
+        self._num_halves = num_halves
+        self.first_half = communicator.rank % num_halves
         # [n, columns of a section] of each bucket: memory of the sums, which p.grad views.
         self._sums: list[Tensor] = []
 
@@ -69,20 +74,28 @@ class ColumnExchange(Exchange):
         """As `Exchange.agree`; the first time, the parameters' values must be the same too."""
         values = [_checksum(param) for param in report.params] if report.is_first else None
         settings = {**report.settings, "the values of the parameters": values}
-        counts_nB, agreement = self._communicator.agree(names, report._replace(settings=settings))
+        counts_nB2, agreement = self._communicator.agree(names, report._replace(settings=settings))
         # The dtype in which each block's rows are sent.
         self._dtypes = [dtype for dtype in agreement.dtypes if dtype is not None]
         # Pieces of this step: the number on each rank, the share of each in its row, and the rows
         # of this rank's buffer that hold this rank's pieces.
-        has_piece_nB = counts_nB > 0
-        self._pieces_n: list[int] = has_piece_nB.sum(1).tolist()
+        has_piece_nC = counts_nB2[:, :, : self._num_halves].flatten(1) > 0
+        self._pieces_n: list[int] = has_piece_nC.sum(1).tolist()
         # Pieces are sorted by rank, then by row.
-        rows_P = has_piece_nB.nonzero()[:, 1]
-        self._shares_BP = counts_nB.new_zeros(len(names), len(rows_P))
-        shares_P = (counts_nB / counts_nB.sum(0))[has_piece_nB]
-        self._shares_BP[rows_P, torch.arange(len(rows_P))] = shares_P
+        rows_P = has_piece_nC.nonzero()[:, 1]
+        self._shares_CP = counts_nB2.new_zeros(has_piece_nC.shape[1], len(rows_P))
+        # Of a rank in the mean over ranks: its halves are sums, and add up.
+        counts_nB = counts_nB2.sum(2)
+        shares_nC = (counts_nB / counts_nB.sum(0)).repeat_interleave(self._num_halves, dim=1)
+        self._shares_CP[rows_P, torch.arange(len(rows_P))] = shares_nC[has_piece_nC]
         row_of = {name: row for row, name in enumerate(report.entries)}
-        self._rows_here = [row_of[name] for name in names if name in row_of]
+        self._rows_here = [
+            row_of[name] * self._num_halves + half
+            for name in names
+            if name in row_of
+            for half in range(self._num_halves)
+            if report.entries[name].halves[half]
+        ]
         return agreement
 
     def complete(self, blocks: Sequence[Block], apart: Collection[int]) -> Columns:
@@ -107,17 +120,30 @@ class ColumnExchange(Exchange):
             work.wait()
         return Columns([bucket.blocks for bucket in buckets], received)
 
-    def gram(self, rows: Sequence[Tensor]) -> Tensor:
+    def moments(self, columns: Columns, metric: Metric) -> list[Tensor | None]:
+        """Those of this rank's section of each bucket's columns."""
+        rank = self._communicator.rank
+        return [
+            metric.section([block.param for block in blocks], rows_PC.shape[1], rank)
+            for blocks, rows_PC in zip(columns.blocks, columns.rows, strict=True)
+        ]
+
+    def gram(
+        self,
+        rows: Sequence[Tensor],
+        moments: Sequence[Tensor | None] | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
         """The sum of the sections' Gram matrices."""
-        gram_PP = gram(rows)
-        shares_BP = on_device(self._shares_BP, gram_PP.device, torch.float64)
-        gram_BB = self._communicator.sum(shares_BP @ gram_PP @ shares_BP.T)
+        gram_PP = gram(rows, second_moments=moments, eps=eps)
+        shares_CP = on_device(self._shares_CP, gram_PP.device, torch.float64)
+        gram_CC = self._communicator.sum(shares_CP @ gram_PP @ shares_CP.T)
         # A product of three matrices need not be symmetric to the bit, and where the pieces of a
         # row cancel, its square may be negative.
-        gram_BB.diagonal().clamp_(min=0)
-        return gram_BB.tril() + gram_BB.tril(-1).T
+        gram_CC.diagonal().clamp_(min=0)
+        return gram_CC.tril() + gram_CC.tril(-1).T
 
-    def deliver(self, columns: Columns, coefficients_B: Tensor, state_S: Tensor) -> None:
+    def deliver(self, columns: Columns, coefficients_C: Tensor, state_S: Tensor) -> None:
         """An all-gather of the sections' weighted sums."""
         # Memory for the sums, unless shapes, dtypes and devices are those of the step before.
         likes = [blocks[0].param for blocks in columns.blocks]
@@ -131,8 +157,8 @@ class ColumnExchange(Exchange):
             ]
         # A rank writes its section at its place in the memory of all sections.
         mine = [whole_nC[self._communicator.rank] for whole_nC in self._sums]
-        shares_BP = on_device(self._shares_BP, coefficients_B.device, torch.float64)
-        weighted_sum(columns.rows, shares_BP.T @ coefficients_B, out=mine)
+        shares_CP = on_device(self._shares_CP, coefficients_C.device, torch.float64)
+        weighted_sum(columns.rows, shares_CP.T @ coefficients_C, out=mine)
         self._communicator.broadcast(state_S)
         for whole_nC, mine_C in zip(self._sums, mine, strict=True):
             all_gather(whole_nC.view(-1), mine_C, group=self._communicator.group)

@@ -7,24 +7,26 @@ from torch import Tensor
 
 from doge_fast.distributed.process_group import Agreement, Communicator, Report
 from doge_fast.flat_buffer import Block, weighted_gradients
-from doge_fast.kernels import gram
+from doge_fast.metric import Metric
+from doge_fast.metric_gram import gram
 
 
 class Columns(NamedTuple):
     """All rows of the columns that this rank computes with."""
 
-    blocks: Sequence[Sequence[Block]]
+    blocks: list[Sequence[Block]]
     """For each tensor in `rows`, the blocks of its columns."""
-    rows: Sequence[Tensor]
-    """[P, columns] each. P pieces in `ColumnExchange`; otherwise the B rows."""
+    rows: list[Tensor]
+    """[P, columns] each. P pieces in `ColumnExchange`; otherwise the C rows."""
 
-    def split(self, selected: Collection[int]) -> tuple[list[Tensor], list[Tensor]]:
-        """The rows of the parameters with these ids, and those of the others."""
-        inside: list[Tensor] = []
-        outside: list[Tensor] = []
+    def split(self, selected: Collection[int]) -> tuple["Columns", "Columns"]:
+        """The columns of the parameters with these ids, and the others."""
+        parts: tuple[Columns, Columns] = Columns([], []), Columns([], [])
         for blocks, rows_PC in zip(self.blocks, self.rows, strict=True):
-            (inside if id(blocks[0].param) in selected else outside).append(rows_PC)
-        return inside, outside
+            part = parts[id(blocks[0].param) not in selected]
+            part.blocks.append(blocks)
+            part.rows.append(rows_PC)
+        return parts
 
 
 class Exchange:
@@ -37,6 +39,8 @@ class Exchange:
     """Whether parameters and gradients are DTensors."""
     has_own_rows = False
     """Whether a rank has rows only for the domains that it entered, in the order of entry."""
+    first_half = 0
+    """The half that this rank's first gradient of a domain goes to, where a rule has halves."""
     num_ranks = 1
 
     def __init__(self, communicator: Communicator | None = None) -> None:
@@ -49,7 +53,10 @@ class Exchange:
         Raises:
             RuntimeError: ranks differ in a setting. Raised on all ranks, with the same message.
         """
-        return Agreement(frozenset(report.entries), report.dtypes)
+        first_halves = {
+            name: entry.halves[0] / sum(entry.halves) for name, entry in report.entries.items()
+        }
+        return Agreement(first_halves, report.dtypes)
 
     def complete(self, blocks: Sequence[Block], apart: Collection[int]) -> Columns:
         """All rows of this rank's columns.
@@ -59,13 +66,23 @@ class Exchange:
         """
         return Columns([(block,) for block in blocks], [block.rows_BN for block in blocks])
 
-    def gram(self, rows: Sequence[Tensor]) -> Tensor:
-        """[B, B] float64: the Gram matrix over the columns of all ranks.
+    def moments(self, columns: Columns, metric: Metric) -> list[Tensor | None]:
+        """For each tensor in `columns.rows`, the second moments of its columns."""
+        return [metric.moment_of(block.param) for (block,) in columns.blocks]
 
-        `rows` are some of the tensors that `complete` returned, at least one.
+    def gram(
+        self,
+        rows: Sequence[Tensor],
+        moments: Sequence[Tensor | None] | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        """[C, C] float64: the Gram matrix over the columns of all ranks.
+
+        `rows` are some of the tensors that `complete` returned, at least one; `moments` are None or
+        theirs, for a Gram matrix in AdamW's metric.
         """
-        gram_BB: Tensor = gram(rows)
-        return gram_BB
+        gram_CC: Tensor = gram(rows, second_moments=moments, eps=eps)
+        return gram_CC
 
     def deliver(self, columns: Columns, coefficients_B: Tensor, state_S: Tensor) -> None:
         """Write sum_b c_b g_b into `p.grad` on all ranks, and rank 0's weights into `state_S`."""

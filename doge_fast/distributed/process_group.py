@@ -37,6 +37,8 @@ class Entry:
     """Its places in the sequence of this step's domains: one for each time that it was left."""
     count: float = 0.0
     """Weight of this rank's gradient in the mean over ranks."""
+    halves: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    """How many of the times went to each half; without halves all went to the first."""
 
 
 class Report(NamedTuple):
@@ -57,8 +59,8 @@ class Report(NamedTuple):
 class Agreement(NamedTuple):
     """What all ranks together have received in a step."""
 
-    seen: frozenset[str]
-    """Domains with a gradient on some rank."""
+    first_halves: Mapping[str, float]
+    """{domain with a gradient on some rank: the share of its first half}."""
     dtypes: Sequence[torch.dtype | None]
     """The dtype of each parameter's rows; None without a gradient on any rank."""
 
@@ -73,15 +75,29 @@ class Communicator:
         self._cpu_group: ProcessGroup | None = None
 
     def agree(self, names: Sequence[str], report: Report) -> tuple[Tensor, Agreement]:
-        """As `Exchange.agree`; and [n, B] float64 on the CPU, the counts of every rank."""
-        lengths = [len(names), len(report.dtypes)]
+        """As `Exchange.agree`; and [n, B, 2] float64 on the CPU, the counts of every rank's halves.
+
+        A rank's count is divided over its halves as its times are.
+        """
+        lengths = [2 * len(names), len(report.dtypes)]
         self._compare({"the number of domains or of parameters": lengths, **report.settings})
-        counts_B = [report.entries.get(name, Entry()).count for name in names]
+        entries = [report.entries.get(name) for name in names]
+        counts_C = [
+            0.0 if entry is None else entry.count * half / sum(entry.halves)
+            for entry in entries
+            for half in ((0.0, 0.0) if entry is None else entry.halves)
+        ]
         codes = [0 if dtype is None else 1 + STORAGE_DTYPES.index(dtype) for dtype in report.dtypes]
-        counts_nB, codes_nU = torch.split(self._gather([*counts_B, *codes]), lengths, dim=1)
-        is_seen_B = (counts_nB > 0).any(0).tolist()
-        seen = frozenset(name for name, is_seen in zip(names, is_seen_B, strict=True) if is_seen)
-        return counts_nB, Agreement(seen, [_widest(codes) for codes in codes_nU.int().T.tolist()])
+        counts_nC, codes_nU = torch.split(self._gather([*counts_C, *codes]), lengths, dim=1)
+        counts_nB2 = counts_nC.view(self.num_ranks, -1, 2)
+        totals_B2 = counts_nB2.sum(0).tolist()
+        first_halves = {
+            name: first / (first + second)
+            for name, (first, second) in zip(names, totals_B2, strict=True)
+            if first + second > 0
+        }
+        dtypes = [_widest(codes) for codes in codes_nU.int().T.tolist()]
+        return counts_nB2, Agreement(first_halves, dtypes)
 
     def _compare(self, settings: Mapping[str, object]) -> None:
         """Raise the same RuntimeError on all ranks if a setting differs."""

@@ -4,6 +4,7 @@ Rows, combined gradient and optimizer state stay sharded. The Gram matrix is the
 """
 
 from collections.abc import Collection, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ class ShardExchange(Exchange):
         """As `Exchange.agree`; also refuse ranks that differ in domains, order or counts."""
         order = {name: entry.places for name, entry in report.entries.items()}
         settings = {**report.settings, "the order of their domains": order}
-        counts_nB, agreement = self._communicator.agree(names, report._replace(settings=settings))
-        for row, counts in enumerate(counts_nB.T.tolist()):
+        counts_nB2, agreement = self._communicator.agree(names, report._replace(settings=settings))
+        for row, counts in enumerate(counts_nB2.sum(2).T.tolist()):
             refuse_difference(counts, f"how often or with which count they entered {names[row]!r}")
         return agreement
 
@@ -41,11 +42,20 @@ class ShardExchange(Exchange):
                 self._counted.add(id(block.rows_BN))
         return super().complete(blocks, apart)
 
-    def gram(self, rows: Sequence[Tensor]) -> Tensor:
+    def gram(
+        self,
+        rows: Sequence[Tensor],
+        moments: Sequence[Tensor | None] | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
         """The sum over shards; replicated columns count once."""
-        counted = [rows_BC for rows_BC in rows if id(rows_BC) in self._counted]
-        zeros_BB = rows[0].new_zeros(len(rows[0]), len(rows[0]), dtype=torch.float64)
-        return self._communicator.sum(super().gram(counted) if counted else zeros_BB)
+        counts = [id(rows_BC) in self._counted for rows_BC in rows]
+        if not any(counts):
+            own_CC = rows[0].new_zeros(len(rows[0]), len(rows[0]), dtype=torch.float64)
+        else:
+            counted = None if moments is None else list(compress(moments, counts))
+            own_CC = super().gram(list(compress(rows, counts)), counted, eps)
+        return self._communicator.sum(own_CC)
 
     def deliver(self, columns: Columns, coefficients_B: Tensor, state_S: Tensor) -> None:
         """The weighted sums of this rank's shards."""

@@ -45,11 +45,10 @@ def sizes_of(sizes: Mapping[str, int]) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if size}
 
 
-def segments_of(sizes: Mapping[str, int], row_of: Callable[[str], int]) -> list[Segment]:
-    """Where each domain lies in a batch that is sorted by domain, and its row of the buffer."""
-    ends = accumulate(sizes.values())
-    pairs = zip(sizes.items(), ends, strict=True)
-    return [Segment(row_of(name), end - size, end) for (name, size), end in pairs]
+def segments_of(parts: Sequence[tuple[int, int]]) -> list[Segment]:
+    """The segments of a batch that is sorted by row: (row of the buffer, examples) each."""
+    ends = accumulate(size for _, size in parts)
+    return [Segment(row, end - size, end) for (row, size), end in zip(parts, ends, strict=True)]
 
 
 class _Replaced(NamedTuple):

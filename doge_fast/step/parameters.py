@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from doge_fast.tracing import outside_graphs
-from doge_fast.weights.reweight import LastStep
+from doge_fast.weights.rule import LastStep
 
 Receive = Callable[[Tensor], None]
 

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
 
 from doge_fast import tracing
 from doge_fast.distributed import exchange_of
@@ -31,11 +32,13 @@ from doge_fast.distributed.process_group import (
 )
 from doge_fast.distributed.wrappers import bare, without_reduction
 from doge_fast.flat_buffer import FlatBuffer, local_gradient
+from doge_fast.metric import Metric
 from doge_fast.stacked.stacked import StackedModel, segments_of, sizes_of
 from doge_fast.step import ownership
 from doge_fast.step.parameters import TrackedParameters, have_other_hooks, on_host, weak_hook
 from doge_fast.tracing import outside_graphs
 from doge_fast.weights import checkpoint
+from doge_fast.weights.rule import Matrices, UpdateRule
 from doge_fast.weights.state import DomainWeights
 from doge_fast.weights.subset import Subset
 from doge_fast.wrapper import optimizers_of, skip_reader, step_unless
@@ -98,6 +101,7 @@ class Step:
         self._absent = absent
         self._scaler = scaler
         self._process_group = process_group
+        self._num_halves = 2 if weights.rule.has_halves else 1
         self._start()
 
     def _start(self) -> None:
@@ -108,8 +112,8 @@ class Step:
         self._entries: dict[str, Entry] = {}
         # The next place in the sequence of the step's domains.
         self._places = count()
-        # `num_rows` is B; 0 on a data-parallel rank until it enters a domain.
-        self.buffer = FlatBuffer(len(self.subset.names), self._buffer_dtype)
+        # `num_rows` is C, the halves of B domains; 0 on a data-parallel rank until it enters one.
+        self.buffer = FlatBuffer(self._num_halves * len(self.subset.names), self._buffer_dtype)
         self._exchange: Exchange | None = None
         # The default group and the kinds of parameters that the exchange was made for.
         self._made_for: object = None
@@ -126,7 +130,7 @@ class Step:
 
     _LASTING = (
         *("micro_batches", "parameters", "subset"),
-        *("_weights", "_buffer_dtype", "_absent", "_scaler", "_process_group"),
+        *("_weights", "_buffer_dtype", "_absent", "_scaler", "_process_group", "_num_halves"),
     )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -146,7 +150,9 @@ class Step:
         if not 0 < count < float("inf"):
             raise ValueError(f"count must be positive and finite; domain {name!r} has {count!r}.")
         self._enter((name,))
-        with self._open({name: count}, self._assign_rows((name,))[name]):
+        self._assign_rows((name,))
+        half = self._next_half(name)
+        with self._open({name: count}, {name: {half: 1}}, self._row_of(name, half)):
             yield
 
     @contextmanager
@@ -164,10 +170,16 @@ class Step:
                 "stacked() runs no post-accumulate hook of a parameter beside its own. Use "
                 "register_hook, or run one domain after another, with optimizer.domain(name)."
             )
-        segments = segments_of(sizes_here, self._assign_rows(sizes_here).__getitem__)
+        self._assign_rows(sizes_here)
+        halves = {name: self._halves_of(name, size) for name, size in sizes_here.items()}
+        parts = [
+            (self._row_of(name, half), size)
+            for name, sizes_of_halves in halves.items()
+            for half, size in sizes_of_halves.items()
+        ]
         stacked_model = self._stacked_model_of(bare(model))
-        with self._open(sizes_here, None) as domain:
-            with stacked_model.recording(segments):
+        with self._open(sizes_here, halves, None) as domain:
+            with stacked_model.recording(segments_of(parts)):
                 yield
             domain.has_received = stacked_model.has_written
 
@@ -227,16 +239,36 @@ class Step:
     def _times(self, name: str) -> int:
         return len(self._entries[name].places) if name in self._entries else 0
 
-    def _assign_rows(self, names: Collection[str]) -> Mapping[str, int]:
-        """{name: its row of the buffer}; a data-parallel rank gives a new domain the next row."""
-        if not self.exchange.has_own_rows:
-            return self.subset.row_of
-        entered = dict.fromkeys([*self._entries, *names])
-        self.buffer.num_rows = max(self.buffer.num_rows, len(entered))
-        return {name: row for row, name in enumerate(entered)}
+    def _assign_rows(self, names: Collection[str]) -> None:
+        """Decide the rows of these domains; a data-parallel rank gives a new one the next."""
+        self._order: Mapping[str, int] = self.subset.row_of
+        if self.exchange.has_own_rows:
+            entered = dict.fromkeys([*self._entries, *names])
+            self._order = {name: index for index, name in enumerate(entered)}
+            num_rows = self._num_halves * len(entered)
+            self.buffer.num_rows = max(self.buffer.num_rows, num_rows)
+
+    def _row_of(self, name: str, half: int) -> int:
+        return self._num_halves * self._order[name] + half
+
+    def _next_half(self, name: str) -> int:
+        """Halves alternate from entry to entry of a domain, and from rank to rank."""
+        return (self.exchange.first_half + self._times(name)) % self._num_halves
+
+    def _halves_of(self, name: str, size: int) -> dict[int, int]:
+        """{half: examples} of a domain in a stacked pass."""
+        first = self._next_half(name)
+        if self._num_halves == 1 or size == 1:
+            return {first: size}
+        return {first: size // 2, 1 - first: size - size // 2}
 
     @contextmanager
-    def _open(self, counts: Mapping[str, float], row: int | None) -> Iterator[OpenDomain]:
+    def _open(
+        self,
+        counts: Mapping[str, float],
+        halves: Mapping[str, Mapping[int, int]],
+        row: int | None,
+    ) -> Iterator[OpenDomain]:
         """Collect the gradients of a domain, or of a stacked pass; combine after the last one."""
         has_dropped = self.state is StepState.DROPPED
         domain = self._open_domain = OpenDomain(counts, row)
@@ -258,6 +290,8 @@ class Step:
                 entry = self._entries.setdefault(name, Entry())
                 entry.places.append(next(self._places))
                 entry.count += count
+                for half, size in halves[name].items():
+                    entry.halves[half] += size / sum(halves[name].values())
             self.state = StepState.DROPPED if has_dropped else StepState.COLLECTED
             if self._is_complete:
                 self._combine(None)
@@ -357,15 +391,16 @@ class Step:
 
         with tracing.phase("doge_fast.gram"):
             # The same on all ranks, to the bit. They are two matrices only if there is a selection.
-            gram_BB, full_BB = _gram_matrices(columns, exchange, selected)
+            matrices = _matrices(
+                columns, exchange, selected, self._weights.rule, self.parameters.optimizer
+            )
 
         with tracing.phase("doge_fast.reweight"):
             # From here on B coefficients; the rows are read once more, for the weighted sum.
             last = self._weights.move(
-                gram_BB,
-                full_BB,
+                matrices,
                 names_B=self.subset.names,
-                present=agreement.seen,
+                first_halves=agreement.first_halves,
                 lr=lr,
                 grad_scale=scale,
             )
@@ -417,12 +452,19 @@ class Step:
         )
         agreement = self.exchange.agree(self.subset.names, report)
         self._has_agreed = True
-        missing = [name for name in self.subset.names if name not in agreement.seen]
-        if missing and (self._absent == "error" or not agreement.seen):
+        missing = [name for name in self.subset.names if name not in agreement.first_halves]
+        if missing and (self._absent == "error" or not agreement.first_halves):
             needed = "some domain" if self._absent == "keep" else "every domain, or absent='keep'"
             raise RuntimeError(
                 f"step() needs a gradient of {needed}; missing {missing}. Run their backward "
                 "passes inside optimizer.domain(name)."
+            )
+        whole = [name for name, first in agreement.first_halves.items() if first in (0, 1)]
+        if self._num_halves == 2 and whole:
+            raise RuntimeError(
+                f"the rule {self._weights.rule.name!r} compares two halves of each domain's batch, "
+                f"and {whole} came in one piece. Enter each domain twice in a step, each time with "
+                "half of its batch (micro_batches=2), or run stacked() on two examples or more."
             )
         return agreement
 
@@ -528,10 +570,12 @@ class Step:
         params = self.parameters.look_up()
         made_for = default_group(), frozenset(map(type, params))
         if self._exchange is None or self._made_for != made_for:
-            self._exchange, self._made_for = exchange_of(self._process_group, params), made_for
+            exchange = exchange_of(self._process_group, params, self._num_halves)
+            self._exchange, self._made_for = exchange, made_for
             self._has_agreed = False
             # A data-parallel rank adds a row for each domain that it enters.
-            self.buffer.num_rows = 0 if self._exchange.has_own_rows else len(self.subset.names)
+            rows = self._num_halves * len(self.subset.names)
+            self.buffer.num_rows = 0 if exchange.has_own_rows else rows
         return self._exchange
 
     # What is refused.
@@ -566,24 +610,33 @@ class Step:
             )
 
 
-def _gram_matrices(
-    columns: Columns, exchange: Exchange, selected: Collection[int] | None
-) -> tuple[Tensor, Tensor]:
-    """Gram matrices [B, B] over the columns that enter W, and over all for clipping."""
-    if selected is None:
-        gram_BB = exchange.gram(columns.rows)
-        return gram_BB, gram_BB
-    inside, outside = columns.split(selected)
-    if not inside:
-        raise RuntimeError(
-            "no selected parameter received a gradient in this step; `selection` must name "
-            "parameters that the domains touch."
-        )
-    gram_BB = exchange.gram(inside)
-    if not outside:
-        return gram_BB, gram_BB
+def _matrices(
+    columns: Columns,
+    exchange: Exchange,
+    selected: Collection[int] | None,
+    rule: UpdateRule,
+    optimizer: Optimizer,
+) -> Matrices:
+    """Gram matrices over the columns that enter W, and over all for clipping."""
+    inside, outside = columns, Columns([], [])
+    if selected is not None:
+        inside, outside = columns.split(selected)
+        if not inside.rows:
+            raise RuntimeError(
+                "no selected parameter received a gradient in this step; `selection` must name "
+                "parameters that the domains touch."
+            )
+    if rule.is_preconditioned:
+        metric = Metric(optimizer)
+        gram_CC = exchange.gram(inside.rows, exchange.moments(inside, metric), metric.eps)
+        # The norm of the combined gradient is Euclidean; without a bound nobody needs it.
+        has_bound = rule.max_grad_norm is not None
+        return Matrices(gram_CC, exchange.gram(columns.rows) if has_bound else gram_CC)
+    gram_CC = exchange.gram(inside.rows)
+    if not outside.rows:
+        return Matrices(gram_CC, gram_CC)
     # The other parameters may be on another device.
-    return gram_BB, gram_BB + exchange.gram(outside).to(gram_BB.device)
+    return Matrices(gram_CC, gram_CC + exchange.gram(outside.rows).to(gram_CC.device))
 
 
 def loss_scale(

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from doge_fast.tracing import warn
 from doge_fast.weights.objective import Objective
-from doge_fast.weights.reweight import COUNTS, VECTORS
+from doge_fast.weights.rule import COUNTS, VECTORS
 from doge_fast.weights.weights_file import fingerprint_of
 
 KEY = "doge"
@@ -40,9 +40,10 @@ def as_dict(state: Mapping[str, Any], objective: Objective, *, draws: int) -> di
 
 
 def as_tuple(state: Mapping[str, Any], objective: Objective) -> tuple[float, ...]:
-    """The tuple of a checkpoint: 6 + 3 K floats, from the dict. Waits for the device."""
+    """The tuple of a checkpoint: 6 + 3 K floats and the rule's memory. Waits for the device."""
     # One vector, to wait for the device only once.
-    values_S = torch.cat([state[name].double().view(-1) for name in (*VECTORS, *COUNTS)])
+    parts = (*VECTORS, *COUNTS, *(("memory",) if "memory" in state else ()))
+    values_S = torch.cat([state[name].double().view(-1) for name in parts])
     head = (state["version"], _fingerprint(objective), state["draws"])
     return (*map(float, head), *values_S.tolist(), float(state["mu"]))
 
@@ -60,8 +61,11 @@ def from_tuple(values: tuple[float, ...], objective: Objective) -> dict[str, Any
             f"{list(objective.names)}. Build it with the same ones in the same order."
         )
     sizes = [len(objective.domains)] * len(VECTORS) + [1] * len(COUNTS)
+    sizes.append(len(numbers) - sum(sizes))
     pieces = torch.split(torch.tensor(numbers, dtype=torch.float64), sizes)
-    parts = dict(zip((*VECTORS, *COUNTS), pieces, strict=True))
+    parts = dict(zip((*VECTORS, *COUNTS, "memory"), pieces, strict=True))
+    if not parts["memory"].numel():
+        del parts["memory"]
     parts |= {name: parts[name].long().view(()) for name in COUNTS}
     return as_dict({"mu": mu, **parts}, objective, draws=int(draws))
 
@@ -86,7 +90,7 @@ def add(state_dict: dict[str, Any], state: dict[str, Any], objective: Objective)
 
 
 def separate(
-    state_dict: Mapping[str, Any], objective: Objective
+    state_dict: Mapping[str, Any], objective: Objective, num_memory: int = 0
 ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     """The dict of the domain weights in an optimizer's state dict, or None; and the rest of it.
 
@@ -101,14 +105,15 @@ def separate(
         (values,) = tuples
         state = from_tuple(values, objective)
     if state is not None:
-        check(state, objective)
+        check(state, objective, num_memory)
     return state, rest
 
 
-def check(state: Mapping[str, Any], objective: Objective) -> None:
-    """Refuse the dict of another version or of other names, and weights off the simplex.
+def check(state: Mapping[str, Any], objective: Objective, num_memory: int = 0) -> None:
+    """Refuse the dict of another version, other names or another rule; and weights off the simplex.
 
-    ValueError for these. A part that is missing is a KeyError.
+    `num_memory` is the size of the rule's memory. ValueError for these. A part that is missing is a
+    KeyError.
     """
     # Another version may have other keys.
     theirs = state["version"], [*state["domains"]], [*state.get("names", ())]
@@ -127,8 +132,15 @@ def check(state: Mapping[str, Any], objective: Objective) -> None:
                 f"the checkpoint's {name} must be weights >= 0 that sum to 1; it is {alpha_K!r}."
             )
     # All that a load reads, so that it fails before anything has changed.
+    saved = state["memory"].numel() if "memory" in state else 0
+    if saved != num_memory:
+        raise ValueError(
+            f"the checkpoint's domain weights moved by another rule, which keeps {saved} numbers "
+            f"of its own; this one keeps {num_memory}. Pass the score= that it was saved with."
+        )
     numbers = as_tuple(state, objective)
-    if len(numbers) != 6 + 3 * len(objective.domains) or not all(map(math.isfinite, numbers)):
+    length = 6 + 3 * len(objective.domains) + num_memory
+    if len(numbers) != length or not all(map(math.isfinite, numbers)):
         raise ValueError(
             f"the checkpoint's domain weights must be finite, {len(objective.domains)} in each "
             f"vector; they are {dict(state)}."

@@ -12,8 +12,8 @@ from torch import Tensor
 from doge_fast.weights.defaults import DOMAIN_MAX_GRAD_NORM
 from doge_fast.weights.objective import Objective
 from doge_fast.weights.projection import effective_domains
-from doge_fast.weights.reweight import WeightsState
-from doge_fast.weights.rule import UpdateRule
+from doge_fast.weights.reweight import MirrorStep
+from doge_fast.weights.rule import UpdateRule, WeightsState
 
 MOST_SKIPPED = 0.1
 """The largest share of the steps that may be skipped without harm to the result."""
@@ -32,11 +32,10 @@ def diagnose(
     All tensors are on the CPU.
     """
     num_steps, num_skipped = int(state.num_steps), int(state.num_skipped)
-    sentences = {
-        "skipped": skipped(num_skipped, num_steps + num_skipped),
-        "unmoved": _unmoved(state, initial_K, objective, rule),
-        "collapsed": _collapsed(state, initial_K, objective, rule),
-    }
+    sentences = {"skipped": skipped(num_skipped, num_steps + num_skipped)}
+    if isinstance(rule, MirrorStep):
+        sentences["unmoved"] = _unmoved(state, initial_K, objective, rule)
+        sentences["collapsed"] = _collapsed(state, initial_K, objective, rule)
     return {name: sentence for name, sentence in sentences.items() if sentence}
 
 
@@ -71,7 +70,7 @@ def have_equal_scores(num_domains: int, max_norm: float | None, *, is_universal:
 
 
 def _unmoved(
-    state: WeightsState, initial_K: Tensor, objective: Objective, rule: UpdateRule
+    state: WeightsState, initial_K: Tensor, objective: Objective, rule: MirrorStep
 ) -> str | None:
     """The weights are where they began."""
     num_steps, num_domains = int(state.num_steps), len(objective.domains)
@@ -106,7 +105,7 @@ def _unmoved(
 
 
 def _collapsed(
-    state: WeightsState, initial_K: Tensor, objective: Objective, rule: UpdateRule
+    state: WeightsState, initial_K: Tensor, objective: Objective, rule: MirrorStep
 ) -> str | None:
     """The last weights have collapsed, though the first had not and all domains are targets."""
 

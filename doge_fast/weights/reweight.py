@@ -1,4 +1,4 @@
-"""The K x K step: from the Gram matrices of a step to new domain weights.
+"""The paper's rule, a mirror step: from the Gram matrices of a step to new domain weights.
 
 Axis letters: K training domains, R names of the objective (the K domains, then M held-out targets),
 B rows of the buffer. B = R, or S + M if a step has S of the K training domains.
@@ -15,6 +15,7 @@ view their parts.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,16 @@ from torch import Tensor
 from doge_fast.kernels.dispatch import OPERATORS, Operator, requested_backend, runs
 from doge_fast.kernels.triton_support import kernel, launching_on, tl
 from doge_fast.weights import scores
+from doge_fast.weights.defaults import DOMAIN_MAX_GRAD_NORM
+from doge_fast.weights.rule import (
+    COUNTS,
+    VECTORS,
+    LastStep,
+    Matrices,
+    Names,
+    UpdateRule,
+    WeightsState,
+)
 from doge_fast.weights.scores import NAMED_SCORES, PAPER, PUBLISHED, PUBLISHED_BOUNDS, Score
 
 
@@ -43,54 +54,61 @@ class StepSettings(NamedTuple):
     """Share of uniform in the weights."""
 
 
-class WeightsState(NamedTuple):
-    """The state that a step updates: `state_S`, [3 K + 2] float64."""
+@dataclass(frozen=True, kw_only=True)
+class MirrorStep(UpdateRule):
+    """One step of exponentiated gradient: Algorithms 1 and 2.
 
-    alpha: Tensor
-    """[K] domain weights."""
-    alpha_mean: Tensor
-    """[K] their mean over the steps taken."""
-    gain: Tensor
-    """[K] the last score of each domain."""
-    num_steps: Tensor
-    """Scalar; steps that moved the weights."""
-    num_skipped: Tensor
-    """Scalar; steps skipped because a norm or a weight was not finite."""
-
-
-VECTORS, COUNTS = WeightsState._fields[:3], WeightsState._fields[3:]
-
-
-class LastStep(NamedTuple):
-    """The record of a step; tensors on the device.
-
-    Values are those of unscaled gradients, after per-domain clipping (`grad_norms`: before). `gram`
-    and `grad_norms` have the rows of `optimizer.names`: training domains, then held-out targets;
-    absent rows are zero.
+    ValueError as `UpdateRule`.
     """
 
-    gram: Tensor
-    """[R, R] inner products over the columns that enter W."""
-    coefficients: Tensor
-    """[B] coefficients of the buffer's rows in the weighted sum; NaN if skipped."""
-    grad_norms: Tensor
-    """[R] norms of the rows before any clipping, over all columns."""
-    gain: Tensor
-    """[K] the scores that moved the weights; W for the score "paper"."""
-    influence: Tensor
-    """[K] W less the difficulty: what domain j does for the others, eq. (ge-decompose)."""
-    difficulty: Tensor
-    """[K] tau_j ||g_j||^2, eq. (ge-decompose)."""
-    alpha: Tensor
-    """[K] domain weights after the step."""
-    combined_norm: Tensor
-    """Scalar: norm of the combined gradient before the global clip."""
-    skipped: Tensor
-    """Bool scalar: a norm or a weight was not finite, so the state did not change."""
-    found_inf: Tensor
-    """`skipped` as a float32 scalar, for fused optimizers."""
-    lr: float | Tensor | None = None
-    """eta of this step, as in the parameter group; None: not known."""
+    mu: float
+    """> 0, Bregman coefficient."""
+    score: Score = PAPER
+    """What moves the weights; `PAPER` is W."""
+    domain_max_grad_norm: float | None = DOMAIN_MAX_GRAD_NORM
+    """> 0, norm to which every row is clipped first; None: not clipped."""
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        # A number of numpy in a checkpoint is refused by torch.load(weights_only=True).
+        object.__setattr__(self, "mu", float(self.mu))
+        if not 0 < self.mu < math.inf:
+            raise ValueError(
+                f"mu must be positive and finite; got {self.mu!r}. With mu=None it is a multiple "
+                "of the learning rate that the optimizer has when it is wrapped."
+            )
+        self._check_positive("domain_max_grad_norm")
+        super().__post_init__()
+
+    @property
+    def name(self) -> str:
+        """That of the score."""
+        return self.score.name
+
+    def settings(self, lr: float | Tensor, grad_scale: float | Tensor) -> StepSettings:
+        """Those of `reweight`."""
+        return StepSettings(
+            lr=lr,
+            mu=self.mu,
+            grad_scale=grad_scale,
+            domain_max_grad_norm=self.domain_max_grad_norm or math.inf,
+            max_grad_norm=self.max_grad_norm or math.inf,
+            smoothing=self.smoothing,
+        )
+
+    def step(
+        self, matrices: Matrices, state_S: Tensor, memory_S: Tensor, names: Names, settings: Tensor
+    ) -> LastStep:
+        """As `reweight`."""
+        return reweight(
+            matrices.gram_CC,
+            matrices.full_CC,
+            state_S,
+            tau_R=names.tau_R,
+            row_R=names.row_R,
+            settings_F=settings,
+            score=self.score,
+        )
 
 
 class StepTensors(NamedTuple):

@@ -1,29 +1,102 @@
-"""The rule by which domain weights move: the settings of Algorithms 1 and 2.
+"""What a rule is that moves the domain weights: what it needs of a step, its state, its record.
 
-Their ranges are checked here and nowhere else: `scores` and `reweight` take numbers as they come.
+There are two: `MirrorStep` of `doge_fast.weights.reweight`, the paper's, and `Aligned` of
+`doge_fast.weights.aligned`. A rule checks the ranges of its settings; below it `scores` and
+`reweight` take numbers as they come.
 """
 
-import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
-from doge_fast.weights.defaults import DOMAIN_MAX_GRAD_NORM
-from doge_fast.weights.scores import PAPER, Score
+from torch import Tensor
 
 
-@dataclass(frozen=True)
-class UpdateRule:
+class Matrices(NamedTuple):
+    """The Gram matrices of a step; C rows of the buffer, which are 2 B with halves, else B."""
+
+    gram_CC: Tensor
+    """[C, C] float64, over the columns that enter W; in AdamW's metric if the rule asks for it."""
+    full_CC: Tensor
+    """[C, C] float64, over all columns, Euclidean; may be `gram_CC`."""
+
+
+class Names(NamedTuple):
+    """What a step knows of the R names of the objective; all [R], on the device."""
+
+    tau_R: Tensor
+    """float64 >= 0, the target weights."""
+    row_R: Tensor
+    """int32: the row b of each name; -1: not drawn, or absent."""
+    first_R: Tensor
+    """float64: the share of a name's first half in its gradient; with a rule without halves 1."""
+
+
+class WeightsState(NamedTuple):
+    """The state that a step updates: `state_S`, [3 K + 2] float64."""
+
+    alpha: Tensor
+    """[K] domain weights."""
+    alpha_mean: Tensor
+    """[K] their mean over the steps taken."""
+    gain: Tensor
+    """[K] the last score of each domain."""
+    num_steps: Tensor
+    """Scalar; steps that moved the weights."""
+    num_skipped: Tensor
+    """Scalar; steps skipped because a norm or a weight was not finite."""
+
+
+VECTORS, COUNTS = WeightsState._fields[:3], WeightsState._fields[3:]
+
+
+class LastStep(NamedTuple):
+    """The record of a step; tensors on the device.
+
+    Values are those of unscaled gradients, after per-domain clipping (`grad_norms`: before). `gram`
+    and `grad_norms` have the rows of `optimizer.names`: training domains, then held-out targets;
+    absent rows are zero.
+    """
+
+    gram: Tensor
+    """[R, R] inner products over the columns that enter W."""
+    coefficients: Tensor
+    """[B] coefficients of the buffer's rows in the weighted sum; NaN if skipped."""
+    grad_norms: Tensor
+    """[R] norms of the rows before any clipping, over all columns."""
+    gain: Tensor
+    """[K] the scores that moved the weights; W for the score "paper"."""
+    influence: Tensor
+    """[K] W less the difficulty: what domain j does for the others, eq. (ge-decompose)."""
+    difficulty: Tensor
+    """[K] tau_j ||g_j||^2, eq. (ge-decompose)."""
+    alpha: Tensor
+    """[K] domain weights after the step."""
+    combined_norm: Tensor
+    """Scalar: norm of the combined gradient before the global clip."""
+    skipped: Tensor
+    """Bool scalar: a norm or a weight was not finite, so the state did not change."""
+    found_inf: Tensor
+    """`skipped` as a float32 scalar, for fused optimizers."""
+    lr: float | Tensor | None = None
+    """eta of this step, as in the parameter group; None: not known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateRule(ABC):
     """How domain weights move; constant over a run.
 
     Raises:
         ValueError: a setting is outside its range.
     """
 
-    mu: float
-    """> 0, Bregman coefficient."""
-    score: Score = PAPER
-    """What moves the weights; `PAPER` is W."""
-    domain_max_grad_norm: float | None = DOMAIN_MAX_GRAD_NORM
-    """> 0, norm to which every row is clipped first; None: not clipped."""
+    has_halves: ClassVar[bool] = False
+    """Whether the rule needs two independent parts of each gradient, in rows 2 b and 2 b + 1."""
+    is_preconditioned: ClassVar[bool] = False
+    """Whether the Gram matrix is in AdamW's metric."""
+    mu: float | None = None
+    """Bregman coefficient, of the rule that has one."""
     max_grad_norm: float | None = None
     """> 0, norm to which the combined gradient is clipped; None: not clipped."""
     smoothing: float = 0.0
@@ -31,16 +104,34 @@ class UpdateRule:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        # A number of numpy in a checkpoint is refused by torch.load(weights_only=True).
-        object.__setattr__(self, "mu", float(self.mu))
-        if not 0 < self.mu < math.inf:
-            raise ValueError(
-                f"mu must be positive and finite; got {self.mu!r}. With mu=None it is a multiple "
-                "of the learning rate that the optimizer has when it is wrapped."
-            )
-        for name in ("domain_max_grad_norm", "max_grad_norm"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be positive, or None for no clip; got {value!r}.")
+        self._check_positive("max_grad_norm")
         if not 0 <= self.smoothing < 1:
             raise ValueError(f"smoothing must be in [0, 1); got {self.smoothing!r}.")
+
+    def _check_positive(self, name: str) -> None:
+        value = getattr(self, name)
+        if value is not None and not value > 0:
+            raise ValueError(f"{name} must be positive, or None for no clip; got {value!r}.")
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """In weights.json."""
+
+    def memory(self, num_names: int) -> int:
+        """Numbers that the rule keeps from step to step, beside `WeightsState`."""
+        return 0
+
+    @abstractmethod
+    def settings(self, lr: float | Tensor, grad_scale: float | Tensor) -> Sequence[float | Tensor]:
+        """The numbers of a step, as `step` takes them on the device."""
+
+    @abstractmethod
+    def step(
+        self, matrices: Matrices, state_S: Tensor, memory_S: Tensor, names: Names, settings: Tensor
+    ) -> LastStep:
+        """Move the weights in `state_S`, of `WeightsState`, and the rule's own memory, in place.
+
+        Nothing is read on the host. A step whose gradients are not finite is skipped: it counts as
+        such, moves nothing else, and its coefficients are NaN.
+        """

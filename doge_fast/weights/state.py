@@ -1,11 +1,12 @@
 """The domain weights of a run: the tensors that hold them, and the step that moves them.
 
-`rule` has the settings of the step, `reweight` its arithmetic, `diagnosis` what can be wrong with
-the result. Settings and state stay on the device, so that a step copies nothing there.
+`rule` has the rules and their settings, `reweight` and `aligned` their arithmetic, `diagnosis` what
+can be wrong with the result. Settings and state stay on the device, so that a step copies nothing
+there.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,16 +16,16 @@ from torch import Tensor
 from doge_fast.tracing import warn
 from doge_fast.weights import diagnosis
 from doge_fast.weights.objective import Objective
-from doge_fast.weights.reweight import (
+from doge_fast.weights.reweight import new_state, state_views
+from doge_fast.weights.rule import (
     COUNTS,
+    VECTORS,
     LastStep,
-    StepSettings,
+    Matrices,
+    Names,
+    UpdateRule,
     WeightsState,
-    new_state,
-    reweight,
-    state_views,
 )
-from doge_fast.weights.rule import UpdateRule
 
 # Weights that were printed or read from a file are rounded.
 _SUM_TOLERANCE = 1e-5
@@ -61,25 +62,42 @@ class DomainWeights:
         self._is_mu_default = is_mu_default
         self._initial_K = _initial_weights(objective.domains, initial)
         self._warned: set[str] = set()
-        self.state_S: Tensor = new_state(self._initial_K.to(device))
-        """[3 K + 2], not a copy: the exchange overwrites it by rank 0's."""
+        num_names = len(objective.names)
+        memory = self._initial_K.new_zeros(rule.memory(num_names))
+        self.state_S: Tensor = torch.cat([new_state(self._initial_K), memory]).to(device)
+        """`WeightsState`, then the rule's memory; not a copy: the exchange writes rank 0's."""
         self._tau_R = torch.tensor(objective.tau, dtype=torch.float64, device=device)
-        self._row_R = DeviceVector(len(objective.names), torch.int32)
-        self._settings_F = DeviceVector(len(StepSettings._fields), torch.float64)
+        self._row_R = DeviceVector(num_names, torch.int32)
+        self._first_R = DeviceVector(num_names, torch.float64)
+        self._settings_F = DeviceVector(len(rule.settings(0.0, 1.0)), torch.float64)
+
+    @property
+    def num_memory(self) -> int:
+        """Numbers that the rule keeps beside `WeightsState`."""
+        return self.rule.memory(len(self.objective.names))
 
     def read(self, name: str) -> Tensor:
         """A copy of a part of the state: "alpha", "alpha_mean", "gain" or a count."""
-        view: Tensor = getattr(state_views(self.state_S), name)
+        view: Tensor = getattr(state_views(self._own_and_memory()[0]), name)
         return view.clone()
 
+    def _own_and_memory(self) -> tuple[Tensor, Tensor]:
+        """Views of the state that all rules have, and of the rule's own memory."""
+        size = len(VECTORS) * len(self.objective.domains) + len(COUNTS)
+        return self.state_S[:size], self.state_S[size:]
+
     def state(self) -> dict[str, Any]:
-        """mu, and copies of all parts of the state; counts as int64."""
+        """mu, and copies of all parts of the state; counts as int64. "memory": a rule's own."""
         parts = {name: self.read(name) for name in WeightsState._fields}
-        return {"mu": self.rule.mu, **parts} | {name: parts[name].long() for name in COUNTS}
+        parts |= {name: parts[name].long() for name in COUNTS}
+        if self.num_memory:
+            parts["memory"] = self._own_and_memory()[1].clone()
+        return {"mu": self.rule.mu or 0.0, **parts}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned; mu only if it was computed."""
-        parts = [state[name].to(self.state_S).view(-1) for name in WeightsState._fields]
+        names = (*WeightsState._fields, *(("memory",) if self.num_memory else ()))
+        parts = [state[name].to(self.state_S).view(-1) for name in names]
         rule = replace(self.rule, mu=state["mu"]) if self._is_mu_default else self.rule
         self.state_S.copy_(torch.cat(parts))
         self.rule = rule
@@ -90,7 +108,7 @@ class DomainWeights:
         columns = zip(self.objective.domains, *values, strict=True)
         return {
             "method": "doge",
-            "score": self.rule.score.name,
+            "score": self.rule.name,
             "target": self.objective.target,
             "mu": self.rule.mu,
             "domains": [{"name": n, "weight": w, "weight_last": last} for n, w, last in columns],
@@ -100,7 +118,7 @@ class DomainWeights:
 
     def warn_of_failure(self) -> None:
         """Warn, once each, of what is wrong with the weights. Waits for the device."""
-        state = state_views(self.state_S.cpu())
+        state = state_views(self._own_and_memory()[0].cpu())
         sentences = diagnosis.diagnose(state, self._initial_K, self.objective, self.rule)
         for name, sentence in sentences.items():
             if name not in self._warned:
@@ -109,47 +127,37 @@ class DomainWeights:
 
     def move(
         self,
-        gram_BB: Tensor,
-        full_BB: Tensor,
+        matrices: Matrices,
         *,
         names_B: Sequence[str],
-        present: Collection[str],
+        first_halves: Mapping[str, float],
         lr: float | Tensor,
         grad_scale: float | Tensor,
     ) -> LastStep:
         """One K x K step: lines 7 and 8 of Algorithm 1.
 
-        `gram_BB` and `full_BB` are those of `reweight`, and `names_B` are the names of their rows,
-        of which `present` have a gradient.
+        `names_B` are the names of the step's rows; `first_halves` has those with a gradient, and
+        the share of the first half in each.
 
         Raises:
             ValueError: `lr` < 0 or NaN.
         """
-        rule, device = self.rule, gram_BB.device
+        rule, device = self.rule, matrices.gram_CC.device
         # A tensor is not checked: that would wait for its device.
         if not isinstance(lr, Tensor) and not lr >= 0:
             raise ValueError(f"the learning rate must be >= 0 to move the weights; got {lr}.")
         # The model may have moved to another device since they were made.
         self.state_S, self._tau_R = self.state_S.to(device), self._tau_R.to(device)
-        row_of = {name: row for row, name in enumerate(names_B) if name in present}
+        row_of = {name: row for row, name in enumerate(names_B) if name in first_halves}
         row_R = [row_of.get(name, -1) for name in self.objective.names]
-        settings = StepSettings(
-            lr=lr,
-            mu=rule.mu,
-            grad_scale=grad_scale,
-            domain_max_grad_norm=rule.domain_max_grad_norm or math.inf,
-            max_grad_norm=rule.max_grad_norm or math.inf,
-            smoothing=rule.smoothing,
-        )
-        step = reweight(
-            gram_BB,
-            full_BB,
-            self.state_S,
+        first_R = [first_halves.get(name, 1.0) for name in self.objective.names]
+        names = Names(
             tau_R=self._tau_R,
             row_R=self._row_R.write(row_R, device),
-            settings_F=self._settings_F.write(settings, device),
-            score=rule.score,
+            first_R=self._first_R.write(first_R, device),
         )
+        settings_F = self._settings_F.write(rule.settings(lr, grad_scale), device)
+        step = rule.step(matrices, *self._own_and_memory(), names, settings_F)
         # A scheduler writes into a rate that is a tensor.
         return step._replace(lr=lr.detach().clone() if isinstance(lr, Tensor) else lr)
 

@@ -11,7 +11,7 @@ import torch
 from doge_fast import DoGEOptimizer
 from doge_fast.weights import checkpoint
 from doge_fast.weights.objective import Objective
-from doge_fast.weights.rule import UpdateRule
+from doge_fast.weights.reweight import MirrorStep
 from doge_fast.weights.state import DomainWeights
 
 OBJECTIVE = Objective.of(np.array(["a", "b"]), {"a": 1.0, "far": 2.0})
@@ -21,7 +21,7 @@ FINGERPRINT = 50459378464989.0
 
 def state(**parts: Any) -> dict[str, Any]:
     """What `as_dict` gives after some steps."""
-    weights = DomainWeights(OBJECTIVE, UpdateRule(np.float64(0.5)))
+    weights = DomainWeights(OBJECTIVE, MirrorStep(mu=np.float64(0.5)))
     moved = {
         "alpha": torch.tensor([0.25, 0.75], dtype=torch.float64),
         "alpha_mean": torch.tensor([0.5, 0.5], dtype=torch.float64),
@@ -109,7 +109,7 @@ def test_a_damaged_checkpoint_changes_neither_optimizer(damage):
 
 
 def test_a_part_that_is_missing_changes_nothing():
-    weights = DomainWeights(OBJECTIVE, UpdateRule(0.5), is_mu_default=True)
+    weights = DomainWeights(OBJECTIVE, MirrorStep(mu=0.5), is_mu_default=True)
     for part in ("alpha", "gain", "num_skipped", "mu"):
         damaged = state()
         del damaged[part]

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from doge_fast.weights import state
 from doge_fast.weights.objective import UNIVERSAL, Objective, Target
-from doge_fast.weights.reweight import LastStep
-from doge_fast.weights.rule import UpdateRule
+from doge_fast.weights.reweight import MirrorStep
+from doge_fast.weights.rule import LastStep, Matrices
 from doge_fast.weights.state import DomainWeights
 
 TARGET = {"a": 1.0, "c": 2.0, "x": 0.5, "y": 3.0}
-UNCLIPPED = UpdateRule(0.5, domain_max_grad_norm=None)
+UNCLIPPED = MirrorStep(mu=0.5, domain_max_grad_norm=None)
 
 
 def rows(num_rows: int = 5, columns: int = 40, seed: int = 0) -> Tensor:
@@ -25,7 +25,7 @@ def rows(num_rows: int = 5, columns: int = 40, seed: int = 0) -> Tensor:
 
 
 def weights_of(
-    domains: str = "ab", target: Target = UNIVERSAL, rule: UpdateRule = UNCLIPPED, **where: Any
+    domains: str = "ab", target: Target = UNIVERSAL, rule: MirrorStep = UNCLIPPED, **where: Any
 ) -> DomainWeights:
     return DomainWeights(Objective.of(tuple(domains), target), rule, **where)
 
@@ -41,7 +41,11 @@ def move(
 ) -> LastStep:
     names = names_B or weights.objective.names
     return weights.move(
-        *(gram_RR, gram_RR), names_B=names, present=present or names, lr=lr, grad_scale=grad_scale
+        Matrices(gram_RR, gram_RR),
+        names_B=names,
+        first_halves=dict.fromkeys(present or names, 1.0),
+        lr=lr,
+        grad_scale=grad_scale,
     )
 
 
@@ -146,7 +150,7 @@ def test_the_record_has_the_mean_and_the_last_weights():
 
 def learned(alpha: list[float], **arguments: Any) -> DomainWeights:
     """Weights at `alpha` after four steps with a score."""
-    weights = weights_of("defg"[: len(alpha)], rule=UpdateRule(0.25), **arguments)
+    weights = weights_of("defg"[: len(alpha)], rule=MirrorStep(mu=0.25), **arguments)
     alpha_K = torch.tensor(alpha, dtype=torch.float64)
     parts = {"alpha": alpha_K, "alpha_mean": alpha_K, "gain": torch.ones_like(alpha_K)}
     counts = {"num_steps": torch.tensor(4.0), "num_skipped": torch.tensor(0.0)}

@@ -14,7 +14,8 @@ from doge_fast.distributed import exchange
 from doge_fast.flat_buffer import FlatBuffer
 from doge_fast.joined import JoinedOptimizer
 from doge_fast.step import step
-from doge_fast.step.step import _gram_matrices
+from doge_fast.step.step import _matrices
+from doge_fast.weights.reweight import MirrorStep
 from doge_fast.wrapper import _needing_the_host, skip_reader, step_unless
 from tests.dispatched import Dispatched
 from tests.models import Bounded, enter
@@ -38,16 +39,22 @@ class FusedSGD(torch.optim.SGD):
                 param.detach().copy_(torch.where(self.found_inf == 0, moved, param))
 
 
+UNCUT = {"domain_max_grad_norm": None}
+
+
 def run(optimizer_of: Any, lr: float | Tensor = 0.1, grad_scale: Any = 1.0, **options: Any) -> Any:
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)).to("meta")
     optimizer = DoGEOptimizer(
         optimizer_of(model.named_parameters(), lr=lr),
         domains=["a", "b"],
         target={"a": 1.0, "x": 2.0},
-        **({"mu": 0.01, "domain_max_grad_norm": None, "micro_batches": None} | options),
+        micro_batches=None,
+        **(options if "aligned" in options.values() else {"mu": 0.01, **UNCUT, **options}),
     )
     for _ in range(2):
-        enter(optimizer, "aabbx", lambda _: model(torch.empty(4, 8, device="meta")).square().mean())
+        enter(
+            optimizer, "aabbxx", lambda _: model(torch.empty(4, 8, device="meta")).square().mean()
+        )
         optimizer.combine(grad_scale=grad_scale)
         optimizer.step()
         optimizer.zero_grad()
@@ -63,6 +70,8 @@ def run(optimizer_of: Any, lr: float | Tensor = 0.1, grad_scale: Any = 1.0, **op
         {"selection": ["0.weight"], "domain_max_grad_norm": 1.0},
         {"score": "published", "selection": ["0.weight"]},
         {"score": Bounded(0.0, 1.0)},
+        {"score": "aligned"},
+        {"score": "aligned", "selection": ["0.weight"], "max_grad_norm": 1.0},
         {"lr": torch.empty((), device="meta")},
         {"grad_scale": torch.empty((), device="meta")},
         {"buffer_dtype": torch.bfloat16},
@@ -84,8 +93,8 @@ def test_parameters_of_a_selection_may_be_on_another_device(other):
         buffer.receive_all(row, [param], [torch.ones_like(param)])
     alone = exchange.Exchange()
     columns = alone.complete(buffer.touched(params), ())
-    grams = _gram_matrices(columns, alone, {id(params[1])})
-    assert [gram_BB.device.type for gram_BB in grams] == ["meta", "meta"]
+    grams = _matrices(columns, alone, {id(params[1])}, MirrorStep(mu=1.0), torch.optim.SGD(params))
+    assert [gram_CC.device.type for gram_CC in grams] == ["meta", "meta"]
 
 
 def halves(first: Any, second: Any) -> Any:

@@ -1,0 +1,68 @@
+"""The aligned rule on several ranks gives what one process gives, when the halves are the same."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from doge_fast import DoGEOptimizer
+from tests.integrations.over_ranks import (
+    Wrap,
+    adamw,
+    assert_ranks_are,
+    bare,
+    ddp,
+    examples,
+    losses,
+    muon_and_adamw,
+    sharded,
+    small_model,
+    values,
+)
+
+# "d" is held out. The weights move in the last six steps.
+NAMES, STEPS, SIZE = "abcd", 26, 8
+INNER = {"adamw": adamw, "muon and adamw": muon_and_adamw}
+
+
+def trained(wrap: Wrap, inner: str, halves: tuple[tuple[int, ...], ...]) -> tuple[Tensor, ...]:
+    """As `over_ranks.trained`; `halves` are those that each rank runs, in its order."""
+    rank, num_ranks = 0, 1
+    if torch.distributed.is_initialized():
+        rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    mine = halves[rank]
+    # The ranks that share a half of the examples.
+    sharing = [r for r in range(num_ranks) if mine[0] in halves[r]]
+    model = small_model()
+    wrapped = wrap(model)
+    optimizer = DoGEOptimizer(
+        INNER[inner](model),
+        domains=list("abc"),
+        target={"d": 1.0, "a": 0.2},
+        score="aligned",
+        micro_batches=len(mine),
+    )
+    for step in range(STEPS):
+        for half in mine:
+            for name in NAMES:
+                whole = examples(name, step, SIZE).chunk(2)[half]
+                part = whole.chunk(len(sharing))[sharing.index(rank)]
+                with optimizer.domain(name):
+                    (losses(wrapped(part), name).mean() / len(mine)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model), optimizer.alpha_mean, optimizer.last.combined_norm
+
+
+@pytest.mark.parametrize(
+    ("wrap", "inner", "halves"),
+    [
+        # A data-parallel rank's first gradient goes to another half than that of the rank before.
+        pytest.param(ddp, "adamw", ((0, 1), (1, 0)), id="ranks"),
+        pytest.param(ddp, "muon and adamw", ((0, 1), (1, 0)), id="several optimizers"),
+        pytest.param(ddp, "adamw", ((0,), (1,)), id="a half on each rank"),
+        pytest.param(sharded, "adamw", ((0, 1), (0, 1)), id="shards"),
+    ],
+)
+def test_ranks_align_as_one_process(ranks, wrap, inner, halves):
+    one = trained(bare, inner, ((0, 1),))
+    assert_ranks_are(one, ranks.run(2, trained, wrap, inner, halves))

@@ -1,0 +1,305 @@
+"""The aligned rule, against the reference and against the maximum that it goes to."""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from doge_fast import DoGEOptimizer, reference
+from doge_fast.weights.aligned import UNIFORM_STEPS, AlignedSettings, align
+from doge_fast.weights.reweight import new_state, state_views
+from doge_fast.weights.rule import Matrices, Names
+
+DOMAINS = ("a", "b", "c")
+SIZE, INPUTS, OUTPUTS = 8, 6, 3
+TARGETS = {
+    "held out": {"far": 1.0},
+    "two of them": {"far": 0.5, "farther": 2.0},
+    "a training domain": {"b": 1.0},
+    "some of both": {"a": 1.0, "far": 3.0},
+}
+
+
+def model_and_optimizer(
+    target: Any = "universal", micro_batches: int = 2, **arguments: Any
+) -> tuple[nn.Module, DoGEOptimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(INPUTS, 10), nn.Tanh(), nn.Linear(10, OUTPUTS)).double()
+    inner = arguments.pop("inner", torch.optim.AdamW)
+    optimizer = DoGEOptimizer(
+        inner(model.parameters(), lr=1e-2),
+        domains=DOMAINS,
+        target=target,
+        score="aligned",
+        micro_batches=micro_batches,
+        **arguments,
+    )
+    return model, optimizer
+
+
+def batches(steps: int, names: tuple[str, ...]) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+    """Each domain has a linear map of its own; "far" is near to "a"."""
+    generator = torch.Generator().manual_seed(1)
+    maps = {
+        n: torch.randn(INPUTS, OUTPUTS, generator=generator, dtype=torch.float64) for n in "abc"
+    }
+    maps["far"] = maps["a"] + 0.3 * maps["b"]
+    maps["farther"] = maps["b"]
+    for _ in range(steps):
+        batch = {}
+        for name in names:
+            x = torch.randn(SIZE, INPUTS, generator=generator, dtype=torch.float64)
+            noise = torch.randn(SIZE, OUTPUTS, generator=generator, dtype=torch.float64)
+            batch[name] = x, x @ maps[name] + 0.1 * noise
+        yield batch
+
+
+def error_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """[examples]"""
+    return (model(x) - y).square().mean(1)
+
+
+def fill(
+    model: nn.Module, optimizer: DoGEOptimizer, batch: Mapping[str, tuple[Tensor, Tensor]]
+) -> None:
+    """Enter every domain as often as `micro_batches`, each time with its part of the batch."""
+    number = optimizer.micro_batches
+    assert number is not None
+    for name, (x, y) in batch.items():
+        for x_part, y_part in zip(x.tensor_split(number), y.tensor_split(number), strict=True):
+            with optimizer.domain(name):
+                (error_of(model, x_part, y_part).sum() / len(x)).backward()
+
+
+def train(steps: int, target: Any, **arguments: Any) -> tuple[nn.Module, DoGEOptimizer]:
+    model, optimizer = model_and_optimizer(target, **arguments)
+    for batch in batches(steps, optimizer.names):
+        fill(model, optimizer, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+class Twin:
+    """The same training with the reference."""
+
+    def __init__(self, target: Mapping[str, float], num_parts: int) -> None:
+        self.model, optimizer = model_and_optimizer(target)
+        self.names, self.inner, self.num_parts = optimizer.names, optimizer.inner, num_parts
+        optimizer.release()
+        self.tau_R = torch.tensor([target.get(n, 0.0) for n in self.names]).double()
+        self.alpha_K = torch.full((len(DOMAINS),), 1 / len(DOMAINS), dtype=torch.float64)
+        self.mean_RR = torch.zeros(len(self.names), len(self.names), dtype=torch.float64)
+        self.num_steps = 0
+
+    def step(self, batch: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        params = list(self.model.parameters())
+        halves_2RN = torch.zeros(2, len(self.names), sum(p.numel() for p in params)).double()
+        first_R = torch.zeros(len(self.names)).double()
+        for row, name in enumerate(self.names):
+            x, y = batch[name]
+            for part, chosen in enumerate(torch.arange(SIZE).tensor_split(self.num_parts)):
+                loss = error_of(self.model, x[chosen], y[chosen]).sum() / SIZE
+                grads = torch.autograd.grad(loss, params)
+                halves_2RN[part % 2, row] += torch.cat([grad.flatten() for grad in grads])
+                first_R[row] += (part % 2 == 0) / self.num_parts
+        states = [self.inner.state[param] for param in params]
+        metric_N = torch.ones(halves_2RN.shape[2]).double()
+        if all(states):
+            moments = torch.cat([state["exp_avg_sq"].flatten() for state in states])
+            metric_N = 1 / (moments.sqrt() + 1e-8)
+        self.alpha_K, gradient_N, self.mean_RR = reference.aligned_step(
+            *(halves_2RN, self.alpha_K, self.mean_RR, self.num_steps),
+            **{"tau_R": self.tau_R, "first_R": first_R, "metric_N": metric_N},
+        )
+        self.num_steps += 1
+        pieces = gradient_N.split([param.numel() for param in params])
+        for param, piece in zip(params, pieces, strict=True):
+            param.grad = piece.view_as(param)
+        self.inner.step()
+
+
+@pytest.mark.parametrize("num_parts", [2, 3, 4])
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+def test_the_rule_is_the_reference(target, num_parts):
+    steps = UNIFORM_STEPS + 15
+    twin = Twin(target, num_parts)
+    for batch in batches(steps, twin.names):
+        twin.step(batch)
+    model, optimizer = train(steps, target, micro_batches=num_parts)
+    torch.testing.assert_close(optimizer.alpha, twin.alpha_K, rtol=1e-9, atol=0)
+    assert (optimizer.alpha - 1 / len(DOMAINS)).abs().max() > 0.05
+    for ours, theirs in zip(model.parameters(), twin.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+def test_a_stacked_pass_halves_each_domain_itself():
+    target, steps = {"far": 1.0}, UNIFORM_STEPS + 10
+    model, optimizer = model_and_optimizer(target, micro_batches=1)
+    for batch in batches(steps, optimizer.names):
+        sizes = {name: len(x) for name, (x, _) in batch.items()}
+        x, y = (torch.cat(parts) for parts in zip(*batch.values(), strict=True))
+        with optimizer.stacked(model, sizes):
+            errors = error_of(model, x, y).split(list(sizes.values()))
+            torch.stack([each.mean() for each in errors]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    _, other = train(steps, target)
+    torch.testing.assert_close(optimizer.alpha, other.alpha, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("target", ["universal", {"a": 2.0, "b": 2.0, "c": 2.0}])
+def test_for_all_domains_alike_it_is_uniform(target):
+    _, optimizer = train(UNIFORM_STEPS + 40, target)
+    assert (optimizer.alpha - 1 / len(DOMAINS)).abs().max() < 1e-12
+
+
+def exact_mixture(gram_KK: Tensor, gain_K: Tensor) -> Tensor:
+    """argmax of W.a / sqrt(a'Ga) over the simplex, of all subsets of domains."""
+    best, found_K = -torch.inf, gain_K
+    for size in range(1, len(gain_K) + 1):
+        for subset in itertools.combinations(range(len(gain_K)), size):
+            own = gram_KK[subset, :][:, subset]
+            weights = torch.linalg.solve(own, gain_K[list(subset)])
+            if (weights > 0).all():
+                value = float(gain_K[list(subset)] @ weights / (weights @ own @ weights).sqrt())
+                if value > best:
+                    best, found_K = value, torch.zeros_like(gain_K)
+                    found_K[list(subset)] = weights / weights.sum()
+    return found_K
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_on_the_same_matrix_it_goes_to_the_exact_maximum(seed):
+    generator = torch.Generator().manual_seed(seed)
+    num_domains = 5
+    factor = torch.randn(num_domains + 1, 9, generator=generator, dtype=torch.float64)
+    factor += factor[-1] * torch.rand(num_domains + 1, 1, generator=generator)
+    gram_RR = factor @ factor.T
+    # Equal halves without noise: <a, b> is a quarter of the square of the sum.
+    gram_CC = (gram_RR / 4).repeat_interleave(2, 0).repeat_interleave(2, 1)
+    tau_R = torch.tensor([0.0] * num_domains + [1.0], dtype=torch.float64)
+    state_S = new_state(torch.full((num_domains,), 1 / num_domains, dtype=torch.float64))
+    names = Names(
+        tau_R, torch.arange(num_domains + 1, dtype=torch.int32), torch.full_like(tau_R, 0.5)
+    )
+    numbers = torch.tensor([1.0, torch.inf, 0.0], dtype=torch.float64)
+    mean_RR = torch.zeros_like(gram_RR)
+    for _ in range(2000):
+        align(
+            Matrices(gram_CC, gram_CC), state_S, mean_RR, names, AlignedSettings(*numbers.unbind())
+        )
+    best_K = exact_mixture(gram_RR[:-1, :-1], gram_RR[:-1, -1])
+    found_K = state_views(state_S).alpha
+    # No weight is below a hundredth of uniform ones.
+    assert (found_K - best_K).abs().max() < 0.01
+
+    def cosine(alpha_K: Tensor) -> float:
+        square = (alpha_K @ gram_RR[:-1, :-1] @ alpha_K) * gram_RR[-1, -1]
+        return float(gram_RR[:-1, -1] @ alpha_K / square.sqrt())
+
+    assert cosine(found_K) > 0.998 * cosine(best_K)
+
+
+def test_a_step_that_is_not_finite_moves_nothing():
+    model, optimizer = train(UNIFORM_STEPS + 5, {"far": 1.0})
+    before_S = optimizer._weights.state_S.clone()
+    (batch,) = batches(1, optimizer.names)
+    batch["c"][0][0] = torch.nan
+    fill(model, optimizer, batch)
+    optimizer.step()
+    after_S = optimizer._weights.state_S
+    assert optimizer.num_skipped == 1
+    assert (after_S != before_S).sum() == 1
+    assert all(param.isfinite().all() for param in model.parameters())
+
+
+def test_an_absent_domain_keeps_what_is_known_of_it():
+    model, optimizer = train(UNIFORM_STEPS + 5, {"far": 1.0}, absent="keep")
+    memory_RR = optimizer._weights.state()["memory"].view(4, 4)
+    (batch,) = batches(1, optimizer.names)
+    del batch["c"]
+    fill(model, optimizer, batch)
+    optimizer.step()
+    after_RR = optimizer._weights.state()["memory"].view(4, 4)
+    assert torch.equal(after_RR[2], memory_RR[2])
+    assert not torch.equal(after_RR[0], memory_RR[0])
+
+
+def test_a_resumed_run_goes_on_to_the_bit():
+    target, names = {"far": 1.0}, (*DOMAINS, "far")
+    whole, optimizer = train(UNIFORM_STEPS + 10, target)
+    first, begun = train(UNIFORM_STEPS + 5, target)
+    model, resumed = model_and_optimizer(target)
+    model.load_state_dict(first.state_dict())
+    resumed.load_state_dict(begun.state_dict())
+    for batch in list(batches(UNIFORM_STEPS + 10, names))[-5:]:
+        fill(model, resumed, batch)
+        resumed.step()
+        resumed.zero_grad()
+    assert torch.equal(resumed._weights.state_S, optimizer._weights.state_S)
+    for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("keep", [("doge",), ("param_groups",)], ids=["dict", "tuple"])
+def test_a_checkpoint_of_another_rule_is_refused(keep):
+    _, optimizer = train(2, {"far": 1.0})
+    saved = optimizer.state_dict()
+    saved = {k: v for k, v in saved.items() if k in (*keep, "state", "param_groups")}
+    model, _ = model_and_optimizer({"far": 1.0})
+    paper = DoGEOptimizer(torch.optim.AdamW(model.parameters()), domains=DOMAINS, target="far")
+    with pytest.raises(ValueError, match="moved by another rule, which keeps 16 numbers"):
+        paper.load_state_dict(saved)
+
+
+def test_a_domain_in_one_piece_is_refused_before_anything_moves():
+    model, optimizer = model_and_optimizer(micro_batches=1)
+    (batch,) = batches(1, optimizer.names)
+    with pytest.raises(RuntimeError, match=r"two halves .* \['a', 'b', 'c'\] came in one piece"):
+        fill(model, optimizer, batch)
+    assert optimizer.num_steps == 0
+
+
+@pytest.mark.parametrize(
+    "setting", [{"mu": 0.1}, {"domain_max_grad_norm": None}, {"domains_per_step": 2}], ids=str
+)
+def test_settings_without_a_meaning_are_refused(setting):
+    with pytest.raises(ValueError, match=f"{next(iter(setting))} must not be passed"):
+        model_and_optimizer(**setting)
+
+
+def test_scale_of_the_losses_does_not_matter():
+    target, steps = {"far": 1.0}, UNIFORM_STEPS + 10
+    model, optimizer = model_and_optimizer(target, micro_batches=None)
+    for batch in batches(steps, optimizer.names):
+        for name, (x, y) in batch.items():
+            for half in range(2):
+                part = slice(half * SIZE // 2, (half + 1) * SIZE // 2)
+                with optimizer.domain(name):
+                    (1024 * error_of(model, x[part], y[part]).sum() / SIZE).backward()
+        optimizer.combine(grad_scale=1024.0)
+        for param in model.parameters():
+            param.grad /= 1024
+        optimizer.step()
+        optimizer.zero_grad()
+    _, plain = train(steps, target)
+    torch.testing.assert_close(optimizer.alpha, plain.alpha, rtol=1e-9, atol=0)
+
+
+def test_the_combined_gradient_is_clipped_in_the_euclidean_norm():
+    model, optimizer = model_and_optimizer({"far": 1.0}, max_grad_norm=0.01)
+    for batch in batches(3, optimizer.names):
+        fill(model, optimizer, batch)
+        norm = torch.cat([param.grad.flatten() for param in model.parameters()]).norm()
+        assert float(norm) == pytest.approx(0.01, rel=1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_without_second_moments_the_metric_is_euclidean():
+    _, optimizer = train(UNIFORM_STEPS + 15, {"far": 1.0}, inner=torch.optim.SGD)
+    assert optimizer.weights["a"] > optimizer.weights["c"]
