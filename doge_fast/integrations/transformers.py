@@ -80,7 +80,8 @@ class DoGETrainer(Trainer):
     Gradients come from one backward pass per domain (`mode="sequential"`) or from one pass over
     the batches of all domains (`"stacked"`; `DoGEOptimizer.stacked`); the weights are the same to
     rounding, without dropout. `"auto"` stacks small micro-batches of known architectures:
-    `doge_fast.integrations.causal_lm` has the limits.
+    `doge_fast.integrations.causal_lm` has the limits. `score="aligned"` compares two halves of each
+    domain: those of its batch, or of the step's `gradient_accumulation_steps` micro-batches.
 
     On a GPU nothing here makes the host wait for the device. Pass
     `TrainingArguments(logging_nan_inf_filter=False)` too, or Trainer reads the loss on the host at
@@ -123,7 +124,7 @@ class DoGETrainer(Trainer):
         domain_column: str = "domain",
         target: str | Sequence[str] | Mapping[str, float] = "universal",
         mu: float | None = None,
-        score: Literal["paper", "published"] | Score = "paper",
+        score: Literal["paper", "published", "aligned"] | Score = "paper",
         domain_max_grad_norm: float | None = DOMAIN_MAX_GRAD_NORM,
         smoothing: float = 0.0,
         selection: Sequence[str] | None = None,
@@ -454,10 +455,28 @@ class DoGETrainer(Trainer):
         if self._should_stack(inputs):
             return self._backward_stacked(model, part, inputs, num_targets)
         losses: dict[str, Tensor] = {}
-        for number, (name, batch) in enumerate(inputs.items(), 1):
-            self._prepare_shards(model, is_last=number == len(inputs))
-            losses[name] = self._backward(model, name, part, batch, num_targets.get(name))
+        passes = [(name, *each) for name, batch in inputs.items() for each in self._passes(batch)]
+        for number, (name, batch, share) in enumerate(passes, 1):
+            self._prepare_shards(model, is_last=number == len(passes))
+            loss = self._backward(model, name, part, batch, num_targets.get(name), share)
+            losses[name] = losses[name] + loss if name in losses else loss
         return losses
+
+    def _passes(self, batch: Batch) -> list[tuple[Batch, float]]:
+        """What is run in one backward pass each, and its share of the examples of the batch.
+
+        A rule that compares two halves of a domain takes those of the batch, unless a step has
+        several micro-batches, which are its halves then.
+        """
+        size = min((len(x) for x in batch.values() if isinstance(x, Tensor) and x.dim()), default=0)
+        half = size // 2
+        is_whole = not self.doge.rule.has_halves or self.args.gradient_accumulation_steps > 1
+        if is_whole or half == 0:
+            return [(batch, 1.0)]
+        return [
+            (_examples(batch, slice(0, half), size), half / size),
+            (_examples(batch, slice(half, size), size), 1 - half / size),
+        ]
 
     def _prepare_input(self, data: Any) -> Any:
         """Trainer's, but the host does not wait for the copy of a tensor to a GPU."""
@@ -482,7 +501,13 @@ class DoGETrainer(Trainer):
         return num * part.sizes[name] / part.counts[name]
 
     def _backward(
-        self, model: nn.Module, name: str, part: RankBatch, batch: Batch, num_targets: Tensor | None
+        self,
+        model: nn.Module,
+        name: str,
+        part: RankBatch,
+        batch: Batch,
+        num_targets: Tensor | None,
+        share_of_batch: float,
     ) -> Tensor:
         num_items = num_targets
         if num_items is not None and self.args.average_tokens_across_devices:
@@ -496,7 +521,7 @@ class DoGETrainer(Trainer):
             with self.compute_loss_context_manager():
                 loss = cast(Tensor, self.compute_loss(model, batch, num_items_in_batch=num_items))
             if not is_scaled:
-                loss = loss / self._divisor_of_mean(part, name)
+                loss = loss / (self._divisor_of_mean(part, name) / share_of_batch)
             # The optimizer averages over ranks, weighted by shares; losses must be summed.
             share = self.shares.get(name, 1.0)
             self.accelerator.backward(loss if share == 1.0 else loss / share)
@@ -649,6 +674,15 @@ class DoGETrainer(Trainer):
                 pairs = zip(self.doge.domains, alpha_K.tolist(), strict=True)
                 logs |= {f"{kind}/{name}": weight for name, weight in pairs}
         super().log(logs, *args, **kwargs)
+
+
+def _examples(batch: Batch, part: slice, size: int) -> Batch:
+    """Some of the `size` examples of a batch; what has another length is left as it is."""
+
+    def has_examples(values: Any) -> bool:
+        return isinstance(values, Tensor) and values.dim() > 0 and len(values) == size
+
+    return {key: x[part] if has_examples(x) else x for key, x in batch.items()}
 
 
 def _divided(losses_D: Tensor, numbers: Sequence[float]) -> Tensor:

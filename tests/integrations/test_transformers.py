@@ -136,6 +136,27 @@ def by_hand(model: GPT2LMHeadModel, args: TrainingArguments, **doge: Any) -> DoG
     return optimizer
 
 
+def test_the_aligned_rule_has_its_halves_in_every_mode(tmp_path):
+    """From the batch of one pass, from a stacked pass, and from two micro-batches."""
+    ways = ({"mode": "sequential"}, {"mode": "stacked"}, {"gradient_accumulation_steps": 2})
+    trainers = [
+        trainer_for(
+            tmp_path / str(number),
+            Batches([*DOMAINS, "far"], micro=way.get("gradient_accumulation_steps", 1)),
+            doge={"score": "aligned", "target": "far"},
+            max_steps=26,
+            **way,
+        )
+        for number, way in enumerate(ways)
+    ]
+    for trainer in trainers:
+        trainer.train()
+    first, *others = [trainer.doge.alpha for trainer in trainers]
+    assert (first - 1 / len(DOMAINS)).abs().max() > 0.01
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=1e-3, atol=1e-5)
+
+
 SELECTED = "transformer.h.0.mlp.c_fc.weight"
 
 
