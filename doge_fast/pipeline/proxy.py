@@ -53,7 +53,8 @@ def learn_weights(config: ProxyConfig) -> Run:
     if existing.is_complete:
         return Run(config.out)
     trainer = prepare(config, existing)
-    resolved = {} if config.mu is not None else {"mu": trainer.mu}
+    # The rule "aligned" has no mu.
+    resolved = {} if config.mu is not None or trainer.mu is None else {"mu": trainer.mu}
     with stage.directory(trainer, existing, resolved=resolved) as checkpoint:
         trainer.go_on(checkpoint)
         from_first(lambda: _leave(trainer))
@@ -79,6 +80,12 @@ def prepare(config: ProxyConfig, existing: ExistingRun) -> "ProxyTrainer":
     resolved = {} if existing.record is None else existing.record.resolved
     mu = resolved.get("mu", config.mu)
     objective = Objective.of(corpus.names, parse_target(config.target))
+    if config.score == "aligned" and objective.has_equal_targets:
+        _log.warning(
+            "%s: where all domains are targets alike, uniform weights are the aligned ones: there "
+            "is nothing to learn. Name a target, or use the paper's score.",
+            config.out,
+        )
     return ProxyTrainer(config, corpus, model, objective=objective, mu=mu, selection=selection)
 
 

@@ -297,9 +297,11 @@ class ProxyConfig(_Stage):
     """Bregman coefficient: in a step the logarithms of the weights move by lr W / mu, so a larger
     mu makes slower weights. None: 20 times the peak learning rate (0.01 at 5e-4), times (T + 1) / 2
     where the weights of the targets sum to T, which is K for universal."""
-    score: Literal["paper", "published"] = "paper"
+    score: Literal["paper", "published", "aligned"] = "paper"
     """paper: the score W as in the paper. published: as in the published code, W over the mean norm
-    of the domains' gradients, clipped to [0, 5]."""
+    of the domains' gradients, clipped to [0, 5]. aligned: the mixture whose gradient makes the
+    smallest angle with the targets'; it has no mu and clips no domain, and for all domains alike it
+    is uniform."""
     domain_max_grad_norm: PositiveOrZero | None = DOMAIN_MAX_GRAD_NORM
     """Clip each domain's gradient to this norm before scoring (published configs: 5.0, 1.0); 0 or
     None: do not clip, as in the paper's text. Without it a few steps with large gradients may
@@ -327,6 +329,11 @@ class ProxyConfig(_Stage):
         parse_target(self.target)
         if self.selection is not None and not self.selection.is_file():
             raise ValueError(f"selection must be a JSON file; {self.selection} is not there.")
+        if self.score == "aligned" and self.sequences_per_domain < 2:
+            raise ValueError(
+                "score aligned compares two halves of each domain's blocks; sequences_per_domain "
+                f"must be 2 or more, got {self.sequences_per_domain}."
+            )
 
 
 @dataclass(frozen=True)
