@@ -40,6 +40,9 @@ class SimpleDoGE:
         domain_max_grad_norm: norm to which each domain's gradient is clipped; None: never.
     """
 
+    times = 1
+    """How often a step enters each domain."""
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -59,28 +62,47 @@ class SimpleDoGE:
         self.alpha_K = torch.ones(len(domains), dtype=torch.float64, device="cpu") / len(domains)
         self.alpha_mean_K = self.alpha_K
         self._num_steps = 0
-        self._rows: dict[str, Tensor] = {}
+        self._rows: dict[str, list[Tensor]] = {}
         self._used: set[Tensor] = set()
 
     @contextmanager
     def domain(self, name: str) -> Iterator[None]:
         """Gradients of the backward passes inside belong to domain `name`."""
-        if name not in self.names or name in self._rows:
-            raise ValueError(f"a step enters each of {self.names} once; got {name!r}.")
+        if name not in self.names or len(self._rows.get(name, ())) == self.times:
+            raise ValueError(f"a step enters each of {self.names} {self.times} x; got {name!r}.")
         self.optimizer.zero_grad()
         yield
         params = self._params()
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
-        self._rows[name] = torch.cat([grad.flatten() for grad in grads])
+        self._rows.setdefault(name, []).append(torch.cat([grad.flatten() for grad in grads]))
         self._used.update(param for param in params if param.grad is not None)
         self.optimizer.zero_grad()
 
     def step(self) -> None:
         """Move the domain weights, then the model by the newly weighted gradient (Algorithm 1)."""
-        grads_RN = torch.stack([self._rows[name] for name in self.names])
+        # [times, R, N]
+        parts_TRN = torch.stack([torch.stack(self._rows[name]) for name in self.names], dim=1)
         used, self._rows, self._used = self._used, {}, set()
         # Sums of a model in 16 bits are in float32 too; under autocast those of `@` would not be.
-        grads_RN = grads_RN.to(torch.promote_types(grads_RN.dtype, torch.float32))
+        parts_TRN = parts_TRN.to(torch.promote_types(parts_TRN.dtype, torch.float32))
+        if not self._move(parts_TRN):
+            return  # An overflow changes neither the weights nor the model.
+
+        # theta' = the optimizer's step with sum_j alpha'_j g_j. A parameter that no domain uses
+        # keeps p.grad None: with a gradient of zero, weight decay would still move it.
+        params = self._params()
+        grads_KN = parts_TRN.sum(0)[: len(self.domains)]
+        gradient_N = (self.alpha_K.to(grads_KN)[:, None] * grads_KN).sum(0)
+        pieces = torch.split(gradient_N, [param.numel() for param in params])
+        for param, piece in zip(params, pieces, strict=True):
+            if param in used:
+                # In its memory format, as a fused optimizer takes it to be.
+                param.grad = torch.empty_like(param).copy_(piece.view_as(param))
+        self.optimizer.step()
+
+    def _move(self, parts_TRN: Tensor) -> bool:
+        """Move the domain weights, unless a gradient is not finite; clip each domain in place."""
+        grads_RN = parts_TRN[0]
         if self.domain_max_grad_norm is not None:
             norms_R1 = grads_RN.norm(dim=1, keepdim=True)
             grads_RN *= (self.domain_max_grad_norm / (norms_R1 + 1e-6)).clamp(max=1)
@@ -90,7 +112,7 @@ class SimpleDoGE:
         tau_R1 = grads_RN.new_tensor([[self.tau.get(name, 0.0)] for name in self.names])
         gain_K = (grads_KN * (tau_R1 * grads_RN).sum(0)).sum(1).double().cpu()
         if not gain_K.isfinite().all():
-            return  # An overflow changes neither the weights nor the model.
+            return False
 
         # alpha'_j = alpha_j exp(lr W_j / mu) / sum_i alpha_i exp(lr W_i / mu), eq. (update_dw);
         # a softmax of logarithms does not overflow.
@@ -98,17 +120,7 @@ class SimpleDoGE:
         self.alpha_K = torch.softmax(self.alpha_K.log() + lr / self.mu * gain_K, dim=0)
         self._num_steps += 1
         self.alpha_mean_K = self.alpha_mean_K + (self.alpha_K - self.alpha_mean_K) / self._num_steps
-
-        # theta' = the optimizer's step with sum_j alpha'_j g_j. A parameter that no domain uses
-        # keeps p.grad None: with a gradient of zero, weight decay would still move it.
-        params = self._params()
-        gradient_N = (self.alpha_K.to(grads_KN)[:, None] * grads_KN).sum(0)
-        pieces = torch.split(gradient_N, [param.numel() for param in params])
-        for param, piece in zip(params, pieces, strict=True):
-            if param in used:
-                # In its memory format, as a fused optimizer takes it to be.
-                param.grad = torch.empty_like(param).copy_(piece.view_as(param))
-        self.optimizer.step()
+        return True
 
     @property
     def weights(self) -> dict[str, float]:
@@ -117,3 +129,48 @@ class SimpleDoGE:
 
     def _params(self) -> list[Tensor]:
         return [param for group in self.optimizer.param_groups for param in group["params"]]
+
+
+class SimpleAligned(SimpleDoGE):
+    """The rule "aligned": each domain is entered twice in a step, with half of its batch.
+
+    alpha goes to the maximum of W.a / sqrt(a'Ga) in AdamW's metric; `doge_fast.weights.aligned`
+    says why. `mu` and `domain_max_grad_norm` have no meaning here.
+    """
+
+    times = 2
+    _mean_RR: Tensor | float = 0.0
+
+    def _move(self, parts_TRN: Tensor) -> bool:
+        """One mirror step on log(W.a / sqrt(a'Ga)) of the mean matrix, after twenty steps."""
+        grads_RN = parts_TRN.sum(0)
+        states = [(param, self.optimizer.state.get(param, {})) for param in self._params()]
+        eps = self.optimizer.param_groups[0].get("eps", 0.0)
+        metric_N = torch.cat(
+            [
+                1 / (state["exp_avg_sq"].flatten().to(grads_RN).sqrt() + eps)
+                if "exp_avg_sq" in state
+                else torch.ones_like(param).flatten().to(grads_RN)
+                for param, state in states
+            ]
+        )
+        gram_RR = ((grads_RN * metric_N) @ grads_RN.T).double().cpu()
+        scale = 1 / gram_RR.diagonal().mean()
+        # G_jj = 4 <a_j, b_j>: without the noise of ||g_j||^2.
+        gram_RR.diagonal().copy_(4 * (parts_TRN[0] * metric_N * parts_TRN[1]).sum(1))
+        if not (scale * gram_RR).isfinite().all():
+            return False
+
+        K, alpha_K = len(self.domains), self.alpha_K
+        tau_R = gram_RR.new_tensor([self.tau.get(name, 0.0) for name in self.names])
+        self._num_steps += 1
+        mean_RR = self._mean_RR + (scale * gram_RR - self._mean_RR) / self._num_steps
+        self._mean_RR = mean_RR
+        if self._num_steps > 20:
+            gain_K, own_K = (mean_RR @ tau_R)[:K], mean_RR[:K, :K] @ alpha_K
+            share_K = gain_K / torch.maximum(gain_K @ alpha_K, 0.1 * gain_K.abs().max())
+            square = torch.maximum(own_K @ alpha_K, 0.01 * mean_RR.diagonal()[:K].mean())
+            slope_K = share_K - (share_K @ alpha_K) * own_K / square
+            raised_K = torch.softmax(alpha_K.log() + 0.1 * slope_K, dim=0).clamp(min=0.01 / K)
+            self.alpha_K = self.alpha_mean_K = raised_K / raised_K.sum()
+        return True

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from doge_fast import DoGEOptimizer
-from doge_fast.simple import SimpleDoGE
+from doge_fast.simple import SimpleAligned, SimpleDoGE
 from tests.models import domain_tokens, enter, tied_transformer
 
 STEPS = 100
@@ -65,6 +65,31 @@ def test_both_take_the_same_steps(target, inner, options):
     torch.testing.assert_close(readable.alpha_mean_K, optimizer.alpha_mean, rtol=0, atol=TOLERANCE)
     for param, twin in zip(plain.parameters(), fast.parameters(), strict=True):
         assert (param - twin).abs().max() <= TOLERANCE * twin.abs().max()
+
+
+@pytest.mark.parametrize("inner", ["sgd", "adamw"])
+def test_both_align_by_the_same_steps(inner):
+    plain, fast = model_with_a_spare_layer(), model_with_a_spare_layer()
+    plain_inner, fast_inner = (INNER[inner](model.parameters()) for model in (plain, fast))
+    readable = SimpleAligned(plain_inner, DOMAINS, target=SEVERAL)
+    optimizer = DoGEOptimizer(
+        fast_inner, domains=DOMAINS, target=SEVERAL, score="aligned", micro_batches=2
+    )
+    names = readable.names
+    for step in range(40):
+        for model, ours in ((plain, readable), (fast, optimizer)):
+            for half in range(2):
+                batch = 2 * step + half
+
+                def loss(name: str, model: Any = model, batch: int = batch) -> Any:
+                    return model(domain_tokens(names.index(name), batch)) / 2
+
+                enter(ours, names, loss)
+            ours.step()
+        optimizer.zero_grad()
+    assert (optimizer.alpha - 1 / len(DOMAINS)).abs().max() > 0.05
+    torch.testing.assert_close(readable.alpha_K, optimizer.alpha, rtol=0, atol=1e-10)
+    assert readable.weights == pytest.approx(optimizer.weights, abs=1e-10)
 
 
 def test_a_step_under_autocast_is_the_same():
