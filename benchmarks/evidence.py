@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import temperature
+from benchmarks import aligned, temperature
 from doge_fast.pipeline import records
 from doge_fast.pipeline.records.shapes import PerplexityGroup
 from doge_fast.pipeline.reporting.statistics import change_text
@@ -28,6 +28,8 @@ from doge_fast.pipeline.tables import table_of, text
 # Of the lines of one run's training.
 KEPT_LINES = 40
 DIGITS = 6
+# {benchmark: the table of its record}
+TABLES = {"temperature": temperature.table, "aligned": aligned.table}
 _WHOLE = (records.CONFIG, records.WEIGHTS, records.EVALUATION, records.FEWSHOT)
 
 Record = dict[str, Any]
@@ -137,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if args.do == "compare":
         record = None if args.source.is_dir() else records.read_json(args.source)
-        print(temperature.table(record) if record else against_doge(args.source))
+        print(TABLES[record["benchmark"]](record) if record else against_doge(args.source))
         return 0
     if args.out is None:
         parser.error(f"{args.do} needs the name of what it writes.")

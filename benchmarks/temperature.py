@@ -11,8 +11,10 @@ For each seed a proxy is trained, and base models along its direction choose a t
 (`doge-fast temperature`). About the same number of trainings is given to what a user would try
 instead: a proxy with a quarter of mu, a proxy that is trained four times as long, as many random
 mixtures of which the best is kept, and a regression on those. Base models with another seed, which
-chose nothing, then judge all mixtures. With `--longer`, only this is asked: is the temperature that
-base models of `--steps` find also the best for longer ones? The same command resumes.
+chose nothing, then judge all mixtures. With `--one-proxy`, only what one proxy gives is judged: the
+paper's rule, a quarter of mu, and the aligned rule. With `--longer`, only this is asked: is the
+temperature that base models of `--steps` find also the best for longer ones? The same command
+resumes.
 """
 
 import argparse
@@ -21,6 +23,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -50,7 +53,7 @@ CHOOSING, JUDGING = 100, 200
 RIDGE = 0.1
 SIMULATED = 10_000
 RECORD = "temperature.json"
-MEASURED = "DoGE, measured distance"
+MEASURED, ALIGNED = "DoGE, measured distance", "aligned"
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,13 @@ class Question:
         return TrainingConfig(steps, 1e-3, 2e-4, seed=seed, save_every=0)
 
     def proxy(
-        self, name: str, seed: int, *, steps: int | None = None, mu: float | None = None
+        self,
+        name: str,
+        seed: int,
+        *,
+        steps: int | None = None,
+        mu: float | None = None,
+        score: Literal["paper", "aligned"] = "paper",
     ) -> Path:
         """Train a proxy; its run directory."""
         config = ProxyConfig(
@@ -81,6 +90,7 @@ class Question:
             target=self.targets or ("universal",),
             sequences_per_domain=BLOCKS,
             mu=mu,
+            score=score,
             log_every=10,
         )
         return learn_weights(config).path
@@ -147,7 +157,6 @@ def measured(question: Question, seed: int, others: bool) -> records.Json:
     proxy = question.proxy("proxy", seed)
     alpha = weights_of(proxy)
     found = question.search(proxy, "temperature", seed, question.steps)
-    # {method: (weights, trainings of `steps` steps before the base model)}
     methods = {
         "uniform": (dict.fromkeys(alpha, 1 / len(alpha)), 0),
         "DoGE": (alpha, 1),
@@ -159,14 +168,36 @@ def measured(question: Question, seed: int, others: bool) -> records.Json:
         "seed": seed,
         "inverse_temperature": found["inverse_temperature"],
         "points": points(found),
-        "methods": {
-            name: {
-                "weights": weights,
-                "trainings": trainings,
-                "loss": question.loss(_slug(name), weights, seed + JUDGING),
-            }
-            for name, (weights, trainings) in methods.items()
-        },
+        "methods": judged(question, methods, seed),
+    }
+
+
+def of_one_proxy(question: Question, seed: int) -> records.Json:
+    """What the cost of a single proxy gives: the paper's rule, a quarter of mu, the aligned one."""
+    paper = question.proxy("proxy", seed)
+    smaller = question.proxy("proxy-mu", seed, mu=records.read_weights(paper)["mu"] / 4)
+    aligned = question.proxy("proxy-aligned", seed, score="aligned")
+    alpha = weights_of(paper)
+    methods = {
+        "uniform": (dict.fromkeys(alpha, 1 / len(alpha)), 0),
+        "DoGE": (alpha, 1),
+        "DoGE, mu / 4": (weights_of(smaller), 1),
+        ALIGNED: (weights_of(aligned), 1),
+    }
+    return {"seed": seed, "methods": judged(question, methods, seed)}
+
+
+def judged(
+    question: Question, methods: Mapping[str, tuple[Weights, int]], seed: int
+) -> records.Json:
+    """Of {method: (weights, trainings of `steps` steps before the base model)} the judge's loss."""
+    return {
+        name: {
+            "weights": weights,
+            "trainings": trainings,
+            "loss": question.loss(_slug(name), weights, seed + JUDGING),
+        }
+        for name, (weights, trainings) in methods.items()
     }
 
 
@@ -238,20 +269,27 @@ def table(record: records.Json) -> str:
     def change(own: str, other: str) -> str:
         return "" if own == other else change_text(paired_difference(losses[own], losses[other]))
 
+    # What the last but one column compares with the others.
+    last = MEASURED if MEASURED in losses else ALIGNED
     rows = []
     for name, own in losses.items():
         cost = np.mean([each["methods"][name]["trainings"] for each in seeds])
         perplexity = f"{math.exp(np.mean(list(own.values()))):.1f}"
-        changes = change(name, "uniform"), change(MEASURED, name)
+        changes = change(name, "uniform"), change(last, name)
         # A proxy reads its targets too.
         domains = seeds[0]["methods"][name]["weights"].keys()
-        proxies = 0 if not name.startswith("DoGE") else 1 if name == MEASURED else cost
+        has_proxy = name == ALIGNED or name.startswith("DoGE")
+        proxies = 0 if not has_proxy else 1 if name == MEASURED else cost
         rows_read = proxies * len(domains | record["target"]) + (cost - proxies) * len(domains)
         tokens = rows_read * BLOCKS * record["steps"] * CorpusConfig().block_size
         rows.append([name, perplexity, *changes, f"{tokens / 1e6:.1f}M"])
+    against = "measured against it" if last == MEASURED else "aligned against it"
+    head = "weights", "perplexity", "against uniform", against, "tokens"
+    printed = text(table_of(head, rows))
+    if last != MEASURED:
+        return printed
     found = ", ".join(f"{each['inverse_temperature']:g}" for each in seeds)
-    head = "weights", "perplexity", "against uniform", "measured against it", "tokens"
-    return f"1/T found: {found}\n{text(table_of(head, rows))}"
+    return f"1/T found: {found}\n{printed}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -265,6 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--longer", type=int, help="steps of longer base models; only these")
     parser.add_argument("--no-others", action="store_true", help="leave out the other ways")
+    parser.add_argument("--one-proxy", action="store_true", help="what one proxy gives, by rule")
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--vocab-size", type=int, default=2048)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -284,6 +323,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "seeds": [
                 compared_lengths(question, args.longer, seed)
                 if args.longer
+                else of_one_proxy(question, seed)
+                if args.one_proxy
                 else measured(question, seed, not args.no_others)
                 for seed in args.seeds
             ],

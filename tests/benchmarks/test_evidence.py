@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from benchmarks import evidence, figure, temperature
+from benchmarks import aligned, evidence, figure, known, temperature
 from doge_fast import cli
 from doge_fast.pipeline import records
 from doge_fast.pipeline.report import terminal_table
@@ -51,8 +51,8 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> str:
                 # Commit a3f4879 is the last one that has this score.
                 continue
             record = json.loads(file.read_text(encoding="utf-8"))
-            if record["benchmark"] == "temperature":
-                found.append(temperature.table(record))
+            if table := evidence.TABLES.get(record["benchmark"]):
+                found.append(table(record))
                 continue
             found.append(terminal_table([evidence.unpack(record, folder / file.stem)]))
         for name in ("regret", "universal-long"):
@@ -99,3 +99,47 @@ def test_table_of_temperature_pairs_the_seeds():
     # The seeds differ by a whole nat, the methods by a tenth in each.
     record = {"seeds": [seed(5.0, 4.9), seed(6.0, 5.9)], "target": ["c"], "steps": 1000}
     assert f"{100 * (math.exp(-0.1) - 1):.1f} %" in temperature.table(record)
+
+
+def test_table_of_one_proxy_compares_the_aligned_rule():
+    def methods(**losses: float) -> records.Json:
+        return {
+            name.replace("_", " "): {"weights": {"a": 1.0}, "trainings": 1, "loss": loss}
+            for name, loss in losses.items()
+        }
+
+    seeds = [{"methods": methods(uniform=5.0 + s, DoGE=4.9 + s, aligned=4.7 + s)} for s in (0, 1)]
+    printed = temperature.table({"seeds": seeds, "target": ["c"], "steps": 1000})
+    assert "aligned against it" in printed
+    for change in (-0.3, -0.2, -0.1):
+        assert f"{100 * math.expm1(change):.1f} %" in printed
+
+
+def test_table_of_variants_pairs_the_seeds_that_both_have():
+    def seed(number: int, **losses: float) -> records.Json:
+        return {"seed": number, "methods": {name: {"loss": loss} for name, loss in losses.items()}}
+
+    seeds = [seed(0, uniform=5.0, rule=4.9, other=4.5), seed(1, uniform=6.0, rule=5.9)]
+    printed = aligned.table({"seeds": seeds}).splitlines()
+    assert "-9.5, -9.5" in printed[3]
+    assert f"{100 * math.expm1(-0.5):.1f} %" in printed[4]
+    assert f"{100 * math.expm1(-0.4):.1f} %" in printed[4]
+
+
+@pytest.mark.exhaustive
+def test_variants_of_the_rule_are_trained_and_judged(tmp_path, capsys):
+    known.main([str(tmp_path / "known")])
+    words = [str(tmp_path / "run"), "--data", str(tmp_path / "known" / "hidden"), "--steps", "24"]
+    words += ["--target", "eta", "--domains", "alpha", "beta", "gamma", "--seeds", "0"]
+    variants = ["rule", "exact, 50 steps", "step before", "Euclidean metric"]
+    for _ in range(2):
+        assert aligned.main([*words, "--vocab-size", "300", "--variants", *variants]) == 0
+    (seed,) = json.loads((tmp_path / "run" / aligned.RECORD).read_text("utf-8"))["seeds"]
+    assert list(seed["methods"]) == ["uniform", *variants]
+    for method in seed["methods"].values():
+        assert sum(method["weights"].values()) == pytest.approx(1)
+        assert math.isfinite(method["loss"])
+    weights = [tuple(method["weights"].values()) for method in seed["methods"].values()]
+    assert len(set(weights)) == len(weights)
+    first, second = capsys.readouterr().out.split("weights ")[-2:]
+    assert first.splitlines()[:6] == second.splitlines()[:6]
