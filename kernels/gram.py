@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,37 +23,69 @@ from doge_fast.kernels.dispatch import (
     requested_backend,
     runs,
 )
-from doge_fast.kernels.schema import check_blocks, sum_dtype
+from doge_fast.kernels.schema import (
+    check_blocks,
+    check_number,
+    check_pairs,
+    check_readable,
+    sum_dtype,
+)
 from doge_fast.kernels.triton_support import is_interpreted, kernel, launching_on, tl, triton_dtype
 
+# AdamW's second moments of each block's columns, or None: no metric there.
+Moments = Sequence[Tensor | None]
+# The metric of a block's columns from `first` up to `last`.
+_MetricOf = Callable[[int, int], Tensor]
 
-def gram(grads: Tensor | Sequence[Tensor], *, implementation: str | None = None) -> Tensor:
-    """All inner products of the rows, in one pass over them.
 
-    G_ij  =  sum_n g_in g_jn
+def gram(
+    grads: Tensor | Sequence[Tensor],
+    *,
+    second_moments: Tensor | Sequence[Tensor | None] | None = None,
+    eps: float = 0.0,
+    implementation: str | None = None,
+) -> Tensor:
+    """All inner products of the rows, in one pass over them; optionally in AdamW's metric.
+
+    G_ij  =  sum_n d_n g_in g_jn     where  d_n = 1     or, with second moments v,
+    d_n = 1 / (sqrt(v_n) + eps), and 0 where that would divide by zero
 
     Products are exact or float32. Sums are float32 over at most 16384 columns, and float64 across
     these; all is float64 for float64 rows. Bitwise symmetric. The same call gives the same bits for
     any number of multiprocessors or (`cpp`) threads. Implementations differ in the last float32
-    bits, and so does `cpp` between instruction sets. Reads each row once (GPU: up to 128 rows).
+    bits, and so does `cpp` between instruction sets. Reads each row and v once (GPU: up to 128
+    rows); d is never in memory as a whole.
+
+    A column that no gradient has reached has v_n = 0 and, with `eps` = 0, counts as 0. A row that
+    is not finite gives products that are not finite, whatever the metric.
 
     Args:
         grads: [K, N], rows of float32, bfloat16, float16 or float64 with any stride(0); or a list
             of such blocks [K, n_p], whose dtypes and devices may differ.
-        implementation: "torch", "cpp", "triton" or "cuda"; None: the dispatcher chooses.
+        second_moments: v, AdamW's `exp_avg_sq` as it is: contiguous, n_p elements of any shape, of
+            these dtypes, on the device of the block; a tensor if `grads` is one, else a list. None,
+            here or in the list: d = 1.
+        eps: >= 0; added to the root, as AdamW does.
+        implementation: "torch", "cpp", "triton" or "cuda"; None: the dispatcher chooses. With
+            second moments plain torch runs for "triton" and "cuda".
 
     Returns:
         [K, K] float64, on the device of the first block.
 
     Raises:
         ValueError: a block is not [K, n] of these dtypes with stride(1) == 1, or the numbers of
-            rows differ.
+            rows differ; second moments are missing for a block, not contiguous, or of another size
+            or device; `eps` < 0.
         RuntimeError: the forced implementation cannot run.
 
-    Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), eq. (ge-decompose): W = G tau.
+    Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), eq. (ge-decompose): W = G tau. The metric is
+    that of AdamW's step (Loshchilov, Hutter; ICLR 2019), Algorithm 2.
     """
     blocks = [grads] if isinstance(grads, Tensor) else grads
-    gram_KK: Tensor = _op(blocks, implementation=implementation)
+    moments = [second_moments] if isinstance(second_moments, Tensor) else second_moments
+    if moments is not None and not eps >= 0:
+        raise ValueError(f"gram() adds eps >= 0 to the roots of second moments; got {eps}.")
+    gram_KK: Tensor = _op(blocks, moments, eps, implementation=implementation)
     return gram_KK
 
 
@@ -75,12 +107,20 @@ PARTIAL_ELEMENTS = 1 << 20
 MAX_JOINED = 32
 
 
-def gram_torch(blocks: Sequence[Tensor]) -> Tensor:
-    """sum_p B_p B_p^T, [R, R] float64: the reference of the other implementations."""
-    check_gram(blocks)
+def gram_torch(
+    blocks: Sequence[Tensor], moments: Moments | None = None, eps: float = 0.0
+) -> Tensor:
+    """sum_p B_p D_p B_p^T, [R, R] float64: the reference of the other implementations."""
+    check_gram(blocks, moments)
     gram_RR = _empty_result(blocks).zero_()
-    for block in _joined(blocks):
-        _add_block(gram_RR, block)
+    of_blocks = [None] * len(blocks) if moments is None else moments
+    plain = [block for block, v in zip(blocks, of_blocks, strict=True) if v is None]
+    for block in _joined(plain):
+        _add_block(gram_RR, block, None)
+    for block, v in zip(blocks, of_blocks, strict=True):
+        if v is not None:
+            metric = partial(_metric, v.view(-1), sum_dtype(block.dtype, v.dtype), eps)
+            _add_block(gram_RR, block, metric)
     # Matrix products are not exactly symmetric: copy one triangle to the other.
     return gram_RR.tril() + gram_RR.tril(-1).T
 
@@ -105,26 +145,35 @@ def _joined(blocks: Sequence[Tensor]) -> Iterator[Tensor]:
         yield torch.cat(waiting, dim=1)
 
 
-def _add_block(gram_RR: Tensor, block_RN: Tensor) -> None:
+def _add_block(gram_RR: Tensor, block_RN: Tensor, metric: _MetricOf | None) -> None:
     num_rows, num_columns = block_RN.shape
     whole = num_columns - num_columns % CHUNK_COLUMNS
     most_chunks = PARTIAL_ELEMENTS // (num_rows * num_rows)
-    if block_RN.dtype != _product_dtype(block_RN):
+    if metric is not None or block_RN.dtype != _product_dtype(block_RN):
         most_chunks = min(most_chunks, TILE_ELEMENTS // (num_rows * CHUNK_COLUMNS))
     tile = CHUNK_COLUMNS * max(1, most_chunks)
     for first in range(0, whole, tile):
-        tile_RT = block_RN[:, first : min(first + tile, whole)]
+        last = min(first + tile, whole)
         # [chunks, R, CHUNK_COLUMNS], a view
-        chunks_CRB = tile_RT.view(num_rows, -1, CHUNK_COLUMNS).transpose(0, 1)
-        _add_chunks(gram_RR, chunks_CRB)
+        chunks_CRB = block_RN[:, first:last].view(num_rows, -1, CHUNK_COLUMNS).transpose(0, 1)
+        metric_C1B = None if metric is None else metric(first, last).view(-1, 1, CHUNK_COLUMNS)
+        _add_chunks(gram_RR, chunks_CRB, metric_C1B)
     if whole < num_columns:
-        _add_chunks(gram_RR, block_RN[None, :, whole:])
+        metric_11B = None if metric is None else metric(whole, num_columns)[None, None]
+        _add_chunks(gram_RR, block_RN[None, :, whole:], metric_11B)
 
 
-def _add_chunks(gram_RR: Tensor, chunks_CRB: Tensor) -> None:
+def _add_chunks(gram_RR: Tensor, chunks_CRB: Tensor, metric_C1B: Tensor | None) -> None:
     chunks_CRB = chunks_CRB.to(_product_dtype(chunks_CRB))
-    partial_CRR = torch.bmm(chunks_CRB, chunks_CRB.mT)
+    scaled_CRB = chunks_CRB if metric_C1B is None else chunks_CRB * metric_C1B.to(chunks_CRB.dtype)
+    partial_CRR = torch.bmm(scaled_CRB, chunks_CRB.mT)
     gram_RR.add_(partial_CRR.sum(0, dtype=torch.float64))
+
+
+def _metric(moments_N: Tensor, dtype: torch.dtype, eps: float, first: int, last: int) -> Tensor:
+    """d_n of the columns [first, last), in `dtype`."""
+    metric_B = (moments_N[first:last].to(dtype).sqrt() + eps).reciprocal()
+    return torch.where(metric_B.isinf(), 0, metric_B)
 
 
 def _product_dtype(rows: Tensor) -> torch.dtype:
@@ -147,25 +196,29 @@ MAX_CPP_ROWS = 2048
 FIELDS = ("source", "row_stride", "length")
 
 
-def gram_cpp(blocks: Sequence[Tensor]) -> Tensor:
+def gram_cpp(blocks: Sequence[Tensor], moments: Moments | None = None, eps: float = 0.0) -> Tensor:
     """On a CPU; plain torch takes more than MAX_CPP_ROWS rows."""
     if len(blocks[0]) > MAX_CPP_ROWS:
-        return gram_torch(blocks)
+        return gram_torch(blocks, moments, eps)
     try:
-        gram_RR: Tensor = torch.ops.doge_fast_cpp.gram.default(blocks)
+        gram_RR: Tensor = torch.ops.doge_fast_cpp.gram.default(blocks, moments, eps)
     except RuntimeError:
-        # C++ checks the blocks in a tenth of the time; this message names the block.
-        check_gram(blocks)
+        # C++ checks its arguments in a tenth of the time; this message names the block.
+        check_gram(blocks, moments)
         raise
     return gram_RR
 
 
-def gram_cuda(blocks: Sequence[Tensor]) -> Tensor:
+def gram_cuda(blocks: Sequence[Tensor], moments: Moments | None = None, eps: float = 0.0) -> Tensor:
     """Two launches for each dtype and alignment.
 
     The kernels take neither float64 nor more than MAX_CUDA_ROWS rows: then another implementation
     runs.
     """
+    if moments is not None:
+        check_gram(blocks, moments)
+        if any(v is not None for v in moments):
+            return gram_torch(blocks, moments, eps)
     groups = spans_by_dtype(partial(check_gram, blocks), blocks)
     gram_RR = _empty_result(blocks)
     device = gram_RR.device
@@ -359,8 +412,14 @@ def product_of(dtype: torch.dtype) -> tuple[torch.dtype, bool]:
     return dtype, dtype == torch.float32 and torch.version.hip is None
 
 
-def gram_triton(blocks: Sequence[Tensor]) -> Tensor:
-    """sum_p B_p B_p^T, [R, R] float64, through Triton's kernels."""
+def gram_triton(
+    blocks: Sequence[Tensor], moments: Moments | None = None, eps: float = 0.0
+) -> Tensor:
+    """sum_p B_p D_p B_p^T, [R, R] float64, through Triton's kernels."""
+    if moments is not None:
+        check_gram(blocks, moments)
+        if any(v is not None for v in moments):
+            return gram_torch(blocks, moments, eps)
     groups = spans_by_dtype(partial(check_gram, blocks), blocks)
     gram_RR = _empty_result(blocks)
     is_first = True
@@ -718,28 +777,53 @@ def gram_reduce(
     tl.store(gram + entries_B, sum_B, mask=is_entry_B)
 
 
-def check_gram(blocks: Sequence[Tensor]) -> None:
-    """Raise ValueError unless `blocks` are [R, n_p] floating rows on one device."""
+def check_gram(blocks: Sequence[Tensor], moments: Moments | None = None) -> None:
+    """Raise ValueError unless `blocks` are [R, n_p] floating rows on one device, moments [n_p]."""
     check_blocks("gram", blocks)
+    if moments is not None:
+        sizes = [block.shape[1] for block in blocks]
+        check_pairs("gram", "blocks", sizes, "second_moments", moments)
+        check_readable("gram", "second_moments", moments, blocks[0].device)
 
 
-def _run(blocks: Sequence[Tensor], *, implementation: str | None = None) -> Tensor:
+def _run(
+    blocks: Sequence[Tensor],
+    moments: Moments | None = None,
+    eps: float = 0.0,
+    *,
+    implementation: str | None = None,
+) -> Tensor:
     # Faster than .device, which makes an object for each tensor.
     if len(set(map(Tensor.get_device, blocks))) > 1:
         grams = [
-            _run([blocks[i] for i in group], implementation=implementation)
-            for group in by_device(blocks)
+            _run(*each, eps, implementation=implementation) for each in _by_device(blocks, moments)
         ]
         return torch.stack([gram_RR.to(grams[0].device) for gram_RR in grams]).sum(0)
     run = runs["gram", blocks[0].device, implementation, requested_backend()]
-    gram_RR: Tensor = run(blocks)
+    gram_RR: Tensor = run(blocks) if moments is None else run(blocks, moments, eps)
     return gram_RR
 
 
-def _fake(blocks: Sequence[Tensor], *, implementation: str | None = None) -> Tensor:
-    for group in by_device(blocks):
-        check_gram([blocks[i] for i in group])
+def _fake(
+    blocks: Sequence[Tensor],
+    moments: Moments | None = None,
+    eps: float = 0.0,
+    *,
+    implementation: str | None = None,
+) -> Tensor:
+    for each in _by_device(blocks, moments):
+        check_gram(*each)
     return _empty_result(blocks)
+
+
+def _by_device(
+    blocks: Sequence[Tensor], moments: Moments | None
+) -> Iterator[tuple[list[Tensor], list[Tensor | None] | None]]:
+    if moments is not None:
+        check_number("gram", "blocks", blocks, "second_moments", moments)
+    for group in by_device(blocks):
+        of_group = None if moments is None else [moments[i] for i in group]
+        yield [blocks[i] for i in group], of_group
 
 
 _op = register(
@@ -747,7 +831,8 @@ _op = register(
         "gram",
         {"cpp": gram_cpp, "cuda": gram_cuda, "triton": gram_triton, "torch": gram_torch},
     ),
-    "(Tensor[] blocks, *, str? implementation=None) -> Tensor",
+    "(Tensor[] blocks, Tensor?[]? second_moments=None, float eps=0., *, "
+    "str? implementation=None) -> Tensor",
     run=_run,
     fake=_fake,
 )

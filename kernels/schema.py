@@ -52,21 +52,52 @@ def check_blocks(operator: str, blocks: Sequence[Tensor]) -> None:
             )
 
 
-def check_pairs(
-    operator: str, left: str, sizes: Sequence[int], right: str, tensors: Sequence[Tensor]
+def check_number(
+    operator: str, left: str, lefts: Sequence[object], right: str, rights: Sequence[object]
 ) -> None:
-    """Raise ValueError unless tensors[i] has sizes[i] elements for every i."""
-    if len(sizes) != len(tensors):
+    """Raise ValueError unless there are as many `rights` as `lefts`."""
+    if len(lefts) != len(rights):
         raise ValueError(
-            f"{operator}() pairs {left} with {right}; got {len(sizes)} {left} and "
-            f"{len(tensors)} {right}. Pass one of {right} for each of {left}."
+            f"{operator}() pairs {left} with {right}; got {len(lefts)} {left} and "
+            f"{len(rights)} {right}. Pass one of {right} for each of {left}."
         )
+
+
+def check_pairs(
+    operator: str,
+    left: str,
+    sizes: Sequence[int],
+    right: str,
+    tensors: Sequence[Tensor | None],
+) -> None:
+    """Raise ValueError unless tensors[i] is None or has sizes[i] elements for every i."""
+    check_number(operator, left, sizes, right, tensors)
     for index, (size, tensor) in enumerate(zip(sizes, tensors, strict=True)):
-        if tensor.numel() != size:
+        if tensor is not None and tensor.numel() != size:
             raise ValueError(
                 f"{operator}() needs {right}[i] as long as a row of {left}[i]; "
                 f"{left}[{index}] has {size} elements, {right}[{index}] has {tensor.numel()}. "
                 "Check that both lists are in the same order."
+            )
+
+
+def check_readable(
+    operator: str, name: str, tensors: Sequence[Tensor | None], device: torch.device
+) -> None:
+    """Raise ValueError unless each tensor is None or contiguous, floating and on `device`."""
+    for index, tensor in enumerate(tensors):
+        if tensor is None:
+            continue
+        if tensor.dtype not in STORAGE_DTYPES or tensor.device != device:
+            raise ValueError(
+                f"{operator}() reads {name} of {dtype_names()} on {device}, as their blocks; "
+                f"{name}[{index}] is {tensor.dtype} on {tensor.device}. Convert it with .to()."
+            )
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"{operator}() reads contiguous {name}; {name}[{index}] has shape "
+                f"{list(tensor.shape)} and strides {list(tensor.stride())}. "
+                "Call .contiguous() on it."
             )
 
 

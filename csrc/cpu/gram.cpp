@@ -1,6 +1,6 @@
-// gram_RR = sum over blocks of block block^T, in one pass over memory.
+// gram_RR = sum over blocks of block D block^T, in one pass over memory; D is diagonal, a metric of columns or 1.
 //
-// Reads every block once (R*N elements); writes R*R doubles. The columns of a partial sum and the order of
+// Reads every block and its second moments once (R*N and N elements); writes R*R doubles. The columns of a partial sum and the order of
 // additions depend on the sizes and the CPU alone: on one kind of CPU the result is bitwise the same for any
 // number of threads.
 
@@ -10,6 +10,7 @@
 #include <cstring>
 #include <memory>
 #include <new>
+#include <optional>
 #include <vector>
 
 #include "gram.h"
@@ -36,8 +37,8 @@ class Worker {
 
   void begin() { std::memset(sums_.get(), 0, gram_sum_bytes(num_pairs_)); }
 
-  void add(const Rows& rows, int64_t first, int64_t last) {
-    gram_add(rows, first, last - first, scratch_.get(), sums_.get());
+  void add(const Rows& rows, const Moments& moments, int64_t first, int64_t last) {
+    gram_add(rows, moments, first, last - first, scratch_.get(), sums_.get());
   }
 
   void end(double* pairs) const { gram_end(sums_.get(), num_rows_, pairs); }
@@ -68,11 +69,28 @@ int64_t choose_num_pieces(int64_t num_units, int64_t unit, int64_t num_pairs) {
   return std::min({num_units, wanted, std::clamp<int64_t>(fit, 1, most)});
 }
 
-Tensor gram(TensorList blocks) {
+using Optionals = std::vector<std::optional<Tensor>>;
+
+// [n_p] each, contiguous, or none.
+void check_moments(const TensorList& blocks, const Optionals& moments) {
+  DOGE_CHECK(moments.size() == blocks.size(), "gram needs as many second moments as blocks; received ",
+             moments.size(), " and ", blocks.size(), ".");
+  for (size_t p = 0; p < blocks.size(); ++p) {
+    if (!moments[p]) continue;
+    check_contiguous(*moments[p], "gram", "second_moments", p);
+    DOGE_CHECK(moments[p]->numel() == blocks[p].size(1), "gram needs second moments as long as rows; blocks[", p,
+               "] has ", blocks[p].size(1), " columns, second_moments[", p, "] has ", moments[p]->numel(),
+               " elements.");
+  }
+}
+
+Tensor gram(TensorList blocks, std::optional<Optionals> second_moments, double eps) {
   const int64_t num_rows = check_blocks(blocks, "gram");
+  if (second_moments) check_moments(blocks, *second_moments);
   DOGE_CHECK(1 <= num_rows && num_rows <= MAX_ROWS, "gram needs 1 to ", MAX_ROWS,
              " rows; received ", num_rows, ".");
   std::vector<Rows> table;
+  std::vector<Moments> moments(blocks.size());
   std::vector<int64_t> lengths;
   int64_t num_bytes = 0;
   for (const Tensor& block : blocks) {
@@ -80,6 +98,9 @@ Tensor gram(TensorList blocks) {
     lengths.push_back(block.size(1));
     num_bytes += block.numel() * static_cast<int64_t>(block.element_size());
   }
+  for (size_t p = 0; second_moments && p < blocks.size(); ++p)
+    if (const auto& of_block = (*second_moments)[p])
+      moments[p] = {of_block->const_data_ptr(), of_block->scalar_type(), eps};
   // A piece is a number of whole tiles.
   const int64_t unit = tile_columns(num_rows);
   const Columns columns(std::move(lengths), unit);
@@ -91,7 +112,7 @@ Tensor gram(TensorList blocks) {
       [&](int64_t piece, Worker& worker) {
         worker.begin();
         columns.for_each_span(piece, num_pieces, [&](const Columns::Span& span) {
-          worker.add(table[span.tensor], span.first, span.last);
+          worker.add(table[span.tensor], moments[span.tensor], span.first, span.last);
         });
         worker.end(partial_pairs.data() + piece * num_pairs);
       });
@@ -110,7 +131,7 @@ Tensor gram(TensorList blocks) {
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(doge_fast_cpp, library) {
-  library.def("gram(Tensor[] blocks) -> Tensor");
+  library.def("gram(Tensor[] blocks, Tensor?[]? second_moments=None, float eps=0.) -> Tensor");
 }
 // For every device, so that a tensor on another device and an empty list fail with our message, not the
 // dispatcher's.

@@ -160,6 +160,180 @@ def test_columns_beyond_the_block_are_not_read(implementation, device):
     assert torch.equal(gram_KK, torch.full_like(gram_KK, 143))
 
 
+def exact_metric(moments_N: Tensor, eps: float) -> Tensor:
+    """d_n in float64."""
+    divisor_N = moments_N.double().sqrt() + eps
+    return torch.where(divisor_N == 0, 0, 1 / divisor_N)
+
+
+def exact_gram(grads_KN: Tensor, moments_N: Tensor, eps: float) -> Tensor:
+    """The Gram matrix in the metric of second moments, in float64."""
+    return reference.gram(grads_KN.double() * exact_metric(moments_N, eps).sqrt())
+
+
+def rounding_of_metric(grads_KN: Tensor) -> float:
+    """A root, a sum, a division and two products are rounded beside what is without a metric."""
+    unit = torch.finfo(torch.float64 if grads_KN.dtype == torch.float64 else torch.float32).eps / 2
+    return rounding_of_both(grads_KN) + 6 * unit
+
+
+def sample_moments(num_columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[N] of several scales, with zeros."""
+    moments_N = torch.randn(num_columns, device=device).square() * 1e-3
+    moments_N[::7] *= 1e-4
+    moments_N[3::11] = 0
+    return moments_N.to(dtype)
+
+
+@pytest.mark.parametrize(
+    "num_rows",
+    [
+        *(1, 2, 3, 5, 8, 9, 12, 13, 17, 33, 65),
+        *(pytest.param(rows, marks=pytest.mark.soak) for rows in (10, 11, 22, 49, 129, 137)),
+    ],
+)
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
+def test_metric_in_every_kind_of_launch(num_rows, dtype, implementation, device):
+    """Second moments of each dtype in turn; rows in wider memory, aligned and not."""
+    index = STORAGE_DTYPES.index(dtype) + num_rows
+    for first, columns in ((16, 160), (5, 150)):
+        memory = torch.full((num_rows, 192), math.nan, dtype=dtype, device=device)
+        grads_KN = memory[:, first : first + columns]
+        grads_KN.copy_(torch.randn(num_rows, columns, device=device))
+        for moments_dtype in (torch.float32, STORAGE_DTYPES[index % len(STORAGE_DTYPES)]):
+            moments_N = sample_moments(columns, moments_dtype, device)
+            gram_KK = gram(
+                grads_KN, second_moments=moments_N, eps=1e-8, implementation=implementation
+            )
+            assert torch.equal(gram_KK, gram_KK.T)
+            exact_KK = exact_gram(grads_KN, moments_N, 1e-8)
+            assert normalised_error(gram_KK, exact_KK) <= rounding_of_metric(grads_KN)
+
+
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
+def test_metric_of_some_blocks(dtype, implementation, device):
+    """Every pair of dtypes, blocks without a metric among them, moments of any shape."""
+    blocks, moments, exact = [], [], []
+    for index, moments_dtype in enumerate([*STORAGE_DTYPES, None, *STORAGE_DTYPES, None]):
+        columns = 32 + index
+        blocks.append(torch.randn(5, columns, device=device).to(dtype))
+        if moments_dtype is None:
+            moments.append(None)
+            exact.append(reference.gram(blocks[-1].double()))
+        else:
+            v_N = sample_moments(columns, moments_dtype, device)
+            moments.append(v_N.view(1, columns, 1) if index % 2 else v_N)
+            exact.append(exact_gram(blocks[-1], v_N, 1e-4))
+    blocks.append(torch.empty(5, 0, device=device))
+    moments.append(torch.empty(0, device=device))
+    gram_KK = gram(blocks, second_moments=moments, eps=1e-4, implementation=implementation)
+    error = normalised_error(gram_KK, torch.stack(exact).sum(0))
+    assert error <= rounding_of_metric(blocks[0])
+
+
+# The last is zero, or its inverse infinite, in float32.
+@pytest.mark.parametrize("eps", [0.0, 1e-8, 1e-40])
+def test_columns_that_no_gradient_has_reached_count_as_nothing(eps, implementation, device):
+    grads_KN = torch.randn(3, 64, device=device)
+    grads_KN[:, 10:20] = 0
+    moments_N = torch.rand(64, device=device) + 0.1
+    moments_N[10:20] = 0
+    gram_KK = gram(grads_KN, second_moments=moments_N, eps=eps, implementation=implementation)
+    kept = torch.cat([grads_KN[:, :10], grads_KN[:, 20:]], dim=1)
+    of_kept = torch.cat([moments_N[:10], moments_N[20:]])
+    exact_KK = exact_gram(kept, of_kept, eps)
+    assert normalised_error(gram_KK, exact_KK) <= rounding_of_metric(grads_KN)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_metric_hides_no_row_that_is_not_finite(value, implementation, device):
+    for num_rows in (3, 20):
+        for moment in (0.0, 1.0):
+            grads_KN = torch.randn(num_rows, 100, device=device)
+            grads_KN[1, 50] = value
+            moments_N = torch.full((100,), 1.0, device=device)
+            moments_N[50] = moment
+            gram_KK = gram(grads_KN, second_moments=moments_N, implementation=implementation)
+            is_finite = [row != 1 for row in range(num_rows)]
+            assert gram_KK.diagonal().isfinite().tolist() == is_finite
+
+
+def test_infinite_moments_count_as_nothing(implementation, device):
+    """float16 overflows; AdamW does not move there."""
+    grads_KN = torch.randn(3, 40, device=device)
+    moments_N = torch.ones(40, device=device)
+    moments_N[7] = math.inf
+    gram_KK = gram(grads_KN, second_moments=moments_N, implementation=implementation)
+    exact_KK = exact_gram(grads_KN, moments_N, 0)
+    assert normalised_error(gram_KK, exact_KK) <= rounding_of_metric(grads_KN)
+
+
+def test_moments_too_small_for_most_of_float32_are_divided_by(implementation, device):
+    """Subnormal: a GPU may take them for zeros."""
+    grads_KN = torch.randn(3, 40, device=device)
+    moments_N = torch.full((40,), 1e-40, device=device)
+    gram_KK = gram(grads_KN, second_moments=moments_N, implementation=implementation)
+    exact_KK = exact_gram(grads_KN, moments_N, 0)
+    assert normalised_error(gram_KK, exact_KK) <= rounding_of_metric(grads_KN)
+
+
+def test_a_metric_of_ones_changes_nothing_else(implementation, device):
+    """The laws of a metric: scale of v, order of columns, sums over blocks."""
+    grads_KN = torch.randn(6, 96, device=device)
+    moments_N = torch.rand(96, device=device) + 0.1
+    run = functools.partial(gram, implementation=implementation)
+    plain_KK = run(grads_KN)
+    tolerance = rounding_of_metric(grads_KN)
+    ones_KK = run(grads_KN, second_moments=torch.ones(96, device=device))
+    assert normalised_error(ones_KK, plain_KK) <= tolerance
+    gram_KK = run(grads_KN, second_moments=moments_N)
+    # 4 v: exactly half the metric.
+    half_KK = run(grads_KN, second_moments=4 * moments_N)
+    assert normalised_error(2 * half_KK, gram_KK) <= tolerance
+    order = torch.randperm(96, device=device)
+    shuffled_KK = run(grads_KN[:, order].contiguous(), second_moments=moments_N[order])
+    assert normalised_error(shuffled_KK, gram_KK) <= tolerance
+    halves = [part.contiguous() for part in grads_KN.split(40, dim=1)]
+    parts_KK = run(halves, second_moments=list(moments_N.split(40)))
+    assert normalised_error(parts_KK, gram_KK) <= tolerance
+
+
+def test_no_moments_at_all_are_no_metric(implementation, device):
+    blocks = [torch.randn(4, 100, device=device), torch.randn(4, 7, device=device).bfloat16()]
+    gram_KK = gram(blocks, implementation=implementation)
+    same_KK = gram(blocks, second_moments=[None, None], eps=1e-8, implementation=implementation)
+    assert torch.equal(gram_KK, same_KK)
+
+
+@pytest.mark.parametrize("num_rows", [4, 7, 8, 9, 22, 49, 81, 128, 129])
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
+def test_compiled_metric_over_several_tiles_and_a_rest(num_rows, dtype, compiled):
+    memory = torch.full((num_rows, 6144), math.nan, dtype=dtype)
+    grads_KN = memory[:, 5:5555]
+    grads_KN.copy_(torch.randn(num_rows, 5550))
+    moments_N = sample_moments(5550, dtype, grads_KN.device)
+    exact_KK = exact_gram(grads_KN, moments_N, 1e-8)
+    cut = (1029, 2, 4519)
+    blocks, moments = list(grads_KN.split(cut, dim=1)), list(moments_N.split(cut))
+    grams = []
+    before = torch.get_num_threads()
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for rows, v in ((grads_KN, moments_N), (blocks, moments)):
+            grams.append(gram(rows, second_moments=v, eps=1e-8, implementation=compiled))
+    torch.set_num_threads(before)
+    for gram_KK in grams:
+        assert normalised_error(gram_KK, exact_KK) <= rounding_of_metric(grads_KN)
+    assert all(map(torch.equal, grams[:2], grams[2:]))
+
+
+def test_plain_torch_keeps_float64(device):
+    grads_KN = torch.randn(7, 5000, dtype=torch.float64, device=device)
+    moments_N = torch.rand(5000, dtype=torch.float64, device=device)
+    gram_KK = gram(grads_KN, second_moments=moments_N, eps=1e-8, implementation="torch")
+    assert normalised_error(gram_KK, exact_gram(grads_KN, moments_N, 1e-8)) <= 1e-12
+
+
 @pytest.mark.parametrize("num_rows", [6, 22, 97])
 def test_compiled_gram_does_not_depend_on_threads(num_rows, compiled):
     blocks = [
@@ -195,6 +369,8 @@ def test_plain_torch_ignores_the_users_precision_switch(switch):
 def test_torch_knows_it(implementation, device):
     blocks = [torch.randn(3, 20, device=device), torch.randn(3, 7, device=device).bfloat16()]
     assert_torch_knows("gram", (blocks,), implementation)
+    moments = [torch.rand(20, device=device), None]
+    assert_torch_knows("gram", (blocks, moments, 1e-8), implementation)
 
 
 @pytest.mark.skipif(implementations("cpu")["cpp"] is not None, reason="C++ cannot run here")

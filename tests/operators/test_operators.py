@@ -22,6 +22,13 @@ BIAS = {"factor_TD": VALUES_TD}
         (gram, ([ROWS.long()],), {}, "torch.int64"),
         (gram, ([ROWS, torch.ones(3, 5)],), {}, r"blocks\[0\] has 2, blocks\[1\] has 3"),
         (gram, ([torch.ones(5, 2).T],), {}, r"strides \[1, 2\]"),
+        (gram, ([ROWS],), {"second_moments": []}, "1 blocks and 0 second_moments"),
+        (gram, ([ROWS],), {"second_moments": [torch.ones(4)]}, "5 elements.* 4"),
+        (gram, ([ROWS, ROWS],), {"second_moments": [None, torch.ones(6)]}, r"moments\[1\] has 6"),
+        (gram, ([ROWS],), {"second_moments": [GRAD.int()]}, r"second_moments\[0\] is torch.int32"),
+        (gram, ([ROWS],), {"second_moments": [torch.ones(10)[::2]]}, "strides"),
+        (gram, (ROWS,), {"second_moments": GRAD, "eps": -1.0}, "eps .*-1.0"),
+        (gram, (ROWS,), {"second_moments": GRAD, "eps": float("nan")}, "eps .*nan"),
         (weighted_sum, ([ROWS], torch.ones(3)), {}, r"shape \[2\] on cpu; .* \[3\]"),
         (weighted_sum, ([ROWS], torch.ones(2)), {"out": []}, "1 blocks and 0 outs"),
         (weighted_sum, ([ROWS], torch.ones(2)), {"out": [torch.ones(4)]}, "5 elements.* 4"),
@@ -66,7 +73,11 @@ def test_operators_trace_into_one_graph(implementation, device):
 
     def step(grad_N: Tensor, rows_KN: Tensor, other_CK: Tensor) -> tuple[Tensor, Tensor]:
         accumulate([grad_N * 2, grad_N], [*rows_KN], add=True, implementation=of_rows)
-        gram_KK = gram([rows_KN * 2, other_CK.mT], implementation=implementation)
+        blocks = [rows_KN * 2, other_CK.mT]
+        gram_KK = gram(blocks, implementation=implementation)
+        gram_KK += gram(
+            blocks, second_moments=[grad_N.square(), None], implementation=implementation
+        )
         out_N = torch.zeros_like(grad_N)
         weighted_sum([rows_KN + 1], gram_KK[0], out=[out_N], implementation=implementation)
         return gram_KK.sum(0) + gram(rows_KN).diagonal(), out_N * 2
