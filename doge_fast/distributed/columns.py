@@ -22,9 +22,8 @@ from torch import distributed as dist
 from doge_fast.distributed.exchange import Columns, Exchange
 from doge_fast.distributed.process_group import Agreement, Communicator, Report, all_gather
 from doge_fast.flat_buffer import ALIGNMENT, Block, grad_dtype_of, on_device
-from doge_fast.kernels import weighted_sum
+from doge_fast.kernels import gram, weighted_sum
 from doge_fast.metric import Metric
-from doge_fast.metric_gram import gram
 
 # Columns sent in one call; sender and receiver each hold a copy meanwhile.
 BUCKET_COLUMNS = 1 << 24

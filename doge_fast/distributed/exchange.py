@@ -7,8 +7,8 @@ from torch import Tensor
 
 from doge_fast.distributed.process_group import Agreement, Communicator, Report
 from doge_fast.flat_buffer import Block, weighted_gradients
+from doge_fast.kernels import gram
 from doge_fast.metric import Metric
-from doge_fast.metric_gram import gram
 
 
 class Columns(NamedTuple):

@@ -37,7 +37,7 @@ class Entry:
     """Its places in the sequence of this step's domains: one for each time that it was left."""
     count: float = 0.0
     """Weight of this rank's gradient in the mean over ranks."""
-    halves: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    halves: list[float] = field(default_factory=[0.0, 0.0].copy)
     """How many of the times went to each half; without halves all went to the first."""
 
 
