@@ -29,7 +29,7 @@ from doge_fast.pipeline.proxy import ProxyTrainer
 from doge_fast.pipeline.reporting.statistics import change_text, paired_difference
 from doge_fast.pipeline.tables import table_of, text
 from doge_fast.step.step import Step
-from doge_fast.weights.aligned import RATE, UNIFORM_STEPS
+from doge_fast.weights.aligned import RATE, WAITING_STEPS
 from doge_fast.weights.reweight import state_views
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -133,7 +133,7 @@ class HostRule:
             share = 1 / self.num_matrices if decay is None else 1 - decay
             last = 0.0 if self.mean_RR is None else self.mean_RR
             self.mean_RR = share * own + (1 - share) * last
-            if len(self.alphas) >= UNIFORM_STEPS:
+            if len(self.alphas) >= WAITING_STEPS:
                 gram, gain = self.mean_RR[:, : self.num_domains], self.mean_RR @ self.tau_R
                 gram, gain = gram[: self.num_domains], gain[: self.num_domains]
                 is_exact = self.variant.is_exact

@@ -3,7 +3,9 @@
 v is the second moment that Adam, AdamW and their kin keep for every element, `exp_avg_sq`. Their
 bias correction is left out: it is one factor for all parameters that have taken equally many steps,
 and a rule that asks for a metric does not depend on its scale. A parameter without second moments
-(SGD, Muon's matrices, and every parameter before the first step) has the Euclidean metric, D = 1.
+(SGD, Adafactor, Muon's matrices, and every parameter before the first step) has the Euclidean
+metric, D = 1. An element that has never had a gradient, v = 0, is left out: D would be 1 / eps, for
+a step that AdamW never takes, since its v has the new gradient in it already.
 """
 
 from collections.abc import Sequence
@@ -20,13 +22,25 @@ class Metric:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        # Where v is far above its square it does not matter, so one number serves all groups.
-        self.eps = float(optimizer.param_groups[0].get("eps", 0.0))
+        # Where v is far above its square it does not matter, so one number serves all groups: that
+        # of the first one that has second moments. Adafactor's is a pair, and has another meaning.
+        found = (
+            group["eps"]
+            for group in optimizer.param_groups
+            if isinstance(group.get("eps"), float)
+            and any("exp_avg_sq" in optimizer.state.get(param, ()) for param in group["params"])
+        )
+        self._eps = next(found, None)
+
+    @property
+    def eps(self) -> float:
+        """Added to the roots."""
+        return self._eps or 0.0
 
     def moment_of(self, param: Tensor) -> Tensor | None:
         """[numel] of this rank's part of a parameter, in the order of its rows; None: D = 1."""
         moment = self._optimizer.state.get(param, {}).get("exp_avg_sq")
-        if moment is None:
+        if moment is None or self._eps is None:
             return None
         flat: Tensor = local_of(moment).contiguous().view(-1)
         # Some optimizers keep a factor of it under this name.

@@ -153,7 +153,7 @@ class DoGEOptimizer(OptimizerWrapper):
         is_mu_default = mu is None and score != Aligned.name
         rule: UpdateRule
         if score == Aligned.name:
-            refuse_settings(mu, domain_max_grad_norm, domains_per_step)
+            refuse_settings(mu, domain_max_grad_norm, domains_per_step, absent)
             rule = Aligned(max_grad_norm=max_grad_norm, smoothing=smoothing)
         else:
             if mu is None:

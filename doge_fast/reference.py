@@ -145,7 +145,7 @@ def aligned_step(
         num_steps: how many these were.
         tau_R: [R] >= 0; the objective is sum_r tau_r l_r.
         first_R: [R] in (0, 1); the share of the first half in its gradient.
-        metric_N: [N]; D = 1 / (sqrt(v) + eps).
+        metric_N: [N]; D = 1 / (sqrt(v) + eps), and 0 where v is 0.
 
     Returns:
         alpha'_K [K], gradient_N [N], mean_RR [R, R].
@@ -162,8 +162,10 @@ def aligned_step(
         gain_K = gain(mean_RR, tau_R, num_domains)
         share_K = gain_K / torch.maximum(gain_K @ alpha_K, 0.1 * gain_K.abs().max())
         own_K = mean_RR[:num_domains, :num_domains] @ alpha_K
-        least = 0.01 * mean_RR.diagonal()[:num_domains].mean()
-        slope_K = share_K - (share_K @ alpha_K) * own_K / torch.maximum(own_K @ alpha_K, least)
+        slope_K = share_K - (share_K @ alpha_K) * own_K / (own_K @ alpha_K)
+        # Where a'Ga is far below that of domains at right angles it is noise, and nothing moves.
+        at_right_angles = mean_RR.diagonal()[:num_domains].abs().mean() / num_domains
+        slope_K = slope_K.clamp(-10, 10) * (own_K @ alpha_K > 0.01 * at_right_angles)
         alpha_K = mirror_step(alpha_K, slope_K, 0.1, 1.0).clamp(min=0.01 / num_domains)
         alpha_K = alpha_K / alpha_K.sum()
     return alpha_K, alpha_K @ rows_RN[:num_domains], mean_RR

@@ -144,16 +144,14 @@ class SimpleAligned(SimpleDoGE):
     def _move(self, parts_TRN: Tensor) -> bool:
         """One mirror step on log(W.a / sqrt(a'Ga)) of the mean matrix, after twenty steps."""
         grads_RN = parts_TRN.sum(0)
-        states = [(param, self.optimizer.state.get(param, {})) for param in self._params()]
         eps = self.optimizer.param_groups[0].get("eps", 0.0)
-        metric_N = torch.cat(
-            [
-                1 / (state["exp_avg_sq"].flatten().to(grads_RN).sqrt() + eps)
-                if "exp_avg_sq" in state
-                else torch.ones_like(param).flatten().to(grads_RN)
-                for param, state in states
-            ]
-        )
+        moments = [
+            self.optimizer.state.get(param, {}).get("exp_avg_sq", torch.full_like(param, torch.nan))
+            for param in self._params()
+        ]
+        moments_N = torch.cat([moment.flatten().to(grads_RN) for moment in moments])
+        # AdamW's; 1 without second moments, and 0 where there was no gradient yet.
+        metric_N = (1 / (moments_N.sqrt() + eps)).nan_to_num(nan=1.0) * (moments_N != 0)
         gram_RR = ((grads_RN * metric_N) @ grads_RN.T).double().cpu()
         scale = 1 / gram_RR.diagonal().mean()
         # G_jj = 4 <a_j, b_j>: without the noise of ||g_j||^2.
@@ -169,8 +167,10 @@ class SimpleAligned(SimpleDoGE):
         if self._num_steps > 20:
             gain_K, own_K = (mean_RR @ tau_R)[:K], mean_RR[:K, :K] @ alpha_K
             share_K = gain_K / torch.maximum(gain_K @ alpha_K, 0.1 * gain_K.abs().max())
-            square = torch.maximum(own_K @ alpha_K, 0.01 * mean_RR.diagonal()[:K].mean())
-            slope_K = share_K - (share_K @ alpha_K) * own_K / square
-            raised_K = torch.softmax(alpha_K.log() + 0.1 * slope_K, dim=0).clamp(min=0.01 / K)
+            square = own_K @ alpha_K
+            if square > 0.01 / K * mean_RR.diagonal()[:K].abs().mean():  # else it is noise
+                slope_K = (share_K - (share_K @ alpha_K) * own_K / square).clamp(-10, 10)
+                alpha_K = torch.softmax(alpha_K.log() + 0.1 * slope_K, dim=0)
+            raised_K = alpha_K.clamp(min=0.01 / K)
             self.alpha_K = self.alpha_mean_K = raised_K / raised_K.sum()
         return True

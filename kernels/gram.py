@@ -48,7 +48,7 @@ def gram(
     """All inner products of the rows, in one pass over them; optionally in AdamW's metric.
 
     G_ij  =  sum_n d_n g_in g_jn     where  d_n = 1     or, with second moments v,
-    d_n = 1 / (sqrt(v_n) + eps), and 0 where that would divide by zero
+    d_n = 1 / (sqrt(v_n) + eps), and 0 where v_n = 0
 
     Products are exact or float32. Sums are float32 over at most 16384 columns, and float64 across
     these; all is float64 for float64 rows. Bitwise symmetric. The same call gives the same bits for
@@ -56,8 +56,9 @@ def gram(
     bits, and so does `cpp` between instruction sets. Reads each row and v once (GPU: up to 128
     rows); d is never in memory as a whole.
 
-    A column that no gradient has reached has v_n = 0 and, with `eps` = 0, counts as 0. A row that
-    is not finite gives products that are not finite, whatever the metric.
+    A column that no gradient has reached has v_n = 0 and counts as 0: 1 / `eps` would outweigh all
+    others, for a step that AdamW never takes, since its v has the new gradient in it. A row that is
+    not finite gives products that are not finite, whatever the metric.
 
     Args:
         grads: [K, N], rows of float32, bfloat16, float16 or float64 with any stride(0); or a list
@@ -172,8 +173,8 @@ def _add_chunks(gram_RR: Tensor, chunks_CRB: Tensor, metric_C1B: Tensor | None) 
 
 def _metric(moments_N: Tensor, dtype: torch.dtype, eps: float, first: int, last: int) -> Tensor:
     """d_n of the columns [first, last), in `dtype`."""
-    metric_B = (moments_N[first:last].to(dtype).sqrt() + eps).reciprocal()
-    return torch.where(metric_B.isinf(), 0, metric_B)
+    moments_B = moments_N[first:last].to(dtype)
+    return torch.where(moments_B == 0, 0, (moments_B.sqrt() + eps).reciprocal())
 
 
 def _product_dtype(rows: Tensor) -> torch.dtype:

@@ -416,11 +416,11 @@ inline void copy_row(const T* from, A* to, int64_t n) {
   widen(from, to, n);
 }
 
-// sqrt(d_n), where d_n = 1 / (sqrt(v_n) + eps), or 0 where that divides by 0. A is the type of a Value's elements.
+// sqrt(d_n), where d_n = 1 / (sqrt(v_n) + eps), or 0 where v_n is 0. A is the type of a Value's elements.
 template <typename A, typename Value>
 [[gnu::always_inline]] inline Value root_of_metric(Value moment, A eps) {
   const Value divisor = square_root(moment) + eps;
-  return (divisor == 0) | (divisor == std::numeric_limits<A>::infinity()) ? Value{} : inverse_root(divisor);
+  return (moment == 0) | (divisor == std::numeric_limits<A>::infinity()) ? Value{} : inverse_root(divisor);
 }
 
 // n columns of all rows, times the root of the metric, to a contiguous tile. AHEAD: prefetches what follows.

@@ -84,10 +84,10 @@ class Exchange:
         gram_CC: Tensor = gram(rows, second_moments=moments, eps=eps)
         return gram_CC
 
-    def deliver(self, columns: Columns, coefficients_B: Tensor, state_S: Tensor) -> None:
-        """Write sum_b c_b g_b into `p.grad` on all ranks, and rank 0's weights into `state_S`."""
+    def deliver(self, columns: Columns, coefficients_C: Tensor, state_S: Tensor) -> None:
+        """Write sum_c x_c g_c into `p.grad` on all ranks, and rank 0's weights into `state_S`."""
         blocks = [block for (block,) in columns.blocks]
-        for block, gradient in zip(blocks, weighted_gradients(blocks, coefficients_B), strict=True):
+        for block, gradient in zip(blocks, weighted_gradients(blocks, coefficients_C), strict=True):
             block.give(gradient)
 
     def release(self) -> None:

@@ -38,7 +38,7 @@ class Entry:
     count: float = 0.0
     """Weight of this rank's gradient in the mean over ranks."""
     halves: list[float] = field(default_factory=[0.0, 0.0].copy)
-    """How many of the times went to each half; without halves all went to the first."""
+    """How much of the count went to each half; without halves all of it to the first."""
 
 
 class Report(NamedTuple):
@@ -83,7 +83,8 @@ class Communicator:
         self._compare({"the number of domains or of parameters": lengths, **report.settings})
         entries = [report.entries.get(name) for name in names]
         counts_C = [
-            0.0 if entry is None else entry.count * half / sum(entry.halves)
+            # The quotient is exactly 1 for a rule without halves.
+            0.0 if entry is None else entry.count * (half / sum(entry.halves))
             for entry in entries
             for half in ((0.0, 0.0) if entry is None else entry.halves)
         ]

@@ -57,10 +57,10 @@ class ShardExchange(Exchange):
             own_CC = super().gram(list(compress(rows, counts)), counted, eps)
         return self._communicator.sum(own_CC)
 
-    def deliver(self, columns: Columns, coefficients_B: Tensor, state_S: Tensor) -> None:
+    def deliver(self, columns: Columns, coefficients_C: Tensor, state_S: Tensor) -> None:
         """The weighted sums of this rank's shards."""
         self._communicator.broadcast(state_S)
-        super().deliver(columns, coefficients_B, state_S)
+        super().deliver(columns, coefficients_C, state_S)
 
 
 def ranks_of_mesh(params: Sequence[Any]) -> list[int]:

@@ -455,27 +455,36 @@ class DoGETrainer(Trainer):
         if self._should_stack(inputs):
             return self._backward_stacked(model, part, inputs, num_targets)
         losses: dict[str, Tensor] = {}
-        passes = [(name, *each) for name, batch in inputs.items() for each in self._passes(batch)]
+        passes = [
+            (name, *each)
+            for name, batch in inputs.items()
+            for each in self._passes(batch, self._num_micro_batches.get(name, 1), part.sizes[name])
+        ]
         for number, (name, batch, share) in enumerate(passes, 1):
             self._prepare_shards(model, is_last=number == len(passes))
             loss = self._backward(model, name, part, batch, num_targets.get(name), share)
             losses[name] = losses[name] + loss if name in losses else loss
         return losses
 
-    def _passes(self, batch: Batch) -> list[tuple[Batch, float]]:
+    def _passes(
+        self, batch: Batch, num_micro_batches: int, num_of_ranks: int
+    ) -> list[tuple[Batch, float]]:
         """What is run in one backward pass each, and its share of the examples of the batch.
 
-        A rule that compares two halves of a domain takes those of the batch, unless a step has
-        several micro-batches, which are its halves then.
+        A rule that compares two halves of a domain takes those of the batch, unless the step has
+        several micro-batches of it. With shards all ranks must run equally many passes, which the
+        smallest of their parts decides; `num_of_ranks` are the examples of all ranks.
         """
-        size = min((len(x) for x in batch.values() if isinstance(x, Tensor) and x.dim()), default=0)
-        half = size // 2
-        is_whole = not self.doge.rule.has_halves or self.args.gradient_accumulation_steps > 1
-        if is_whole or half == 0:
+        sizes = {len(x) for x in batch.values() if isinstance(x, Tensor) and x.dim()}
+        size = max(sizes, default=0)
+        least = num_of_ranks // self.args.world_size if self.is_fsdp_enabled else size
+        is_whole = not self.doge.rule.has_halves or num_micro_batches > 1 or len(sizes) != 1
+        if is_whole or least < 2:
             return [(batch, 1.0)]
+        half = size // 2
         return [
-            (_examples(batch, slice(0, half), size), half / size),
-            (_examples(batch, slice(half, size), size), 1 - half / size),
+            (_examples(batch, slice(0, half)), half / size),
+            (_examples(batch, slice(half, size)), 1 - half / size),
         ]
 
     def _prepare_input(self, data: Any) -> Any:
@@ -517,7 +526,8 @@ class DoGETrainer(Trainer):
         if not is_scaled:
             num_items = None
         # FSDP2 averages over ranks itself.
-        with self.doge.domain(name, count=1 if self.is_fsdp_enabled else part.counts[name]):
+        count = (1 if self.is_fsdp_enabled else part.counts[name]) * share_of_batch
+        with self.doge.domain(name, count=count):
             with self.compute_loss_context_manager():
                 loss = cast(Tensor, self.compute_loss(model, batch, num_items_in_batch=num_items))
             if not is_scaled:
@@ -676,13 +686,9 @@ class DoGETrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
 
-def _examples(batch: Batch, part: slice, size: int) -> Batch:
-    """Some of the `size` examples of a batch; what has another length is left as it is."""
-
-    def has_examples(values: Any) -> bool:
-        return isinstance(values, Tensor) and values.dim() > 0 and len(values) == size
-
-    return {key: x[part] if has_examples(x) else x for key, x in batch.items()}
+def _examples(batch: Batch, part: slice) -> Batch:
+    """Some of the examples of a batch."""
+    return {key: x[part] if isinstance(x, Tensor) and x.dim() else x for key, x in batch.items()}
 
 
 def _divided(losses_D: Tensor, numbers: Sequence[float]) -> Tensor:

@@ -291,7 +291,7 @@ class Step:
                 entry.places.append(next(self._places))
                 entry.count += count
                 for half, size in halves[name].items():
-                    entry.halves[half] += size / sum(halves[name].values())
+                    entry.halves[half] += count * (size / sum(halves[name].values()))
             self.state = StepState.DROPPED if has_dropped else StepState.COLLECTED
             if self._is_complete:
                 self._combine(None)
@@ -629,9 +629,8 @@ def _matrices(
     if rule.is_preconditioned:
         metric = Metric(optimizer)
         gram_CC = exchange.gram(inside.rows, exchange.moments(inside, metric), metric.eps)
-        # The norm of the combined gradient is Euclidean; without a bound nobody needs it.
-        has_bound = rule.max_grad_norm is not None
-        return Matrices(gram_CC, exchange.gram(columns.rows) if has_bound else gram_CC)
+        # Norms are Euclidean, and of all columns: what is not finite there must be seen too.
+        return Matrices(gram_CC, exchange.gram(columns.rows).to(gram_CC.device))
     gram_CC = exchange.gram(inside.rows)
     if not outside.rows:
         return Matrices(gram_CC, gram_CC)

@@ -6,16 +6,16 @@ helps the target most is the one whose gradient makes the smallest angle with th
     alpha  =  argmax over the simplex of  W.a / sqrt(a' G a),        W = G tau,
 
 in the metric in which the optimizer measures its steps, D = 1 / (sqrt(v) + eps) of AdamW. The
-maximum is inside the simplex, since a'Ga grows with a single domain's share: the distance from
-uniform is the rule's own, where that of the paper's mirror step is decided by mu. If all domains
-are targets with one weight, it is uniform.
+maximum is usually inside the simplex: the distance from uniform is the rule's own, where that of
+the paper's mirror step is decided by mu. If all domains are targets with one weight, uniform
+weights stay where they are.
 
 G must be without minibatch noise on its diagonal: the squared norm of a small batch's gradient is
 nearly all noise, and would punish each domain for it. So a domain's gradient comes in two
 independent halves, and the diagonal is their product. Noise in the other entries averages out: G is
 the mean over all steps so far, each divided by the mean squared norm of its rows, so that no step
 decides alone. The model's steps follow the weights: what a model at uniform weights has learned
-already looks useless to it. docs/evidence.md has what each part is worth.
+already looks useless to it. docs/evidence.md has what was measured.
 
 Axis letters: K training domains, R names of the objective, B rows of the step, C = 2 B halves.
 """
@@ -31,15 +31,18 @@ from doge_fast.weights.defaults import DOMAIN_MAX_GRAD_NORM
 from doge_fast.weights.reweight import state_views
 from doge_fast.weights.rule import LastStep, Matrices, Names, UpdateRule
 
-UNIFORM_STEPS = 20
+WAITING_STEPS = 20
 """Steps before the first move: of fewer, the mean matrix is mostly noise."""
 RATE = 0.1
 """Of the mirror step on log(W.a / sqrt(a'Ga)) that each training step takes."""
-_LEAST = 0.01
-"""The least weight of a domain, beside uniform, so that it can come back; and the least a'Ga,
-beside the mean of G's diagonal."""
+_LEAST_WEIGHT = 0.01
+"""The least weight of a domain, beside uniform, so that it can come back."""
 _LEAST_GAIN = 0.1
-"""The least W.a, beside the largest |W_j|."""
+"""The least W.a in the slope, beside the largest |W_j|."""
+_LEAST_SQUARE = 0.01
+"""With a smaller a'Ga, beside that of domains of equal norm at right angles, nothing moves: the
+mean matrix is noise."""
+_MOST_SLOPE = 10.0
 
 
 class AlignedSettings(NamedTuple):
@@ -84,18 +87,22 @@ class Aligned(UpdateRule):
 
 
 def refuse_settings(
-    mu: float | None, domain_max_grad_norm: float | None, domains_per_step: int | None
+    mu: float | None,
+    domain_max_grad_norm: float | None,
+    domains_per_step: int | None,
+    absent: str,
 ) -> None:
     """ValueError if a setting was passed that has no meaning for this rule."""
     passed = {
         "mu": mu is not None,
         "domain_max_grad_norm": domain_max_grad_norm != DOMAIN_MAX_GRAD_NORM,
         "domains_per_step": domains_per_step is not None,
+        "absent": absent == "keep",
     }
     if names := [name for name, is_passed in passed.items() if is_passed]:
         raise ValueError(
-            f"{', '.join(names)} must not be passed with score='aligned', which has no mu, clips "
-            "no domain, and needs all domains in each step."
+            f"{', '.join(names)} must keep the default with score='aligned', which has no mu, "
+            "clips no domain, and needs all domains in each step."
         )
 
 
@@ -106,7 +113,7 @@ def align(
     names: Names,
     settings: AlignedSettings,
 ) -> LastStep:
-    """Move the domain weights one step of the aligned rule.
+    """Move the domain weights one step of the aligned rule; every name has a gradient.
 
     c        =  1 / mean_r <g_r, g_r>
     G_ij     =  c <g_i, g_j>,    G_jj  =  c <a_j, b_j> / (w_j (1 - w_j)),   g_j = a_j + b_j
@@ -114,55 +121,48 @@ def align(
     slope_j  =  W_j / W.a  -  (mean a)_j / a' mean a
     alpha'_j ∝  max(alpha_j exp(RATE slope_j) / sum_i alpha_i exp(RATE slope_i), 0.01 / K)
 
-    w_j is the share of the first half. Absent names leave their entries of the mean as they are.
+    w_j is the share of the first half. A weight of zero stays zero.
     """
-    gram_CC, full_CC = matrices
-    tau_R, row_R, first_R = names
     num_domains = (state_S.numel() - 2) // 3
     state = state_views(state_S)
-    square = settings.grad_scale**2
-    present_R = row_R >= 0
-    halves_RR = _halves(gram_CC, row_R, present_R) / square
+    scale_square = settings.grad_scale**2
+    halves_RR = _halves(matrices.gram_CC, names.row_R) / scale_square
+    full_RR = _halves(matrices.full_CC, names.row_R).sum((0, 1)) / scale_square
+    # Of halves that cancel, a square may come out below zero.
+    norms_R = full_RR.diagonal().clamp(min=0).sqrt()
     whole_RR = halves_RR.sum((0, 1))
-    squares_R = whole_RR.diagonal()
-    share_R = first_R * (1 - first_R)
-    diagonal_R = torch.where(present_R, halves_RR[0, 1].diagonal() / share_R, 0.0)
-    own_RR = whole_RR - torch.diag(squares_R) + torch.diag(diagonal_R)
-    norms_R = squares_R.sqrt()
-    finite = norms_R.isfinite().all() & diagonal_R.isfinite().all()
+    products_R = halves_RR[0, 1].diagonal() / (names.first_R * (1 - names.first_R))
+    gram_RR = whole_RR - torch.diag(whole_RR.diagonal()) + torch.diag(products_R)
+    mean_square = whole_RR.diagonal().mean()
+    finite = norms_R.isfinite().all() & whole_RR.isfinite().all() & products_R.isfinite().all()
 
-    mean_square = squares_R.sum() / present_R.sum()
     num_steps = state.num_steps + finite
-    # [R, R]; a step whose gradients are all zero says nothing.
-    is_new = present_R[:, None] & present_R & finite & (mean_square > 0)
-    moved_RR = scores.running_mean(mean_RR, own_RR / mean_square, num_steps.clamp(min=1))
+    # A step whose gradients are all zero says nothing.
+    is_new = finite & (mean_square > 0)
+    moved_RR = scores.running_mean(mean_RR, gram_RR / mean_square, num_steps.clamp(min=1))
     mean_RR.copy_(torch.where(is_new, moved_RR, mean_RR))
 
-    slope_K = _slope(mean_RR, tau_R, state.alpha)
+    slope_K = _slope(mean_RR, names.tau_R, state.alpha)
     raised_K = scores.mirror_step(state.alpha, slope_K, lr=RATE, mu=1.0)
-    raised_K = raised_K.clamp(min=_LEAST / num_domains)
+    raised_K = raised_K.clamp(min=_LEAST_WEIGHT / num_domains) * (state.alpha > 0)
     raised_K = scores.smooth(raised_K / raised_K.sum(), settings.smoothing)
-    alpha_K = torch.where(num_steps > UNIFORM_STEPS, raised_K, state.alpha)
+    alpha_K = torch.where(num_steps > WAITING_STEPS, raised_K, state.alpha)
 
-    coefficients_R = torch.zeros_like(tau_R)
-    coefficients_R[:num_domains] = alpha_K * present_R[:num_domains]
-    full_RR = whole_RR
-    if full_CC is not gram_CC:
-        full_RR = _halves(full_CC, row_R, present_R).sum((0, 1)) / square
+    coefficients_R = torch.zeros_like(names.tau_R)
+    coefficients_R[:num_domains] = alpha_K
     combined_norm = scores.combined_norm(full_RR, coefficients_R)
     factor = torch.where(finite, 1.0, torch.nan).to(coefficients_R)
     factor = factor * scores.clip_factors(combined_norm, settings.max_grad_norm)
-    num_rows = len(gram_CC) // 2
-    is_at_BR = row_R == torch.arange(num_rows, device=row_R.device)[:, None]
-    coefficients_B = is_at_BR.to(coefficients_R) @ coefficients_R * factor
+    coefficients_B = torch.empty_like(coefficients_R)
+    coefficients_B[names.row_R.long()] = coefficients_R * factor
 
-    gain_K = scores.gain(own_RR, tau_R, num_domains)
-    difficulty_K = scores.difficulty(own_RR, tau_R, num_domains)
+    gain_K = scores.gain(gram_RR, names.tau_R, num_domains)
+    difficulty_K = scores.difficulty(gram_RR, names.tau_R, num_domains)
     next_S = torch.cat([alpha_K, alpha_K, slope_K, num_steps[None], state.num_skipped[None]])
     state_S.copy_(torch.where(finite, next_S, state_S))
     state.num_skipped.add_(~finite)
     return LastStep(
-        gram=own_RR,
+        gram=gram_RR,
         coefficients=coefficients_B.repeat_interleave(2),
         grad_norms=norms_R,
         gain=gain_K,
@@ -175,23 +175,23 @@ def align(
     )
 
 
-def _halves(matrix_CC: Tensor, row_R: Tensor, present_R: Tensor) -> Tensor:
-    """[2, 2, R, R]: products of halves of the names; zeros for absent ones."""
-    index_R = row_R.clamp(min=0).long()
-    num_rows = len(matrix_CC) // 2
-    halves_B2B2 = matrix_CC.view(num_rows, 2, num_rows, 2)
-    halves_RR = halves_B2B2.permute(1, 3, 0, 2)[:, :, index_R][:, :, :, index_R]
-    return torch.where(present_R[:, None] & present_R, halves_RR, 0.0)
+def _halves(matrix_CC: Tensor, row_R: Tensor) -> Tensor:
+    """[2, 2, R, R]: products of halves of the names."""
+    num_rows, index_R = len(matrix_CC) // 2, row_R.long()
+    halves_22BB = matrix_CC.view(num_rows, 2, num_rows, 2).permute(1, 3, 0, 2)
+    return halves_22BB[:, :, index_R][:, :, :, index_R]
 
 
 def _slope(mean_RR: Tensor, tau_R: Tensor, alpha_K: Tensor) -> Tensor:
-    """[K] the gradient of log(W.a / sqrt(a'Ga)); both denominators have a floor."""
+    """[K] the gradient of log(W.a / sqrt(a'Ga)), bounded; zero where a'Ga is noise."""
     num_domains = len(alpha_K)
     gram_KK = mean_RR[:num_domains, :num_domains]
     gain_K = scores.gain(mean_RR, tau_R, num_domains)
     least_gain = _LEAST_GAIN * gain_K.abs().max()
     share_K = gain_K / torch.maximum(gain_K @ alpha_K, least_gain).clamp(min=1e-300)
     own_K = gram_KK @ alpha_K
-    least_square = _LEAST * gram_KK.diagonal().mean()
-    square = torch.maximum(own_K @ alpha_K, least_square).clamp(min=1e-300)
-    return share_K - (share_K @ alpha_K) * own_K / square
+    square = own_K @ alpha_K
+    least_square = _LEAST_SQUARE / num_domains * gram_KK.diagonal().abs().mean()
+    slope_K = share_K - (share_K @ alpha_K) * own_K / square
+    is_known = (square > least_square) & (least_gain > 0)
+    return torch.where(is_known, slope_K, 0.0).clamp(-_MOST_SLOPE, _MOST_SLOPE)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from doge_fast.weights.aligned import WAITING_STEPS
 from doge_fast.weights.defaults import DOMAIN_MAX_GRAD_NORM
 from doge_fast.weights.objective import Objective
 from doge_fast.weights.projection import effective_domains
@@ -36,6 +37,11 @@ def diagnose(
     if isinstance(rule, MirrorStep):
         sentences["unmoved"] = _unmoved(state, initial_K, objective, rule)
         sentences["collapsed"] = _collapsed(state, initial_K, objective, rule)
+    elif 0 < num_steps <= WAITING_STEPS:
+        sentences["unmoved"] = (
+            f"the domain weights are where they began: the rule {rule.name!r} moves them after "
+            f"{WAITING_STEPS} steps, and there were {num_steps}."
+        )
     return {name: sentence for name, sentence in sentences.items() if sentence}
 
 

@@ -39,7 +39,7 @@ class WeightsState(NamedTuple):
     alpha: Tensor
     """[K] domain weights."""
     alpha_mean: Tensor
-    """[K] their mean over the steps taken."""
+    """[K] the result: their mean over the steps taken; for "aligned" the weights themselves."""
     gain: Tensor
     """[K] the last score of each domain."""
     num_steps: Tensor
@@ -62,11 +62,11 @@ class LastStep(NamedTuple):
     gram: Tensor
     """[R, R] inner products over the columns that enter W."""
     coefficients: Tensor
-    """[B] coefficients of the buffer's rows in the weighted sum; NaN if skipped."""
+    """[C] coefficients of the buffer's rows in the weighted sum; NaN if skipped."""
     grad_norms: Tensor
     """[R] norms of the rows before any clipping, over all columns."""
     gain: Tensor
-    """[K] the scores that moved the weights; W for the score "paper"."""
+    """[K] the scores that moved the weights; W for "paper" and, of this step, for "aligned"."""
     influence: Tensor
     """[K] W less the difficulty: what domain j does for the others, eq. (ge-decompose)."""
     difficulty: Tensor

@@ -162,8 +162,7 @@ def test_columns_beyond_the_block_are_not_read(implementation, device):
 
 def exact_metric(moments_N: Tensor, eps: float) -> Tensor:
     """d_n in float64."""
-    divisor_N = moments_N.double().sqrt() + eps
-    return torch.where(divisor_N == 0, 0, 1 / divisor_N)
+    return torch.where(moments_N == 0, 0, 1 / (moments_N.double().sqrt() + eps))
 
 
 def exact_gram(grads_KN: Tensor, moments_N: Tensor, eps: float) -> Tensor:

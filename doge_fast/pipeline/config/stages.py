@@ -329,11 +329,14 @@ class ProxyConfig(_Stage):
         parse_target(self.target)
         if self.selection is not None and not self.selection.is_file():
             raise ValueError(f"selection must be a JSON file; {self.selection} is not there.")
-        if self.score == "aligned" and self.sequences_per_domain < 2:
-            raise ValueError(
-                "score aligned compares two halves of each domain's blocks; sequences_per_domain "
-                f"must be 2 or more, got {self.sequences_per_domain}."
-            )
+        if self.score == "aligned":
+            has_default = self.domain_max_grad_norm == DOMAIN_MAX_GRAD_NORM
+            if self.mu is not None or not has_default or self.sequences_per_domain < 2:
+                raise ValueError(
+                    "score aligned has no mu and clips no domain: leave mu and "
+                    "domain_max_grad_norm as they are. It compares two halves of each domain's "
+                    "blocks: sequences_per_domain must be 2 or more."
+                )
 
 
 @dataclass(frozen=True)
