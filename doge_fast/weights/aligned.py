@@ -62,7 +62,7 @@ class Aligned(UpdateRule):
 
     has_halves: ClassVar[bool] = True
     is_preconditioned: ClassVar[bool] = True
-    name: ClassVar[str] = "aligned"  # type: ignore[misc]
+    name: ClassVar[str] = "aligned"
 
     def memory(self, num_names: int) -> int:
         """The mean matrix, [R, R]."""

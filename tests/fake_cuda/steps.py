@@ -178,7 +178,7 @@ def attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def plant(monkeypatch: pytest.MonkeyPatch, fault: Any) -> None:
     right = exchange.gram
-    monkeypatch.setattr(exchange, "gram", lambda rows: fault(right(rows)))
+    monkeypatch.setattr(exchange, "gram", lambda rows, **metric: fault(right(rows, **metric)))
 
 
 @pytest.mark.parametrize("mode", steps.MODES)
