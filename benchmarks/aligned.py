@@ -5,9 +5,10 @@
     python -m benchmarks.aligned out/aligned/github --table
 
 A proxy for each variant and seed; base models with the seeds of `benchmarks.temperature` judge the
-weights. The rule is computed on the host, so that its parts can be changed: exactly, and slowly.
-Half of a domain's blocks are drawn under a second name, so the blocks are not those of
-`doge-fast proxy --score aligned`. The same command resumes.
+weights. The rule is computed on the host, so that its parts can be changed: exactly, and slowly. It
+is not `doge-fast proxy --score aligned` to the bit. Half of a domain's blocks are drawn under a
+second name; v has its bias correction; the scale of a step is that of the halves; and the bounds of
+the slope are simpler. The same command resumes, and adds to the record.
 """
 
 import argparse
@@ -22,9 +23,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.temperature import BLOCKS, JUDGING, Question
+from benchmarks.temperature import (
+    BLOCKS,
+    JUDGING,
+    Question,
+    add_question,
+    question_of,
+    record_of,
+    slug,
+)
 from doge_fast.pipeline import records, stage
-from doge_fast.pipeline.config import CorpusConfig, ModelConfig, ProxyConfig
+from doge_fast.pipeline.config import ModelConfig, ProxyConfig
 from doge_fast.pipeline.proxy import ProxyTrainer
 from doge_fast.pipeline.reporting.statistics import change_text, paired_difference
 from doge_fast.pipeline.tables import table_of, text
@@ -100,7 +109,7 @@ def exact_mixture(gram: Array, gain: Array) -> Array:
 
 
 def mirror_mixture(alpha: Array, gram: Array, gain: Array) -> Array:
-    """One mirror step on log(W.a / sqrt(a'Ga)), as `doge_fast.weights.aligned.align` takes it."""
+    """One mirror step on log(W.a / sqrt(a'Ga)), with a floor under both denominators."""
     share = gain / max(gain @ alpha, LEAST_GAIN * np.abs(gain).max())
     square = max(alpha @ gram @ alpha, LEAST * gram.diagonal().mean())
     logs = np.log(alpha) + RATE * (share - (share @ alpha) * (gram @ alpha) / square)
@@ -275,11 +284,6 @@ def judged(
     }
 
 
-def slug(name: str) -> str:
-    """A variant's name as that of a folder."""
-    return name.replace(",", "").replace(" ", "-")
-
-
 def table(record: records.Json) -> str:
     """A row for each variant: each seed, and the mean with its interval, against uniform and rule.
 
@@ -308,39 +312,21 @@ def table(record: records.Json) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, or print the table of what was measured."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("out", type=Path, help=f"a directory, or with --table its {RECORD}")
-    parser.add_argument("--table", action="store_true", help="print what was measured")
-    parser.add_argument("--data")
-    parser.add_argument("--domains", nargs="+")
-    parser.add_argument("--target", nargs="+", default=[])
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--model", default="tiny")
-    parser.add_argument("--vocab-size", type=int, default=2048)
+    add_question(parser, RECORD)
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     args = parser.parse_args(arguments)
     file = args.out / RECORD if args.out.is_dir() or not args.table else args.out
     if not args.table:
+        if not args.domains:
+            parser.error("--domains says what is trained on.")
         torch.set_num_threads(1)
-        corpus = CorpusConfig(args.data, tuple(args.domains), vocab_size=args.vocab_size)
-        question = Question(args.out, corpus, tuple(args.target), args.steps, args.model)
         before = json.loads(file.read_text(encoding="utf-8"))["seeds"] if file.exists() else []
         seeds = {each["seed"]: each for each in before}
         for seed in args.seeds:
             methods = seeds.get(seed, {}).get("methods", {})
-            new = judged(question, args.domains, seed, args.variants)
+            new = judged(question_of(args), args.domains, seed, args.variants)
             seeds[seed] = new | {"methods": methods | new["methods"]}
-        record = {
-            "benchmark": "aligned",
-            "data": Path(args.data).name,
-            "domains": args.domains,
-            "target": args.target,
-            "steps": args.steps,
-            "model": args.model,
-            "versions": records.versions(),
-            "seeds": [seeds[seed] for seed in sorted(seeds)],
-        }
-        records.write_json(file, record)
+        records.write_json(file, record_of("aligned", args, [seeds[n] for n in sorted(seeds)]))
     print(table(json.loads(file.read_text(encoding="utf-8"))))
     return 0
 

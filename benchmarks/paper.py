@@ -54,13 +54,25 @@ class ExperimentSize:
 SIZES = {
     "small": ExperimentSize(),
     "tiny": ExperimentSize(
-        *("tiny", ("tiny", "mini", "small"), ("tiny",), 600, 800, 4, 14, (800,)),
+        proxy="tiny",
+        bases=("tiny",),
+        proxy_steps=600,
+        base_steps=800,
+        batch=14,
+        doremi_steps=(800,),
         options=("--vocab-size", "2048"),
     ),
     "paper": ExperimentSize(
-        *("82M", ("60M", "82M", "124M"), ("124M", "210M", "684M"), 10_000, 10_000),
+        proxy="82M",
+        proxies=("60M", "82M", "124M"),
+        bases=("124M", "210M", "684M"),
+        proxy_steps=10_000,
+        base_steps=10_000,
         # 126 sequences of seven domains; base models see 128.
-        *(18, 128, (10_000, 50_000), (5e-4, 1e-4)),
+        sequences=18,
+        batch=128,
+        doremi_steps=(10_000, 50_000),
+        rates=(5e-4, 1e-4),
         # All held-out blocks.
         options=("--block-size", "512", "--dtype", "bfloat16", "--eval-blocks", "1000000"),
         proxy_options=("--mu", "0.01", "--domain-max-grad-norm", "0"),

@@ -195,7 +195,7 @@ def judged(
         name: {
             "weights": weights,
             "trainings": trainings,
-            "loss": question.loss(_slug(name), weights, seed + JUDGING),
+            "loss": question.loss(f"judge-{slug(name)}", weights, seed + JUDGING),
         }
         for name, (weights, trainings) in methods.items()
     }
@@ -252,8 +252,42 @@ def lengths_table(seed: records.Json) -> str:
     return text(table_of(["1/T", *(f"{steps} steps" for steps in seed["searches"])], rows))
 
 
-def _slug(name: str) -> str:
-    return "judge-" + "".join(c for c in name.replace(" ", "-") if c.isalnum() or c == "-")
+def slug(name: str) -> str:
+    """A name as a part of a folder's."""
+    return "".join(c for c in name.replace(" ", "-") if c.isalnum() or c == "-")
+
+
+def add_question(parser: argparse.ArgumentParser, record: str) -> None:
+    """The arguments of a question and its seeds; `record` is the file of what was measured."""
+    parser.add_argument("out", type=Path, help=f"a directory, or with --table its {record}")
+    parser.add_argument("--table", action="store_true", help="print what was measured")
+    parser.add_argument("--data", default="installed")
+    parser.add_argument("--domains", nargs="*", default=[], help="trained on; all unless given")
+    parser.add_argument("--target", nargs="*", default=[], help="held out; universal unless given")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--vocab-size", type=int, default=2048)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+
+
+def question_of(args: argparse.Namespace) -> Question:
+    """The question that these arguments ask."""
+    corpus = CorpusConfig(args.data, tuple(args.domains), vocab_size=args.vocab_size)
+    return Question(args.out, corpus, tuple(args.target), args.steps, args.model)
+
+
+def record_of(benchmark: str, args: argparse.Namespace, seeds: list[records.Json]) -> records.Json:
+    """What was asked, and what each seed gave."""
+    return {
+        "benchmark": benchmark,
+        "data": Path(args.data).name,
+        "domains": args.domains,
+        "target": args.target,
+        "steps": args.steps,
+        "model": args.model,
+        "versions": records.versions(),
+        "seeds": seeds,
+    }
 
 
 def table(record: records.Json) -> str:
@@ -295,41 +329,23 @@ def table(record: records.Json) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, or print the table of what was measured."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("out", type=Path, help=f"a directory, or with --table its {RECORD}")
-    parser.add_argument("--table", action="store_true", help="print what was measured")
-    parser.add_argument("--data", default="installed")
-    parser.add_argument("--domains", nargs="*", default=[], help="trained on; all unless given")
-    parser.add_argument("--target", nargs="*", default=[], help="held out; universal unless given")
-    parser.add_argument("--steps", type=int, default=400)
+    add_question(parser, RECORD)
     parser.add_argument("--longer", type=int, help="steps of longer base models; only these")
     parser.add_argument("--no-others", action="store_true", help="leave out the other ways")
     parser.add_argument("--one-proxy", action="store_true", help="what one proxy gives, by rule")
-    parser.add_argument("--model", default="tiny")
-    parser.add_argument("--vocab-size", type=int, default=2048)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     args = parser.parse_args(arguments)
     file = args.out / RECORD if args.out.is_dir() or not args.table else args.out
     if not args.table:
-        corpus = CorpusConfig(args.data, tuple(args.domains), vocab_size=args.vocab_size)
-        question = Question(args.out, corpus, tuple(args.target), args.steps, args.model)
-        record = {
-            "benchmark": "temperature",
-            "data": Path(args.data).name,
-            "domains": args.domains,
-            "target": args.target,
-            "steps": args.steps,
-            "model": args.model,
-            "versions": records.versions(),
-            "seeds": [
-                compared_lengths(question, args.longer, seed)
-                if args.longer
-                else of_one_proxy(question, seed)
-                if args.one_proxy
-                else measured(question, seed, not args.no_others)
-                for seed in args.seeds
-            ],
-        }
-        records.write_json(file, record)
+        question = question_of(args)
+        seeds = [
+            compared_lengths(question, args.longer, seed)
+            if args.longer
+            else of_one_proxy(question, seed)
+            if args.one_proxy
+            else measured(question, seed, not args.no_others)
+            for seed in args.seeds
+        ]
+        records.write_json(file, record_of("temperature", args, seeds))
     print(table(json.loads(file.read_text(encoding="utf-8"))))
     return 0
 

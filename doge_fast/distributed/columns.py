@@ -13,7 +13,7 @@ pieces are A^T c.
 """
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch import distributed as dist
 from doge_fast.distributed.exchange import Columns, Exchange
 from doge_fast.distributed.process_group import Agreement, Communicator, Report, all_gather
 from doge_fast.flat_buffer import ALIGNMENT, Block, grad_dtype_of, on_device
-from doge_fast.kernels import gram, weighted_sum
+from doge_fast.kernels import weighted_sum
 from doge_fast.metric import Metric
 
 # Columns sent in one call; sender and receiver each hold a copy meanwhile.
@@ -93,7 +93,7 @@ class ColumnExchange(Exchange):
             for name in names
             if name in row_of
             for half in range(self._num_halves)
-            if report.entries[name].halves[half]
+            if report.entries[name].counts[half]
         ]
         return agreement
 
@@ -119,22 +119,20 @@ class ColumnExchange(Exchange):
             work.wait()
         return Columns([bucket.blocks for bucket in buckets], received)
 
-    def moments(self, columns: Columns, metric: Metric) -> list[Tensor | None]:
+    def _second_moments(self, columns: Columns, metric: Metric | None) -> dict[str, Any]:
         """Those of this rank's section of each bucket's columns."""
+        if metric is None:
+            return {}
         rank = self._communicator.rank
-        return [
+        moments = [
             metric.section([block.param for block in blocks], rows_PC.shape[1], rank)
             for blocks, rows_PC in zip(columns.blocks, columns.rows, strict=True)
         ]
+        return {"second_moments": moments, "eps": metric.eps}
 
-    def gram(
-        self,
-        rows: Sequence[Tensor],
-        moments: Sequence[Tensor | None] | None = None,
-        eps: float = 0.0,
-    ) -> Tensor:
+    def gram(self, columns: Columns, metric: Metric | None = None) -> Tensor:
         """The sum of the sections' Gram matrices."""
-        gram_PP = gram(rows, second_moments=moments, eps=eps)
+        gram_PP = super().gram(columns, metric)
         shares_CP = on_device(self._shares_CP, gram_PP.device, torch.float64)
         gram_CC = self._communicator.sum(shares_CP @ gram_PP @ shares_CP.T)
         # A product of three matrices need not be symmetric to the bit, and where the pieces of a

@@ -1,7 +1,7 @@
 """The five methods by which a step communicates, implemented for one process."""
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -53,10 +53,10 @@ class Exchange:
         Raises:
             RuntimeError: ranks differ in a setting. Raised on all ranks, with the same message.
         """
-        first_halves = {
-            name: entry.halves[0] / sum(entry.halves) for name, entry in report.entries.items()
+        first_shares = {
+            name: entry.counts[0] / sum(entry.counts) for name, entry in report.entries.items()
         }
-        return Agreement(first_halves, report.dtypes)
+        return Agreement(first_shares, report.dtypes)
 
     def complete(self, blocks: Sequence[Block], apart: Collection[int]) -> Columns:
         """All rows of this rank's columns.
@@ -66,23 +66,20 @@ class Exchange:
         """
         return Columns([(block,) for block in blocks], [block.rows_BN for block in blocks])
 
-    def moments(self, columns: Columns, metric: Metric) -> list[Tensor | None]:
-        """For each tensor in `columns.rows`, the second moments of its columns."""
-        return [metric.moment_of(block.param) for (block,) in columns.blocks]
+    def gram(self, columns: Columns, metric: Metric | None = None) -> Tensor:
+        """[C, C] float64: the Gram matrix over the columns of all ranks, in a metric or Euclidean.
 
-    def gram(
-        self,
-        rows: Sequence[Tensor],
-        moments: Sequence[Tensor | None] | None = None,
-        eps: float = 0.0,
-    ) -> Tensor:
-        """[C, C] float64: the Gram matrix over the columns of all ranks.
-
-        `rows` are some of the tensors that `complete` returned, at least one; `moments` are None or
-        theirs, for a Gram matrix in AdamW's metric.
+        `columns` are some of those that `complete` returned, at least one.
         """
-        gram_CC: Tensor = gram(rows, second_moments=moments, eps=eps)
+        gram_CC: Tensor = gram(columns.rows, **self._second_moments(columns, metric))
         return gram_CC
+
+    def _second_moments(self, columns: Columns, metric: Metric | None) -> dict[str, Any]:
+        """Arguments of the operator: a metric's second moments of each tensor's columns."""
+        if metric is None:
+            return {}
+        moments = [metric.moment_of(block.param) for (block,) in columns.blocks]
+        return {"second_moments": moments, "eps": metric.eps}
 
     def deliver(self, columns: Columns, coefficients_C: Tensor, state_S: Tensor) -> None:
         """Write sum_c x_c g_c into `p.grad` on all ranks, and rank 0's weights into `state_S`."""

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -35,10 +36,9 @@ class Entry:
 
     places: list[int] = field(default_factory=list)
     """Its places in the sequence of this step's domains: one for each time that it was left."""
-    count: float = 0.0
-    """Weight of this rank's gradient in the mean over ranks."""
-    halves: list[float] = field(default_factory=[0.0, 0.0].copy)
-    """How much of the count went to each half; without halves all of it to the first."""
+    counts: list[float] = field(default_factory=[0.0, 0.0].copy)
+    """Weight of each half of this rank's gradient in the mean over ranks; without halves the second
+    is 0."""
 
 
 class Report(NamedTuple):
@@ -59,7 +59,7 @@ class Report(NamedTuple):
 class Agreement(NamedTuple):
     """What all ranks together have received in a step."""
 
-    first_halves: Mapping[str, float]
+    first_shares: Mapping[str, float]
     """{domain with a gradient on some rank: the share of its first half}."""
     dtypes: Sequence[torch.dtype | None]
     """The dtype of each parameter's rows; None without a gradient on any rank."""
@@ -75,30 +75,22 @@ class Communicator:
         self._cpu_group: ProcessGroup | None = None
 
     def agree(self, names: Sequence[str], report: Report) -> tuple[Tensor, Agreement]:
-        """As `Exchange.agree`; and [n, B, 2] float64 on the CPU, the counts of every rank's halves.
-
-        A rank's count is divided over its halves as its times are.
-        """
+        """As `Exchange.agree`; and [n, B, 2] float64 on the CPU, every rank's counts of halves."""
         lengths = [2 * len(names), len(report.dtypes)]
         self._compare({"the number of domains or of parameters": lengths, **report.settings})
-        entries = [report.entries.get(name) for name in names]
-        counts_C = [
-            # The quotient is exactly 1 for a rule without halves.
-            0.0 if entry is None else entry.count * (half / sum(entry.halves))
-            for entry in entries
-            for half in ((0.0, 0.0) if entry is None else entry.halves)
-        ]
+        counts_B2 = [report.entries.get(name, Entry()).counts for name in names]
         codes = [0 if dtype is None else 1 + STORAGE_DTYPES.index(dtype) for dtype in report.dtypes]
-        counts_nC, codes_nU = torch.split(self._gather([*counts_C, *codes]), lengths, dim=1)
+        words = [*chain(*counts_B2), *codes]
+        counts_nC, codes_nU = torch.split(self._gather(words), lengths, dim=1)
         counts_nB2 = counts_nC.view(self.num_ranks, -1, 2)
         totals_B2 = counts_nB2.sum(0).tolist()
-        first_halves = {
+        first_shares = {
             name: first / (first + second)
             for name, (first, second) in zip(names, totals_B2, strict=True)
             if first + second > 0
         }
         dtypes = [_widest(codes) for codes in codes_nU.int().T.tolist()]
-        return counts_nB2, Agreement(first_halves, dtypes)
+        return counts_nB2, Agreement(first_shares, dtypes)
 
     def _compare(self, settings: Mapping[str, object]) -> None:
         """Raise the same RuntimeError on all ranks if a setting differs."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from doge_fast.distributed.exchange import Columns, Exchange
 from doge_fast.distributed.process_group import Agreement, Report, refuse_difference
 from doge_fast.flat_buffer import Block
+from doge_fast.metric import Metric
 
 
 class ShardExchange(Exchange):
@@ -42,19 +43,14 @@ class ShardExchange(Exchange):
                 self._counted.add(id(block.rows_BN))
         return super().complete(blocks, apart)
 
-    def gram(
-        self,
-        rows: Sequence[Tensor],
-        moments: Sequence[Tensor | None] | None = None,
-        eps: float = 0.0,
-    ) -> Tensor:
+    def gram(self, columns: Columns, metric: Metric | None = None) -> Tensor:
         """The sum over shards; replicated columns count once."""
-        counts = [id(rows_BC) in self._counted for rows_BC in rows]
-        if not any(counts):
-            own_CC = rows[0].new_zeros(len(rows[0]), len(rows[0]), dtype=torch.float64)
+        counts = [id(rows_CN) in self._counted for rows_CN in columns.rows]
+        if any(counts):
+            own_CC = super().gram(Columns(*(list(compress(x, counts)) for x in columns)), metric)
         else:
-            counted = None if moments is None else list(compress(moments, counts))
-            own_CC = super().gram(list(compress(rows, counts)), counted, eps)
+            num_rows = len(columns.rows[0])
+            own_CC = columns.rows[0].new_zeros(num_rows, num_rows, dtype=torch.float64)
         return self._communicator.sum(own_CC)
 
     def deliver(self, columns: Columns, coefficients_C: Tensor, state_S: Tensor) -> None:

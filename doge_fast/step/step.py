@@ -289,9 +289,8 @@ class Step:
             for name, count in counts.items():
                 entry = self._entries.setdefault(name, Entry())
                 entry.places.append(next(self._places))
-                entry.count += count
                 for half, size in halves[name].items():
-                    entry.halves[half] += count * (size / sum(halves[name].values()))
+                    entry.counts[half] += count * (size / sum(halves[name].values()))
             self.state = StepState.DROPPED if has_dropped else StepState.COLLECTED
             if self._is_complete:
                 self._combine(None)
@@ -400,7 +399,7 @@ class Step:
             last = self._weights.move(
                 matrices,
                 names_B=self.subset.names,
-                first_halves=agreement.first_halves,
+                first_shares=agreement.first_shares,
                 lr=lr,
                 grad_scale=scale,
             )
@@ -452,14 +451,14 @@ class Step:
         )
         agreement = self.exchange.agree(self.subset.names, report)
         self._has_agreed = True
-        missing = [name for name in self.subset.names if name not in agreement.first_halves]
-        if missing and (self._absent == "error" or not agreement.first_halves):
+        missing = [name for name in self.subset.names if name not in agreement.first_shares]
+        if missing and (self._absent == "error" or not agreement.first_shares):
             needed = "some domain" if self._absent == "keep" else "every domain, or absent='keep'"
             raise RuntimeError(
                 f"step() needs a gradient of {needed}; missing {missing}. Run their backward "
                 "passes inside optimizer.domain(name)."
             )
-        whole = [name for name, first in agreement.first_halves.items() if first in (0, 1)]
+        whole = [name for name, first in agreement.first_shares.items() if first in (0, 1)]
         if self._num_halves == 2 and whole:
             raise RuntimeError(
                 f"the rule {self._weights.rule.name!r} compares two halves of each domain's batch, "
@@ -627,15 +626,14 @@ def _matrices(
                 "parameters that the domains touch."
             )
     if rule.is_preconditioned:
-        metric = Metric(optimizer)
-        gram_CC = exchange.gram(inside.rows, exchange.moments(inside, metric), metric.eps)
+        gram_CC = exchange.gram(inside, Metric(optimizer))
         # Norms are Euclidean, and of all columns: what is not finite there must be seen too.
-        return Matrices(gram_CC, exchange.gram(columns.rows).to(gram_CC.device))
-    gram_CC = exchange.gram(inside.rows)
+        return Matrices(gram_CC, exchange.gram(columns).to(gram_CC.device))
+    gram_CC = exchange.gram(inside)
     if not outside.rows:
         return Matrices(gram_CC, gram_CC)
     # The other parameters may be on another device.
-    return Matrices(gram_CC, gram_CC + exchange.gram(outside.rows).to(gram_CC.device))
+    return Matrices(gram_CC, gram_CC + exchange.gram(outside).to(gram_CC.device))
 
 
 def loss_scale(

@@ -41,7 +41,7 @@ class WeightsState(NamedTuple):
     alpha_mean: Tensor
     """[K] the result: their mean over the steps taken; for "aligned" the weights themselves."""
     gain: Tensor
-    """[K] the last score of each domain."""
+    """[K] the last score of each domain; for "aligned" the last slope."""
     num_steps: Tensor
     """Scalar; steps that moved the weights."""
     num_skipped: Tensor
@@ -60,7 +60,8 @@ class LastStep(NamedTuple):
     """
 
     gram: Tensor
-    """[R, R] inner products over the columns that enter W."""
+    """[R, R] inner products over the columns that enter W; for "aligned" in its metric, with the
+    products of halves on the diagonal, which may be negative."""
     coefficients: Tensor
     """[C] coefficients of the buffer's rows in the weighted sum; NaN if skipped."""
     grad_norms: Tensor

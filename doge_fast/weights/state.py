@@ -78,10 +78,10 @@ class DomainWeights:
 
     def read(self, name: str) -> Tensor:
         """A copy of a part of the state: "alpha", "alpha_mean", "gain" or a count."""
-        view: Tensor = getattr(state_views(self._own_and_memory()[0]), name)
+        view: Tensor = getattr(state_views(self._common_and_memory()[0]), name)
         return view.clone()
 
-    def _own_and_memory(self) -> tuple[Tensor, Tensor]:
+    def _common_and_memory(self) -> tuple[Tensor, Tensor]:
         """Views of the state that all rules have, and of the rule's own memory."""
         size = len(VECTORS) * len(self.objective.domains) + len(COUNTS)
         return self.state_S[:size], self.state_S[size:]
@@ -91,7 +91,7 @@ class DomainWeights:
         parts = {name: self.read(name) for name in WeightsState._fields}
         parts |= {name: parts[name].long() for name in COUNTS}
         if self.num_memory:
-            parts["memory"] = self._own_and_memory()[1].clone()
+            parts["memory"] = self._common_and_memory()[1].clone()
         return {"mu": self.rule.mu or 0.0, **parts}
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -118,7 +118,7 @@ class DomainWeights:
 
     def warn_of_failure(self) -> None:
         """Warn, once each, of what is wrong with the weights. Waits for the device."""
-        state = state_views(self._own_and_memory()[0].cpu())
+        state = state_views(self._common_and_memory()[0].cpu())
         sentences = diagnosis.diagnose(state, self._initial_K, self.objective, self.rule)
         for name, sentence in sentences.items():
             if name not in self._warned:
@@ -130,13 +130,13 @@ class DomainWeights:
         matrices: Matrices,
         *,
         names_B: Sequence[str],
-        first_halves: Mapping[str, float],
+        first_shares: Mapping[str, float],
         lr: float | Tensor,
         grad_scale: float | Tensor,
     ) -> LastStep:
-        """One K x K step: lines 7 and 8 of Algorithm 1.
+        """One K x K step of the rule; of `MirrorStep` lines 7 and 8 of Algorithm 1.
 
-        `names_B` are the names of the step's rows; `first_halves` has those with a gradient, and
+        `names_B` are the names of the step's rows; `first_shares` has those with a gradient, and
         the share of the first half in each.
 
         Raises:
@@ -148,16 +148,16 @@ class DomainWeights:
             raise ValueError(f"the learning rate must be >= 0 to move the weights; got {lr}.")
         # The model may have moved to another device since they were made.
         self.state_S, self._tau_R = self.state_S.to(device), self._tau_R.to(device)
-        row_of = {name: row for row, name in enumerate(names_B) if name in first_halves}
+        row_of = {name: row for row, name in enumerate(names_B) if name in first_shares}
         row_R = [row_of.get(name, -1) for name in self.objective.names]
-        first_R = [first_halves.get(name, 1.0) for name in self.objective.names]
+        first_R = [first_shares.get(name, 1.0) for name in self.objective.names]
         names = Names(
             tau_R=self._tau_R,
             row_R=self._row_R.write(row_R, device),
             first_R=self._first_R.write(first_R, device),
         )
         settings_F = self._settings_F.write(rule.settings(lr, grad_scale), device)
-        step = rule.step(matrices, *self._own_and_memory(), names, settings_F)
+        step = rule.step(matrices, *self._common_and_memory(), names, settings_F)
         # A scheduler writes into a rate that is a tensor.
         return step._replace(lr=lr.detach().clone() if isinstance(lr, Tensor) else lr)
 

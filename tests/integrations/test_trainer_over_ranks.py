@@ -137,18 +137,21 @@ def trained(
         how: "": nothing else; "halves": two micro-batches; "target": a held-out domain and a
             selection by name; "drawn": two domains in a step; "means": a model that takes no number
             of targets; "llama": that architecture; "smoothed": labels; "begun": stops with a
-            checkpoint; "resumed": goes on there.
+            checkpoint; "resumed": goes on there; "aligned": by that rule, for a held-out domain.
         folder: of checkpoints, common to all ranks.
         config: `fsdp_config`; None: whole parameters.
     """
-    rows = ROWS if how == "target" else DOMAINS
+    rows = ROWS if how in ("target", "aligned") else DOMAINS
+    rule = {"score": "aligned"} if how == "aligned" else {"mu": 0.05}
+    # Of three on three ranks a rank has one example of a domain, or two, or all.
+    batch = EVEN_BATCH if data == "even" else BATCH // 2 if how == "aligned" else BATCH
     # A mean of means counts examples; it is that of all tokens where all have as many.
     dataset = data_of(data, rows, num_lengths=1 if how == "means" else LENGTH - 2)
     trainer = DoGETrainer(
         model=small_model("llama" if how == "llama" else "gpt2"),
         args=arguments_of_ranks(
             folder,
-            EVEN_BATCH if data == "even" else BATCH,
+            batch,
             2 if how in ("halves", "means") else 1,
             config,
             max_steps=BEGUN if how == "begun" else STEPS,
@@ -157,12 +160,12 @@ def trained(
         ),
         train_dataset=dataset,
         domains=DOMAINS,
-        mu=0.05,
-        target={"far": 1.0} if how == "target" else "universal",
+        target={"far": 1.0} if rows == ROWS else "universal",
         selection=NAMES if how == "target" else None,
         domains_per_step=2 if how == "drawn" else None,
         mode=mode,
         compute_loss_func=None if mode == "stacked" or how == "smoothed" else in_float64,
+        **rule,
     )
     if how == "means":
         # What Trainer finds out of a model whose forward takes no further arguments.
@@ -235,6 +238,19 @@ def test_ranks_train_what_one_process_trains(ranks, tmp_path, num_ranks, data, m
     together = ranks.run(num_ranks, trained, data, mode, how, str(tmp_path), config)
     assert len(alone.log) == STEPS
     check(together, alone, exactly=exactly, is_in_shards=config is not None)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "data", "config"),
+    [(3, "mapping", None), pytest.param(2, "even", {}, marks=EXHAUSTIVE)],
+    ids=["unequal parts", "shards"],
+)
+def test_halves_on_ranks_add_up_to_one_process_s_gradient(ranks, tmp_path, num_ranks, data, config):
+    """The weights are uniform in the first steps, whichever examples a half has."""
+    (alone,) = ranks.run(1, trained, data, "sequential", "aligned", str(tmp_path))
+    for rank in ranks.run(num_ranks, trained, data, "sequential", "aligned", str(tmp_path), config):
+        assert rank.is_in_shards == (config is not None)
+        torch.testing.assert_close(rank.theta_N, alone.theta_N, rtol=0, atol=1e-12)
 
 
 def refused(folder: str, what: str) -> str:

@@ -86,8 +86,8 @@ def train(steps: int, target: Any, **arguments: Any) -> tuple[nn.Module, DoGEOpt
 class Twin:
     """The same training with the reference."""
 
-    def __init__(self, target: Mapping[str, float], num_parts: int) -> None:
-        self.model, optimizer = model_and_optimizer(target)
+    def __init__(self, target: Mapping[str, float], num_parts: int, inner: Any) -> None:
+        self.model, optimizer = model_and_optimizer(target, inner=inner)
         self.names, self.inner, self.num_parts = optimizer.names, optimizer.inner, num_parts
         optimizer.release()
         self.tau_R = torch.tensor([target.get(n, 0.0) for n in self.names]).double()
@@ -108,7 +108,7 @@ class Twin:
                 first_R[row] += (part % 2 == 0) / self.num_parts
         states = [self.inner.state[param] for param in params]
         metric_N = torch.ones(halves_2RN.shape[2]).double()
-        if all(states):
+        if all("exp_avg_sq" in state for state in states):
             moments = torch.cat([state["exp_avg_sq"].flatten() for state in states])
             metric_N = torch.where(moments > 0, 1 / (moments.sqrt() + 1e-8), 0.0)
         self.alpha_K, gradient_N, self.mean_RR = reference.aligned_step(
@@ -122,14 +122,20 @@ class Twin:
         self.inner.step()
 
 
-@pytest.mark.parametrize("num_parts", [2, 3, 4])
-@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
-def test_the_rule_is_the_reference(target, num_parts):
+@pytest.mark.parametrize(
+    ("target", "num_parts", "inner"),
+    [
+        *((target, parts, torch.optim.AdamW) for target in TARGETS.values() for parts in (2, 3, 4)),
+        # Without second moments the metric is Euclidean.
+        (TARGETS["some of both"], 2, torch.optim.SGD),
+    ],
+)
+def test_the_rule_is_the_reference(target, num_parts, inner):
     steps = WAITING_STEPS + 15
-    twin = Twin(target, num_parts)
+    twin = Twin(target, num_parts, inner)
     for batch in batches(steps, twin.names):
         twin.step(batch)
-    model, optimizer = train(steps, target, micro_batches=num_parts)
+    model, optimizer = train(steps, target, micro_batches=num_parts, inner=inner)
     torch.testing.assert_close(optimizer.alpha, twin.alpha_K, rtol=1e-9, atol=0)
     assert (optimizer.alpha - 1 / len(DOMAINS)).abs().max() > 0.05
     for ours, theirs in zip(model.parameters(), twin.model.parameters(), strict=True):
@@ -285,14 +291,11 @@ def test_the_combined_gradient_is_clipped_in_the_euclidean_norm():
     for batch in batches(3, optimizer.names):
         fill(model, optimizer, batch)
         norm = torch.cat([param.grad.flatten() for param in model.parameters()]).norm()
-        assert float(norm) == pytest.approx(0.01, rel=1e-3)
+        before = float(optimizer.last.combined_norm)
+        assert before > 0.1
+        assert float(norm) == pytest.approx(0.01 * before / (before + 1e-6), rel=1e-9)
         optimizer.step()
         optimizer.zero_grad()
-
-
-def test_without_second_moments_the_metric_is_euclidean():
-    _, optimizer = train(WAITING_STEPS + 15, {"far": 1.0}, inner=torch.optim.SGD)
-    assert optimizer.weights["a"] > optimizer.weights["c"]
 
 
 def test_an_infinite_gradient_outside_the_selection_skips_the_step():
@@ -359,3 +362,32 @@ def test_an_optimizer_without_second_moments_takes_steps(optimizer_of):
     assert optimizer.num_steps == 5
     with pytest.warns(UserWarning, match="moves them after 20 steps, and there were 5"):
         assert optimizer.weights["a"] == pytest.approx(1 / 3)
+
+
+def test_a_weight_of_zero_stays_zero():
+    initial = {"a": 0.5, "b": 0.5, "c": 0.0}
+    _, optimizer = train(WAITING_STEPS + 10, {"far": 1.0}, initial=initial)
+    assert optimizer.weights["c"] == 0
+    assert optimizer.weights["a"] > 0.6
+
+
+def test_halves_that_cancel_are_no_overflow():
+    """The square of their sum may come out below zero."""
+    model, optimizer = model_and_optimizer({"far": 1.0})
+    for batch in batches(30, optimizer.names):
+        for sign in (1.0, -1.0 + 1e-9):
+            for name, (x, y) in batch.items():
+                with optimizer.domain(name):
+                    (sign * error_of(model, x, y).mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.num_skipped == 0
+
+
+def test_rows_of_16_bits_lead_the_same_way():
+    """Rounded to 8 bits, gradients are within 2^-9 of the rows; AdamW adds up what that moves."""
+    target = {"far": 1.0}
+    _, exact = train(WAITING_STEPS + 15, target)
+    _, rounded = train(WAITING_STEPS + 15, target, buffer_dtype=torch.bfloat16)
+    moved = (exact.alpha - 1 / len(DOMAINS)).abs().max()
+    assert (rounded.alpha - exact.alpha).abs().max() < 0.1 * moved

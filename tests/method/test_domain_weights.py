@@ -43,7 +43,7 @@ def move(
     return weights.move(
         Matrices(gram_RR, gram_RR),
         names_B=names,
-        first_halves=dict.fromkeys(present or names, 1.0),
+        first_shares=dict.fromkeys(present or names, 1.0),
         lr=lr,
         grad_scale=grad_scale,
     )

@@ -88,8 +88,8 @@ def test_both_align_by_the_same_steps(inner):
             ours.step()
         optimizer.zero_grad()
     assert (optimizer.alpha - 1 / len(DOMAINS)).abs().max() > 0.05
-    torch.testing.assert_close(readable.alpha_K, optimizer.alpha, rtol=0, atol=1e-10)
-    assert readable.weights == pytest.approx(optimizer.weights, abs=1e-10)
+    torch.testing.assert_close(readable.alpha_K, optimizer.alpha, rtol=0, atol=TOLERANCE)
+    assert readable.weights == pytest.approx(optimizer.weights, abs=TOLERANCE)
 
 
 def test_a_step_under_autocast_is_the_same():

@@ -121,8 +121,13 @@ def test_counts_of_micro_batches_add_up(monkeypatch):
         with optimizer.domain(name, count):
             weight.square().sum().backward()
     ((_, report),) = (call.args for call in agree.call_args_list)
-    entries = {name: (entry.count, entry.places) for name, entry in report.entries.items()}
-    assert entries == {"a": (4.0, [0, 2]), "b": (2.5, [1, 4]), "c": (2.0, [3, 5])}
+    entries = {name: (entry.counts, entry.places) for name, entry in report.entries.items()}
+    # A rule without halves has all of it in the first.
+    assert entries == {
+        "a": ([4.0, 0.0], [0, 2]),
+        "b": ([2.5, 0.0], [1, 4]),
+        "c": ([2.0, 0.0], [3, 5]),
+    }
     # Reading the weights waits for the device: ranks compare them until they have agreed.
     values, step = optimizer._weights.state_S.tolist(), optimizer._step
     assert step._settings([], 1.0)["the domain weights"] is None
