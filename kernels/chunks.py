@@ -10,7 +10,8 @@ same blocks; the tables that it used are never evicted, because the graph reads 
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
+from functools import partial
+from operator import attrgetter, is_
 from typing import NamedTuple
 
 import torch
@@ -31,20 +32,22 @@ ALIGNED_ELEMENTS = 16
 
 
 class Span(NamedTuple):
-    """Addresses and sizes of a block, and of its output if there is one."""
+    """Addresses and sizes of a block [R, n], and of a vector [n] that goes with it, if any."""
 
     source: int
     source_itemsize: int
     row_stride: int
     length: int
-    target: int = 0
-    target_itemsize: int = 1
+    vector: int = 0
+    vector_itemsize: int = 1
 
     @classmethod
-    def of(cls, block: Tensor, out: Tensor | None = None) -> "Span":
-        """The span of a block [R, n] and its output [n]."""
+    def of(cls, block: Tensor, vector: Tensor | None = None) -> "Span":
+        """The span of a block and its vector: an output, or second moments."""
         of_block = (block.data_ptr(), block.itemsize, block.stride(0), block.shape[1])
-        return cls(*of_block) if out is None else cls(*of_block, out.data_ptr(), out.itemsize)
+        if vector is None:
+            return cls(*of_block)
+        return cls(*of_block, vector.data_ptr(), vector.itemsize)
 
 
 class Spans(tuple[Span, ...]):
@@ -100,28 +103,34 @@ _SpansByDtype = tuple[tuple[tuple[torch.dtype, ...], Spans], ...]
 # By the layout of the lists, least recently used first.
 _spans: OrderedDict[_Key, _SpansByDtype] = OrderedDict()
 _shape_of, _dtype_of = attrgetter("shape"), attrgetter("dtype")
+_is_none = partial(is_, None)
 
 
-def spans_by_dtype(check: Callable[[], None], *lists: Sequence[Tensor]) -> _SpansByDtype:
-    """The spans of blocks, or of blocks and outputs, for each tuple of dtypes: one launch each.
+def spans_by_dtype(
+    check: Callable[[], None], blocks: Sequence[Tensor], *vectors: Sequence[Tensor | None]
+) -> _SpansByDtype:
+    """The spans of blocks, or of blocks and vectors, for each tuple of dtypes: one launch each.
 
     Args:
         check: raises ValueError about these lists; called once for each new layout, so it may read
             only sizes, strides, dtypes and devices.
-        lists: blocks [R, n], and optionally their outputs [n].
+        blocks: [R, n] each.
+        vectors: none, or one list with a vector [n] for each block; None for a block without one,
+            whose tuple has one dtype.
     """
     # Not the tensors' identities: a tensor may be moved, resized or cast in place.
     layout = tuple(
         tuple(map(of, tensors))
-        for tensors in lists
+        for tensors in (blocks, *map(_without_none, vectors))
         for of in (Tensor.data_ptr, Tensor.stride, _shape_of, _dtype_of, Tensor.get_device)
     )
+    layout += tuple(tuple(map(_is_none, each)) for each in vectors)
     groups = _spans.get(layout)
     if groups is None:
         check()
         groups = _spans[layout] = tuple(
             (dtypes, Spans(Span.of(*tensors) for tensors in group))
-            for dtypes, group in by_dtype(zip(*lists, strict=True))
+            for dtypes, group in by_dtype(map(_without_none, zip(blocks, *vectors, strict=True)))
         )
         if len(_spans) > MAX_LISTS:
             _spans.popitem(last=False)
@@ -130,12 +139,16 @@ def spans_by_dtype(check: Callable[[], None], *lists: Sequence[Tensor]) -> _Span
     return groups
 
 
+def _without_none(tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    return [tensor for tensor in tensors if tensor is not None]
+
+
 def chunk_tables(
     spans: Sequence[Span], fields: tuple[str, ...], chunk_columns: int, device: torch.device
 ) -> tuple[ChunkTable, ...]:
     """The tables of `spans`: one of aligned chunks and one of the others, without empty tables.
 
-    The columns of a table are `fields`: some of "source", "row_stride", "length" and "target".
+    The columns of a table are `fields`: some of "source", "row_stride", "length" and "vector".
     There are two tables so that a bias of ten elements does not cost all others their wide loads.
 
     Raises:
@@ -206,11 +219,11 @@ def _columns_of_chunks(
     first_S = counts_S.cumsum(0) - counts_S
     start_C = (torch.arange(len(span_C)) - first_S[span_C]) * chunk_columns
     of["source"] = of["source"] + start_C * of["source_itemsize"]
-    of["target"] = of["target"] + start_C * of["target_itemsize"]
+    of["vector"] = of["vector"] + start_C * of["vector_itemsize"]
     of["length"] = (of["length"] - start_C).clamp(max=chunk_columns)
     is_aligned_C = (
         (of["source"] % (ALIGNED_ELEMENTS * of["source_itemsize"]) == 0)
-        & (of["target"] % (ALIGNED_ELEMENTS * of["target_itemsize"]) == 0)
+        & (of["vector"] % (ALIGNED_ELEMENTS * of["vector_itemsize"]) == 0)
         & (of["row_stride"] % ALIGNED_ELEMENTS == 0)
         & (of["length"] % ALIGNED_ELEMENTS == 0)
     )

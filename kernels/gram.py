@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,7 +69,7 @@ def gram(
             here or in the list: d = 1.
         eps: >= 0; added to the root, as AdamW does.
         implementation: "torch", "cpp", "triton" or "cuda"; None: the dispatcher chooses. With
-            second moments plain torch runs for "triton" and "cuda".
+            second moments the next best runs for "cuda".
 
     Returns:
         [K, K] float64, on the device of the first block.
@@ -195,6 +196,8 @@ MAX_CUDA_ROWS = 64
 # The kernel in C++ takes at most this many rows.
 MAX_CPP_ROWS = 2048
 FIELDS = ("source", "row_stride", "length")
+# With a metric.
+SCALED_FIELDS = (*FIELDS, "vector")
 
 
 def gram_cpp(blocks: Sequence[Tensor], moments: Moments | None = None, eps: float = 0.0) -> Tensor:
@@ -213,13 +216,14 @@ def gram_cpp(blocks: Sequence[Tensor], moments: Moments | None = None, eps: floa
 def gram_cuda(blocks: Sequence[Tensor], moments: Moments | None = None, eps: float = 0.0) -> Tensor:
     """Two launches for each dtype and alignment.
 
-    The kernels take neither float64 nor more than MAX_CUDA_ROWS rows: then another implementation
-    runs.
+    The kernels take neither float64 nor more than MAX_CUDA_ROWS rows, and no metric: then another
+    implementation runs.
     """
     if moments is not None:
         check_gram(blocks, moments)
         if any(v is not None for v in moments):
-            return gram_torch(blocks, moments, eps)
+            scaled: Tensor = choose_without_cuda("gram", blocks[0].device)(blocks, moments, eps)
+            return scaled
     groups = spans_by_dtype(partial(check_gram, blocks), blocks)
     gram_RR = _empty_result(blocks)
     device = gram_RR.device
@@ -238,12 +242,14 @@ def gram_cuda(blocks: Sequence[Tensor], moments: Moments | None = None, eps: flo
 # Through Triton.
 #
 # Rows come through a chunk table, [num_chunks, 3] int64: address of the chunk's first element in
-# row 0, row stride in elements, number of columns. A program takes consecutive chunks, and later
+# row 0, row stride in elements, number of columns; with a metric, [num_chunks, 4], the address of
+# the chunk's first second moment. A program takes consecutive chunks, and later
 # programs take fewer. Sums are float32 within a chunk and float64 across chunks; a second kernel
 # adds the programs' partial results in a fixed order. The chunks of a program depend on the table's
 # length and the tuning, not on the device, so results are bitwise reproducible.
 #
-# Reads each row once (K*N elements); with more rows than a tile holds, once per column of tiles.
+# Reads each row and the second moments once (K*N and N elements); with more rows than a tile holds,
+# once per column of tiles.
 # Writes one float64 square per program and reads it once to reduce. `gram_tiles` adds to its square
 # after every chunk, in the second-level cache.
 
@@ -351,11 +357,18 @@ TUNINGS: dict[torch.dtype, dict[float, Pairs | Tiles]] = {
     torch.float16: {**TILES_HALF, **PAIRS_HALF},
     torch.float64: {**TILES_FLOAT64, **PAIRS_FLOAT64},
 }
+# With a metric. Scaled rows of 16 bits are float32: rounded to 16 bits again, a product would be
+# neither exact nor float32.
+SCALED_TUNINGS: dict[torch.dtype, dict[float, Pairs | Tiles]] = {
+    **TUNINGS,
+    torch.bfloat16: {**TILES_FLOAT32, **PAIRS_HALF},
+    torch.float16: {**TILES_FLOAT32, **PAIRS_HALF},
+}
 # Float64 entries of all partial results: 128 MiB.
 MAX_PARTIAL_ENTRIES = 1 << 24
 
 
-def pick(num_rows: int, dtype: torch.dtype) -> Pairs | Tiles:
+def pick(num_rows: int, dtype: torch.dtype, *, is_scaled: bool = False) -> Pairs | Tiles:
     """Pairs while they are memory-bound and fit in registers, else tiles.
 
     The table has the time of the arithmetic over that of the memory traffic, both computed, on H200
@@ -374,7 +387,8 @@ def pick(num_rows: int, dtype: torch.dtype) -> Pairs | Tiles:
                               0.95 (R=50)    0.75
                               1.38 (R=128)   1.44
     """
-    return TUNINGS[dtype][min(most for most in TUNINGS[dtype] if num_rows <= most)]
+    tunings = (SCALED_TUNINGS if is_scaled else TUNINGS)[dtype]
+    return tunings[min(most for most in tunings if num_rows <= most)]
 
 
 def reduction(num_rows: int) -> Reduction:
@@ -404,8 +418,10 @@ def columns_of(tuning: Pairs, dtype: torch.dtype, is_aligned: bool) -> dict[str,
     return {"BLOCK": block >> doublings, "DOUBLINGS": 0}
 
 
-def product_of(dtype: torch.dtype) -> tuple[torch.dtype, bool]:
+def product_of(dtype: torch.dtype, *, is_scaled: bool = False) -> tuple[torch.dtype, bool]:
     """The dtype of the factors of the tiles' products, and whether `split_dot` multiplies them."""
+    if is_scaled:
+        dtype = sum_dtype(dtype)
     if is_interpreted() and dtype == torch.bfloat16:
         # Triton's interpreter multiplies the bit patterns of bfloat16 operands.
         return torch.float32, False
@@ -417,34 +433,45 @@ def gram_triton(
     blocks: Sequence[Tensor], moments: Moments | None = None, eps: float = 0.0
 ) -> Tensor:
     """sum_p B_p D_p B_p^T, [R, R] float64, through Triton's kernels."""
-    if moments is not None:
-        check_gram(blocks, moments)
-        if any(v is not None for v in moments):
-            return gram_torch(blocks, moments, eps)
-    groups = spans_by_dtype(partial(check_gram, blocks), blocks)
+    vectors = () if moments is None else (moments,)
+    groups = spans_by_dtype(partial(check_gram, blocks, *vectors), blocks, *vectors)
     gram_RR = _empty_result(blocks)
     is_first = True
-    for (dtype,), spans in groups:
-        tuning = pick(len(gram_RR), dtype)
-        tables = chunk_tables(spans, FIELDS, tuning.chunk_columns, gram_RR.device)
+    for dtypes, spans in groups:
+        is_scaled = len(dtypes) > 1
+        tuning = pick(len(gram_RR), dtypes[0], is_scaled=is_scaled)
+        fields = SCALED_FIELDS if is_scaled else FIELDS
+        tables = chunk_tables(spans, fields, tuning.chunk_columns, gram_RR.device)
         if tables:
             with launching_on(gram_RR.device):
                 if isinstance(tuning, Pairs):
-                    _add_pairs(tuning, tables, dtype, gram_RR, is_first)
+                    _add_pairs(tuning, tables, dtypes, eps, gram_RR, is_first)
                 else:
-                    _add_tiles(tuning, tables, dtype, gram_RR, is_first)
+                    _add_tiles(tuning, tables, dtypes, eps, gram_RR, is_first)
             is_first = False
     return gram_RR.zero_() if is_first else gram_RR
+
+
+def metric_constants(dtypes: tuple[torch.dtype, ...], eps: float) -> dict[str, Any]:
+    """Compile-time arguments of the metric, if rows come with moments; eps rarely changes."""
+    if len(dtypes) == 1:
+        return {"MOMENT": None, "METRIC": None, "EPS": None}
+    return {
+        "MOMENT": triton_dtype(dtypes[1]),
+        "METRIC": triton_dtype(sum_dtype(*dtypes)),
+        "EPS": eps,
+    }
 
 
 def _add_pairs(
     tuning: Pairs,
     tables: Sequence[ChunkTable],
-    dtype: torch.dtype,
+    dtypes: tuple[torch.dtype, ...],
+    eps: float,
     gram_RR: Tensor,
     is_first: bool,
 ) -> None:
-    num_rows = len(gram_RR)
+    num_rows, dtype = len(gram_RR), dtypes[0]
     square = square_entries(num_rows)
     programs = [min(1 << tuning.program_doublings, table.num_chunks) for table in tables]
     partials = gram_RR.new_empty((sum(programs), square))
@@ -457,6 +484,7 @@ def _add_pairs(
             PROGRAM_DOUBLINGS=tuning.program_doublings,
             SQUARE=square,
             **columns_of(tuning, dtype, table.is_aligned),
+            **metric_constants(dtypes, eps),
             STORAGE=triton_dtype(dtype),
             SUM=triton_dtype(sum_dtype(dtype)),
             ALIGNED=table.is_aligned,
@@ -469,18 +497,19 @@ def _add_pairs(
 def _add_tiles(
     tuning: Tiles,
     tables: Sequence[ChunkTable],
-    dtype: torch.dtype,
+    dtypes: tuple[torch.dtype, ...],
+    eps: float,
     gram_RR: Tensor,
     is_first: bool,
 ) -> None:
-    num_rows = len(gram_RR)
+    num_rows, dtype = len(gram_RR), dtypes[0]
     num_tiles = -(-num_rows // tuning.tile)
     side = num_tiles * tuning.tile
     doublings = program_doublings(tuning, side)
     programs = [min(1 << doublings, table.num_chunks) for table in tables]
     partials = gram_RR.new_empty((sum(programs), side * side))
     is_whole = num_tiles <= tuning.tiles
-    product_dtype, is_split = product_of(dtype)
+    product_dtype, is_split = product_of(dtype, is_scaled=len(dtypes) > 1)
     for table, part in zip(tables, torch.split(partials, programs), strict=True):
         gram_tiles[(len(part), 1 if is_whole else num_tiles * (num_tiles + 1) // 2)](
             table.table,
@@ -491,6 +520,7 @@ def _add_tiles(
             TILES=num_tiles,
             TILE=tuning.tile,
             BLOCK=tuning.block,
+            **metric_constants(dtypes, eps),
             STORAGE=triton_dtype(dtype),
             PRODUCT=triton_dtype(product_dtype),
             SUM=triton_dtype(sum_dtype(dtype)),
@@ -523,9 +553,9 @@ def _reduce(partials: Tensor, gram_RR: Tensor, *, side: int, is_first: bool) -> 
 
 
 @kernel
-def load_chunk(table, chunk, STORAGE: tl.constexpr, ALIGNED: tl.constexpr):
+def load_chunk(table, chunk, STORAGE: tl.constexpr, MOMENT: tl.constexpr, ALIGNED: tl.constexpr):
     """The address, row stride and length of one chunk; ALIGNED allows 16-byte loads."""
-    entry = table + chunk * 3
+    entry = table + chunk * (3 if MOMENT is None else 4)
     address = tl.load(entry)
     row_stride = tl.load(entry + 1)
     length = tl.load(entry + 2)
@@ -536,6 +566,22 @@ def load_chunk(table, chunk, STORAGE: tl.constexpr, ALIGNED: tl.constexpr):
         row_stride = tl.multiple_of(row_stride, 16)
         length = tl.multiple_of(length, 16)
     return pointer, row_stride, length
+
+
+@kernel
+def load_moments(table, chunk, MOMENT: tl.constexpr, ALIGNED: tl.constexpr):
+    """The address of a chunk's second moments."""
+    pointer = tl.load(table + chunk * 4 + 3).to(tl.pointer_type(MOMENT))
+    return tl.multiple_of(pointer, 16) if ALIGNED else pointer
+
+
+@kernel
+def divisor_of(moment, METRIC: tl.constexpr, EPS: tl.constexpr):
+    """sqrt(v) + eps in the dtype METRIC, or infinity where v is 0: the inverse is the metric."""
+    moment = moment.to(METRIC)
+    # The fast root of float32 takes subnormal moments for zeros.
+    root = tl.sqrt(moment) if METRIC == tl.float64 else tl.sqrt_rn(moment)  # noqa: SIM300
+    return tl.where(moment == 0, float("inf"), root + tl.full(moment.shape, EPS, METRIC))
 
 
 @kernel
@@ -580,10 +626,15 @@ def gram_pairs(
     BLOCK: tl.constexpr,
     DOUBLINGS: tl.constexpr,
     STORAGE: tl.constexpr,
+    MOMENT: tl.constexpr,
+    METRIC: tl.constexpr,
+    EPS: tl.constexpr,
     SUM: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
     """One multiply-add per column and pair of rows: memory-bound while R is small.
+
+    Without a metric MOMENT is None; with one, a row is multiplied by it once for all its pairs.
 
     A thread adds the 2 ** DOUBLINGS columns of one load to one sum per pair, in column order: a sum
     per column would need 2 ** DOUBLINGS times the registers.
@@ -595,7 +646,9 @@ def gram_pairs(
     first = first_chunk(program, num_chunks, PROGRAM_DOUBLINGS)
     last = first_chunk(program + 1, num_chunks, PROGRAM_DOUBLINGS)
     for chunk in range(first, last):
-        pointer, row_stride, length = load_chunk(table, chunk, STORAGE, ALIGNED)
+        pointer, row_stride, length = load_chunk(table, chunk, STORAGE, MOMENT, ALIGNED)
+        if MOMENT is not None:
+            moments = load_moments(table, chunk, MOMENT, ALIGNED)
         sums = ()
         for _ in tl.static_range(R * (R + 1) // 2):
             sums = sums + (tl.zeros([BLOCK // LANES], SUM),)  # noqa: RUF005
@@ -610,12 +663,22 @@ def gram_pairs(
                 )
                 # LANES of [BLOCK / LANES]
                 rows = rows + lanes(row_B.to(SUM), DOUBLINGS)
+            if MOMENT is not None:
+                moment_B = tl.load(moments + columns_B, mask=columns_B < length, other=0)
+                metric_B = 1.0 / divisor_of(moment_B, METRIC, EPS)
+                metric = lanes(metric_B.to(SUM), DOUBLINGS)
             longer = ()
             for i in tl.static_range(R):
+                scaled = ()
+                for v in tl.static_range(LANES):
+                    if MOMENT is None:
+                        scaled = scaled + (rows[i * LANES + v],)  # noqa: RUF005
+                    else:
+                        scaled = scaled + (rows[i * LANES + v] * metric[v],)  # noqa: RUF005
                 for j in tl.static_range(i + 1):
                     sum_L = sums[i * (i + 1) // 2 + j]
                     for v in tl.static_range(LANES):
-                        sum_L = tl.fma(rows[i * LANES + v], rows[j * LANES + v], sum_L)
+                        sum_L = tl.fma(scaled[v], rows[j * LANES + v], sum_L)
                     longer = longer + (sum_L,)  # noqa: RUF005
             sums = longer
         for i in tl.static_range(R):
@@ -669,6 +732,9 @@ def gram_tiles(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     STORAGE: tl.constexpr,
+    MOMENT: tl.constexpr,
+    METRIC: tl.constexpr,
+    EPS: tl.constexpr,
     PRODUCT: tl.constexpr,
     SUM: tl.constexpr,
     IS_WHOLE: tl.constexpr,
@@ -679,7 +745,8 @@ def gram_tiles(
 
     A program has all pairs with IS_WHOLE, and reads each row once; else it has a single pair.
     Matrix units truncate sums, so they add BLOCK columns only (`Tiles`). The sums of a chunk are
-    float32, rounded to nearest, and those across chunks float64.
+    float32, rounded to nearest, and those across chunks float64. With a metric, rows are multiplied
+    by its root.
     """
     program = tl.program_id(0)
     tiles = ()
@@ -699,13 +766,19 @@ def gram_tiles(
     first = first_chunk(program, num_chunks, PROGRAM_DOUBLINGS)
     last = first_chunk(program + 1, num_chunks, PROGRAM_DOUBLINGS)
     for chunk in range(first, last):
-        pointer, row_stride, length = load_chunk(table, chunk, STORAGE, ALIGNED)
+        pointer, row_stride, length = load_chunk(table, chunk, STORAGE, MOMENT, ALIGNED)
+        if MOMENT is not None:
+            moments = load_moments(table, chunk, MOMENT, ALIGNED)
         sums = ()
         for _ in tl.static_range(len(tiles) * (len(tiles) + 1) // 2):
             sums = sums + (tl.zeros([TILE, TILE], SUM),)  # noqa: RUF005
         # int64: a row may be longer than 2**31
         for start in range(0, length, BLOCK):
             columns = start + tl.arange(0, BLOCK)[None, :]
+            if MOMENT is not None:
+                # [1, BLOCK]
+                moment_1B = tl.load(moments + columns, mask=columns < length, other=0)
+                root_1B = tl.rsqrt(divisor_of(moment_1B, METRIC, EPS)).to(PRODUCT)
             rows = ()
             for i in tl.static_range(len(tiles)):
                 i_T = tiles[i] * TILE + row_T
@@ -715,7 +788,10 @@ def gram_tiles(
                     mask=(i_T[:, None] < R) & (columns < length),
                     other=0,
                 )
-                rows = rows + (row_TB.to(PRODUCT),)  # noqa: RUF005
+                row_TB = row_TB.to(PRODUCT)
+                if MOMENT is not None:
+                    row_TB *= root_1B
+                rows = rows + (row_TB,)  # noqa: RUF005
             longer = ()
             for i in tl.static_range(len(tiles)):
                 for j in tl.static_range(i + 1):

@@ -130,7 +130,7 @@ def _sum_masked_rows(
 
 # Compiled: csrc/cpu/weighted_sum.cpp and csrc/cuda/weighted_sum.cu.
 
-FIELDS = ("source", "row_stride", "length", "target")
+FIELDS = ("source", "row_stride", "length", "vector")
 # A block of threads takes a chunk, 16 columns per thread; the kernel checks this limit.
 CUDA_CHUNK_COLUMNS = 4096
 

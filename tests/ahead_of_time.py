@@ -65,6 +65,13 @@ SOME_GRAMS = (
     (129, FLOAT32),
     (129, BFLOAT16),
 )
+# In the metric of second moments: of pairs, of one to four tiles, of one and two large tiles.
+SOME_METRICS = (
+    *itertools.product((1, 7, 12, 22, 50, 64, 128, 129), (FLOAT32,), (FLOAT32,)),
+    *itertools.product((7, 22, 50), (BFLOAT16,), (BFLOAT16, FLOAT32)),
+    (7, FLOAT32, BFLOAT16),
+    (7, FLOAT64, FLOAT64),
+)
 # Those with the most registers, for GPUs of all kinds: A100, A40, L40, H100, RTX of Blackwell.
 LARGE_GRAMS = (
     *itertools.product((12, 22, 50, 64, 128, 129), (FLOAT32,)),
@@ -94,11 +101,16 @@ class Case(NamedTuple):
     """Of what is one number for each token."""
 
 
-def gram_case(num_rows: int, dtype: torch.dtype, is_aligned: bool) -> Case:
-    """As gram.py launches them."""
-    sizes = gram.pick(num_rows, dtype)
-    name = f"gram of {num_rows} rows, {dtype}, {'aligned' if is_aligned else 'ragged'}"
-    constants = {
+def gram_case(
+    num_rows: int, dtype: torch.dtype, is_aligned: bool, moment: torch.dtype | None = None
+) -> Case:
+    """As gram.py launches them; `moment` is the dtype of second moments, if there are any."""
+    is_scaled = moment is not None
+    dtypes = (dtype,) if moment is None else (dtype, moment)
+    sizes = gram.pick(num_rows, dtype, is_scaled=is_scaled)
+    of_metric = f" by {moment}" if is_scaled else ""
+    name = f"gram of {num_rows} rows, {dtype}{of_metric}, {'aligned' if is_aligned else 'ragged'}"
+    constants = gram.metric_constants(dtypes, 1e-8) | {
         "R": num_rows,
         "STORAGE": triton_dtype(dtype),
         "SUM": triton_dtype(sum_dtype(dtype)),
@@ -113,7 +125,7 @@ def gram_case(num_rows: int, dtype: torch.dtype, is_aligned: bool) -> Case:
         wide = num_rows * sizes.block * dtype.itemsize // (16 * 32 * sizes.num_warps)
         return Case(name, gram.gram_pairs, constants, options, wide * is_aligned)
     tiles = -(-num_rows // sizes.tile)
-    product, is_split = gram.product_of(dtype)
+    product, is_split = gram.product_of(dtype, is_scaled=is_scaled)
     is_whole = tiles <= sizes.tiles
     constants |= {
         "TILES": tiles,
@@ -127,7 +139,11 @@ def gram_case(num_rows: int, dtype: torch.dtype, is_aligned: bool) -> Case:
     options |= {"num_stages": sizes.num_stages}
     loaded = (tiles if is_whole else 2) * sizes.tile
     wide = loaded * sizes.block * dtype.itemsize // (16 * 32 * sizes.num_warps)
-    return Case(name, gram.gram_tiles, constants, options, wide * is_aligned, True)
+    # Of second moments a lane loads one, in each of the stages.
+    narrow = sizes.num_stages * is_scaled
+    return Case(
+        *(name, gram.gram_tiles, constants, options, wide * is_aligned, True), narrow_loads=narrow
+    )
 
 
 def reduce_case(rows: int) -> Case:
@@ -193,6 +209,10 @@ def cases() -> Iterator[Case]:
         yield gram_case(num_rows, dtype, True)
     yield gram_case(7, FLOAT32, False)
     yield gram_case(22, BFLOAT16, False)
+    for num_rows, dtype, moment in SOME_METRICS:
+        yield gram_case(num_rows, dtype, True, moment)
+    yield gram_case(7, FLOAT32, False, FLOAT32)
+    yield gram_case(22, BFLOAT16, False, FLOAT32)
     yield reduce_case(22)
     for num_rows, (dtype, out_dtype) in itertools.product((1, 7, 22), SOME_PAIRS):
         yield weighted_sum_case(num_rows, dtype, out_dtype)

@@ -17,7 +17,7 @@ from doge_fast.kernels.chunks import (
     spans_by_dtype,
 )
 
-FIELDS = ("source", "row_stride", "length", "target")
+FIELDS = ("source", "row_stride", "length", "vector")
 CPU = torch.device("cpu")
 
 
@@ -37,11 +37,11 @@ def test_chunks_cover_every_column_once():
     ]
     covered = set()
     for table in chunk_tables(spans, FIELDS, 32, CPU):
-        for source, row_stride, length, target in table.table.tolist():
+        for source, row_stride, length, vector in table.table.tolist():
             span = next(s for s in spans if s.source <= source < s.source + 4 * max(s.length, 1))
             first = (source - span.source) // 4
             assert row_stride == span.row_stride
-            assert target == span.target + 8 * first
+            assert vector == span.vector + 8 * first
             assert 0 < length <= 32
             new = {(span.source, first + i) for i in range(length)}
             assert not new & covered
@@ -64,7 +64,7 @@ def test_a_ragged_block_does_not_take_wide_loads_from_the_others():
         pytest.param(Span(8, 4, 64, 64), id="address"),
         pytest.param(Span(0, 4, 63, 64), id="row stride"),
         pytest.param(Span(0, 4, 64, 60), id="length"),
-        pytest.param(Span(0, 4, 64, 64, 12, 4), id="target"),
+        pytest.param(Span(0, 4, 64, 64, 12, 4), id="vector"),
     ],
 )
 def test_alignment_needs_all_four(span):
@@ -159,7 +159,18 @@ class TestSpansByDtype:
     def test_other_outputs_are_another_list(self, seen):
         blocks, first, second = [torch.zeros(3, 8)], [torch.zeros(8)], [torch.zeros(8)]
         assert self.look(seen, blocks, first) != self.look(seen, blocks, second)
-        assert self.look(seen, blocks, first)[0][1][0].target == first[0].data_ptr()
+        assert self.look(seen, blocks, first)[0][1][0].vector == first[0].data_ptr()
+        assert len(seen) == 2
+
+    def test_a_block_without_a_vector_is_a_launch_of_its_own(self, seen):
+        blocks, vector = [torch.zeros(3, 8), torch.zeros(3, 8)], torch.zeros(8)
+        groups = self.look(seen, blocks, [None, vector])
+        assert groups == (
+            ((torch.float32,), Spans([Span.of(blocks[0])])),
+            ((torch.float32, torch.float32), Spans([Span.of(blocks[1], vector)])),
+        )
+        assert self.look(seen, blocks, [vector, None]) != groups
+        assert self.look(seen, blocks, [None, vector]) is groups
         assert len(seen) == 2
 
     def test_what_was_refused_is_not_kept(self):
