@@ -69,7 +69,7 @@ def gram(
             here or in the list: d = 1.
         eps: >= 0; added to the root, as AdamW does.
         implementation: "torch", "cpp", "triton" or "cuda"; None: the dispatcher chooses. With
-            second moments the next best runs for "cuda".
+            second moments "cuda" takes float32 rows and moments; the next best takes others.
 
     Returns:
         [K, K] float64, on the device of the first block.
@@ -216,27 +216,28 @@ def gram_cpp(blocks: Sequence[Tensor], moments: Moments | None = None, eps: floa
 def gram_cuda(blocks: Sequence[Tensor], moments: Moments | None = None, eps: float = 0.0) -> Tensor:
     """Two launches for each dtype and alignment.
 
-    The kernels take neither float64 nor more than MAX_CUDA_ROWS rows, and no metric: then another
-    implementation runs.
+    The kernels take neither float64 nor more than MAX_CUDA_ROWS rows, and a metric of float32 rows
+    and moments alone: for the rest another implementation runs.
     """
-    if moments is not None:
-        check_gram(blocks, moments)
-        if any(v is not None for v in moments):
-            scaled: Tensor = choose_without_cuda("gram", blocks[0].device)(blocks, moments, eps)
-            return scaled
-    groups = spans_by_dtype(partial(check_gram, blocks), blocks)
+    vectors = () if moments is None else (moments,)
+    groups = spans_by_dtype(partial(check_gram, blocks, *vectors), blocks, *vectors)
     gram_RR = _empty_result(blocks)
     device = gram_RR.device
-    if len(gram_RR) > MAX_CUDA_ROWS or any(torch.float64 in dtypes for dtypes, _ in groups):
-        result: Tensor = choose_without_cuda("gram", device)(blocks)
+    if len(gram_RR) > MAX_CUDA_ROWS or not all(_has_cuda_kernel(dtypes) for dtypes, _ in groups):
+        result: Tensor = choose_without_cuda("gram", device)(blocks, moments, eps)
         return result
     run = build.cuda_operators(device.type).gram
     is_first = True
-    for (dtype,), spans in groups:
-        for table in chunk_tables(spans, FIELDS, CUDA_CHUNK_COLUMNS, device):
-            run(table.table, table.is_aligned, dtype, gram_RR, not is_first)
+    for (dtype, *scaled), spans in groups:
+        fields, of_metric = (SCALED_FIELDS, eps) if scaled else (FIELDS, None)
+        for table in chunk_tables(spans, fields, CUDA_CHUNK_COLUMNS, device):
+            run(table.table, table.is_aligned, dtype, of_metric, gram_RR, not is_first)
             is_first = False
     return gram_RR.zero_() if is_first else gram_RR
+
+
+def _has_cuda_kernel(dtypes: tuple[torch.dtype, ...]) -> bool:
+    return torch.float64 not in dtypes and (len(dtypes) == 1 or set(dtypes) == {torch.float32})
 
 
 # Through Triton.

@@ -293,6 +293,7 @@ To bits_as(From x) {
 }
 inline uint32_t bits_of(float x) { return bits_as<uint32_t>(x); }
 inline float float_of(uint32_t bits) { return bits_as<float>(bits); }
+inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 
 inline float float_of_half(uint16_t bits) { return static_cast<float>(bits_as<_Float16>(bits)); }
 inline uint16_t half_of(float x) { return bits_as<uint16_t>(static_cast<_Float16>(x)); }

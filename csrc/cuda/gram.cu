@@ -1,10 +1,12 @@
-// sum_p B_p B_p^T over a table of chunks, [R, R] float64, up to 64 rows.
+// sum_p B_p D_p B_p^T over a table of chunks, [R, R] float64, up to 64 rows; D is a metric of float32 columns, or 1.
 //
 // A program takes consecutive chunks, and later programs take fewer. Sums are float32 over at most 8192 columns
 // and float64 across these; a second launch adds the programs' partial results in a fixed order. The chunks of a
 // program depend on the table and the number of rows, not on the device: results are bitwise reproducible.
 //
 // Up to 8 rows of float32 are multiplied in pairs, up to 64 rows in tiles of one warp. Triton takes more rows.
+
+#include <optional>
 
 #include "gram_pairs.cuh"
 #include "gram_tiles.cuh"
@@ -70,6 +72,7 @@ struct Problem {
   int64_t num_chunks;
   bool is_aligned;
   int num_rows;
+  float eps;
   bool add;
   Tensor gram_RR;
 
@@ -91,41 +94,44 @@ void reduce(const Launcher& launch, const Problem& problem, const Tensor& partia
          problem.add, static_cast<double*>(problem.gram_RR.mutable_data_ptr()));
 }
 
-template <int ROWS>
+template <int ROWS, bool SCALED>
 void run_pairs(const Launcher& launch, const Problem& problem) {
   if constexpr (ROWS < MAX_PAIR_ROWS)
-    if (problem.num_rows > ROWS) return run_pairs<ROWS + 1>(launch, problem);
+    if (problem.num_rows > ROWS) return run_pairs<ROWS + 1, SCALED>(launch, problem);
   const int64_t num_programs = problem.num_programs(PAIRS_OF<ROWS>);
   const Tensor partials = problem.partials(num_programs, PAIRS_OF<ROWS>);
-  launch(gram_pairs<ROWS>, num_programs, 1, PAIRS_THREADS, 0, problem.table, problem.num_chunks,
-         problem.is_aligned, static_cast<double*>(partials.mutable_data_ptr()));
+  launch(gram_pairs<ROWS, SCALED>, num_programs, 1, PAIRS_THREADS, 0, problem.table, problem.num_chunks,
+         problem.is_aligned, problem.eps, static_cast<double*>(partials.mutable_data_ptr()));
   reduce<Triangle>(launch, problem, partials, PAIRS_OF<ROWS>);
 }
 
-template <typename T, int GROUPS>
+template <typename T, int GROUPS, bool SCALED>
 void run_tiles(const Launcher& launch, const Problem& problem) {
   if constexpr (GROUPS < MAX_GROUPS)
-    if (problem.num_rows > 8 * GROUPS) return run_tiles<T, GROUPS + 1>(launch, problem);
+    if (problem.num_rows > 8 * GROUPS) return run_tiles<T, GROUPS + 1, SCALED>(launch, problem);
   constexpr int ENTRIES = Tiles::entries(GROUPS);
   const int64_t num_programs = problem.num_programs(ENTRIES);
   const Tensor partials = problem.partials(num_programs, ENTRIES);
-  launch(gram_tiles<T, GROUPS>, num_programs, 1, TILES_THREADS, TILES_SHARED_BYTES<GROUPS>, problem.table,
-         problem.num_chunks, problem.is_aligned, problem.num_rows,
+  launch(gram_tiles<T, GROUPS, SCALED>, num_programs, 1, TILES_THREADS, TILES_SHARED_BYTES<GROUPS, SCALED>,
+         problem.table, problem.num_chunks, problem.is_aligned, problem.num_rows, problem.eps,
          static_cast<double*>(partials.mutable_data_ptr()));
   reduce<Tiles>(launch, problem, partials, ENTRIES);
 }
 
-template <typename T>
+template <typename T, bool SCALED>
 void run(const Launcher& launch, const Problem& problem) {
-  if (std::is_same_v<T, float> && problem.num_rows <= MAX_PAIR_ROWS) return run_pairs<1>(launch, problem);
+  if (std::is_same_v<T, float> && problem.num_rows <= MAX_PAIR_ROWS)
+    return run_pairs<1, SCALED>(launch, problem);
   // Up to 8 float32 rows never reach this, so their tiles need not be compiled.
   constexpr int FEWEST_GROUPS = std::is_same_v<T, float> ? 2 : 1;
-  run_tiles<T, FEWEST_GROUPS>(launch, problem);
+  run_tiles<T, FEWEST_GROUPS, SCALED>(launch, problem);
 }
 
-// gram_RR = or, with `add`, += the products over the chunks of `table`, all rows of one dtype.
-void gram(Tensor table, bool is_aligned, ScalarType dtype, Tensor gram_RR, bool add) {
-  const int64_t* chunks = check_table(table, GRAM_FIELDS, "gram");
+// gram_RR = or, with `add`, += the products over the chunks of `table`, all rows of one dtype. With `eps` in the
+// metric of float32 second moments, which the table then has.
+void gram(Tensor table, bool is_aligned, ScalarType dtype, std::optional<double> eps, Tensor gram_RR, bool add) {
+  const int64_t* chunks = check_table(table, eps ? GRAM_FIELDS<true> : GRAM_FIELDS<false>, "gram");
+  DOGE_CHECK(!eps || dtype == ScalarType::Float, "gram takes a metric of float32 rows; received ", name(dtype), ".");
   const int64_t num_rows = gram_RR.size(0);
   DOGE_CHECK(gram_RR.scalar_type() == ScalarType::Double && gram_RR.is_contiguous() && num_rows > 0 &&
                  gram_RR.numel() == num_rows * num_rows,
@@ -133,12 +139,20 @@ void gram(Tensor table, bool is_aligned, ScalarType dtype, Tensor gram_RR, bool 
              " of ", name(gram_RR.scalar_type()), ".");
   DOGE_CHECK(num_rows <= 8 * MAX_GROUPS, "gram takes up to ", 8 * MAX_GROUPS, " rows; received ", num_rows, ".");
   const Launcher launch(gram_RR);
-  const Problem problem{chunks, table.size(0), is_aligned, static_cast<int>(num_rows), add, gram_RR};
-  with_storage(dtype, "gram", [&](auto storage) { run<decltype(storage)>(launch, problem); });
+  const Problem problem{chunks,
+                        table.size(0),
+                        is_aligned,
+                        static_cast<int>(num_rows),
+                        static_cast<float>(eps.value_or(0)),
+                        add,
+                        gram_RR};
+  if (eps) return run<float, true>(launch, problem);
+  with_storage(dtype, "gram", [&](auto storage) { run<decltype(storage), false>(launch, problem); });
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(DOGE_LIBRARY, library) {
-  library.def("gram(Tensor table, bool is_aligned, ScalarType dtype, Tensor(a!) gram_RR, bool add) -> ()");
+  library.def(
+      "gram(Tensor table, bool is_aligned, ScalarType dtype, float? eps, Tensor(a!) gram_RR, bool add) -> ()");
 }
 STABLE_TORCH_LIBRARY_IMPL(DOGE_LIBRARY, CompositeExplicitAutograd, library) {
   library.impl("gram", TORCH_BOX(&gram));

@@ -3,8 +3,9 @@
 // A warp multiplies all rows by all rows on its columns, which no other warp reads. So one lane loads an element,
 // splits it once and passes it to nobody, and there is no barrier before the sums are flushed. The next pieces
 // are copied to shared memory by the lane that will read them: they take no registers while they are in
-// flight, and they may belong to the next chunk.
-// Reads each row once; writes one float64 set of tiles per program.
+// flight, and they may belong to the next chunk. SCALED: in the metric of second moments, by whose root the lane
+// multiplies what it loaded; float32 alone.
+// Reads each row once, and the moments; writes one float64 set of tiles per program.
 #pragma once
 
 #include "gram_layout.cuh"
@@ -20,14 +21,14 @@ constexpr int MAX_GROUPS = 8;
 template <int GROUPS>
 constexpr int STEPS = GROUPS == 1 ? 8 : GROUPS == 2 ? 4 : GROUPS <= 4 ? 2 : 1;
 
-// Stages of a ring in shared memory, [STEPS, GROUPS, TILES_THREADS] each; all but one are in flight. Two or three
+// Stages of a ring in shared memory, [STEPS, GROUPS + SCALED, TILES_THREADS] each; all but one are in flight. Two or three
 // blocks fit on a multiprocessor of 164 KB. They have 48 KB or more in flight, enough to hide memory's latency.
 template <int GROUPS>
 constexpr int TILES_STAGES = STEPS<GROUPS> == 1 && GROUPS < MAX_GROUPS ? 4 : 3;
-template <int GROUPS>
-constexpr int STAGE_PIECES = STEPS<GROUPS> * GROUPS * TILES_THREADS;
-template <int GROUPS>
-constexpr size_t TILES_SHARED_BYTES = TILES_STAGES<GROUPS> * STAGE_PIECES<GROUPS> * sizeof(Piece);
+template <int GROUPS, bool SCALED>
+constexpr int STAGE_PIECES = STEPS<GROUPS> * (GROUPS + SCALED) * TILES_THREADS;
+template <int GROUPS, bool SCALED>
+constexpr size_t TILES_SHARED_BYTES = TILES_STAGES<GROUPS> * STAGE_PIECES<GROUPS, SCALED> * sizeof(Piece);
 
 // Tiles whose products are interleaved, and the chains of each. Six tiles hide the latency of a product. Fewer
 // tiles need several chains: three for the products of a split number, or two.
@@ -37,8 +38,10 @@ template <typename T, int GROUPS>
 constexpr int TILES_CHAINS = std::is_same_v<T, float> ? (GROUPS <= 3 ? 3 : 1) : GROUPS == 1 ? 2 : 1;
 
 // The position of a program's next load.
-template <typename T, int GROUPS>
+template <typename T, int GROUPS, bool SCALED>
 struct Loads {
+  // Pieces of a lane at a step: of its rows, and of their moments.
+  static constexpr int WIDTH = GROUPS + SCALED;
   // Columns of a warp, and of the block.
   static constexpr int WARP_STEP = STEPS<GROUPS> * 4 * PER_PIECE<T>;
   static constexpr int STEP = TILES_WARPS * WARP_STEP;
@@ -46,12 +49,14 @@ struct Loads {
   const int64_t* entry;
   const int64_t* end;
   Chunk<T> chunk;
+  const float* moments;
   int64_t start;
 
   __device__ __forceinline__ Loads(const int64_t* table, const ProgramChunks& chunks)
-      : entry(table + chunks.first * GRAM_FIELDS),
-        end(table + chunks.last * GRAM_FIELDS),
+      : entry(table + chunks.first * GRAM_FIELDS<SCALED>),
+        end(table + chunks.last * GRAM_FIELDS<SCALED>),
         chunk(chunk_at<T>(entry)),
+        moments(SCALED ? moments_at(entry) : nullptr),
         start(0) {}
 
   // Starts copying rows 8 i + lane / 4 at this lane's columns to `stage`, where this lane has every
@@ -67,8 +72,11 @@ struct Loads {
       start += STEP;
       if (start >= chunk.length) {
         start = 0;
-        entry += GRAM_FIELDS;
-        if (entry < end) chunk = chunk_at<T>(entry);
+        entry += GRAM_FIELDS<SCALED>;
+        if (entry < end) {
+          chunk = chunk_at<T>(entry);
+          if constexpr (SCALED) moments = moments_at(entry);
+        }
       }
     }
     // Ends a group without copies, too, because wait_for_copies counts groups.
@@ -91,8 +99,15 @@ struct Loads {
       DOGE_UNROLL
       for (int s = 0; s < STEPS<GROUPS>; ++s) {
         const bool is_inside = 8 * i + row < num_rows && column() + s * NEXT < chunk.length;
-        start_copy(stage + (s * GROUPS + i) * TILES_THREADS,
+        start_copy(stage + (s * WIDTH + i) * TILES_THREADS,
                    is_inside ? from + 8 * i * chunk.row_stride + s * NEXT : chunk.first, is_inside);
+      }
+    if constexpr (SCALED)
+      DOGE_UNROLL
+      for (int s = 0; s < STEPS<GROUPS>; ++s) {
+        const int64_t at = column() + s * NEXT;
+        const bool is_inside = at < chunk.length;
+        start_copy(stage + (s * WIDTH + GROUPS) * TILES_THREADS, is_inside ? moments + at : moments, is_inside);
       }
   }
 
@@ -102,11 +117,28 @@ struct Loads {
     for (int i = 0; i < GROUPS; ++i)
       for (int s = 0; s < STEPS<GROUPS>; ++s) {
         const int64_t left = 8 * i + row < num_rows ? chunk.length - column() - s * NEXT : 0;
-        stage[(s * GROUPS + i) * TILES_THREADS] =
+        stage[(s * WIDTH + i) * TILES_THREADS] =
             load_elements(from + 8 * i * chunk.row_stride + s * NEXT, left);
+      }
+    if constexpr (SCALED)
+      for (int s = 0; s < STEPS<GROUPS>; ++s) {
+        const int64_t at = column() + s * NEXT;
+        stage[(s * WIDTH + GROUPS) * TILES_THREADS] = load_elements(moments + at, chunk.length - at);
       }
   }
 };
+
+// The roots of the metric at a piece's columns.
+__device__ __forceinline__ void roots_of(const Piece& moments, float eps, float (&roots)[4]) {
+  DOGE_UNROLL
+  for (int i = 0; i < 4; ++i) roots[i] = rsqrtf(divisor_of(float_of(moments.word[i]), eps));
+}
+
+__device__ __forceinline__ Piece scaled(Piece piece, const float (&roots)[4]) {
+  DOGE_UNROLL
+  for (int i = 0; i < 4; ++i) piece.word[i] = bits_of(float_of(piece.word[i]) * roots[i]);
+  return piece;
+}
 
 template <typename T, int GROUPS>
 __device__ __forceinline__ void add_tiles(
@@ -158,22 +190,24 @@ __device__ __forceinline__ void flush_tiles(float (&sums)[TILES][Tiles::SUMS], d
   }
 }
 
-template <typename T, int GROUPS>
+template <typename T, int GROUPS, bool SCALED>
 __global__ void __launch_bounds__(TILES_THREADS)
-    gram_tiles(const int64_t* table, int64_t num_chunks, bool is_aligned, int num_rows, double* partials) {
-  using Loads = Loads<T, GROUPS>;
+    gram_tiles(const int64_t* table, int64_t num_chunks, bool is_aligned, int num_rows, float eps,
+               double* partials) {
+  static_assert(!SCALED || std::is_same_v<T, float>);
+  using Loads = Loads<T, GROUPS, SCALED>;
   constexpr int ENTRIES = Tiles::entries(GROUPS);
   constexpr int STAGES = TILES_STAGES<GROUPS>;
   __shared__ double totals[ENTRIES];
   for (int i = threadIdx.x; i < ENTRIES; i += TILES_THREADS) totals[i] = 0;
   __syncthreads();
-  // [STAGES, STEPS, GROUPS, TILES_THREADS]; this thread has one index of the last dimension.
+  // [STAGES, STEPS, GROUPS + SCALED, TILES_THREADS]; this thread has one index of the last dimension.
   Piece* stages = dynamic_shared() + threadIdx.x;
   Loads loads(table, ProgramChunks::of(blockIdx.x, gridDim.x, num_chunks));
   // Stages that are in flight or have arrived.
   int ahead = 0;
   for (int stage = 0; stage < STAGES - 1; ++stage)
-    ahead += loads.start_next(stages + stage * STAGE_PIECES<GROUPS>, num_rows, is_aligned);
+    ahead += loads.start_next(stages + stage * STAGE_PIECES<GROUPS, SCALED>, num_rows, is_aligned);
   float sums[Tiles::tiles(GROUPS)][Tiles::SUMS] = {};
   // Columns that this warp has added since the last flush.
   int run = 0;
@@ -184,15 +218,21 @@ __global__ void __launch_bounds__(TILES_THREADS)
     }
     run += Loads::WARP_STEP;
     wait_for_copies<STAGES - 2>();
-    const Piece* arrived = stages + stage * STAGE_PIECES<GROUPS>;
+    const Piece* arrived = stages + stage * STAGE_PIECES<GROUPS, SCALED>;
     typename Product<T>::Operand operands[STEPS<GROUPS>][GROUPS];
     DOGE_UNROLL
-    for (int s = 0; s < STEPS<GROUPS>; ++s)
+    for (int s = 0; s < STEPS<GROUPS>; ++s) {
+      const Piece* step = arrived + s * Loads::WIDTH * TILES_THREADS;
+      float roots[4];
+      if constexpr (SCALED) roots_of(step[GROUPS * TILES_THREADS], eps, roots);
       DOGE_UNROLL
-      for (int i = 0; i < GROUPS; ++i)
-        operands[s][i] = Product<T>::operand(arrived[(s * GROUPS + i) * TILES_THREADS]);
+      for (int i = 0; i < GROUPS; ++i) {
+        const Piece& piece = step[i * TILES_THREADS];
+        operands[s][i] = Product<T>::operand(SCALED ? scaled(piece, roots) : piece);
+      }
+    }
     // The previous stage is free: its pieces are multiplied.
-    Piece* free = stages + (stage > 0 ? stage - 1 : STAGES - 1) * STAGE_PIECES<GROUPS>;
+    Piece* free = stages + (stage > 0 ? stage - 1 : STAGES - 1) * STAGE_PIECES<GROUPS, SCALED>;
     ahead += loads.start_next(free, num_rows, is_aligned) - 1;
     add_tiles<T, GROUPS>(sums, operands);
   }

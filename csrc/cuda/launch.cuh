@@ -125,13 +125,25 @@ struct Chunk {
   int64_t length;
 };
 
-// Fields of a chunk in its table.
-constexpr int GRAM_FIELDS = 3;
+// Fields of a chunk in its table; with a metric the last is the address of its second moments.
+template <bool SCALED>
+constexpr int GRAM_FIELDS = SCALED ? 4 : 3;
 constexpr int SUM_FIELDS = 4;
 
 template <typename T>
 __device__ __forceinline__ Chunk<T> chunk_at(const int64_t* entry) {
   return {reinterpret_cast<const T*>(entry[0]), entry[1], entry[2]};
+}
+
+__device__ __forceinline__ const float* moments_at(const int64_t* entry) {
+  return reinterpret_cast<const float*>(entry[3]);
+}
+
+// sqrt(v) + eps, or infinity where v is 0: the inverse is the metric.
+__device__ __forceinline__ float divisor_of(float moment, float eps) {
+  // Selected after the root: a branch around it makes ptxas spill.
+  const float divisor = sqrtf(moment) + eps;
+  return moment == 0 ? float_of(0x7f800000U) : divisor;
 }
 
 #ifdef DOGE_EMULATED
