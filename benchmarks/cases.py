@@ -22,6 +22,8 @@ from doge_fast.weights.reweight import StepSettings, new_state, reweight
 
 # Relative to the largest entry, against float64: what the library promises.
 GRAM_TOLERANCE = 1e-6
+# Large enough that no column counts for more than all others.
+METRIC_EPS = 1e-3
 # Columns at both ends of a block that are compared with the truth; a tail is where mistakes are.
 CHECKED_COLUMNS = 1 << 16
 # Elements of one float64 product of the truth: a cache's worth, or enough to fill a GPU.
@@ -101,6 +103,42 @@ def gram_case(arena: Arena, problem: OperatorProblem, names: Sequence[str]) -> C
         ours={name: functools.partial(gram, operand, implementation=name) for name in names},
         plain=_plain_grams(blocks),
     )
+
+
+def metric_case(arena: Arena, problem: OperatorProblem, names: Sequence[str]) -> Case:
+    """All inner products of the rows in the metric of second moments, of the dtype of the rows."""
+    case = gram_case(arena, problem, names)
+    blocks = arena.blocks(problem)
+    moments = arena.outputs(problem.sizes)
+    num_rows, num_columns = problem.num_rows, problem.num_columns
+    truth = functools.cache(lambda: metric_truth(blocks, moments))
+
+    def error(call: Call) -> float:
+        # Yardsticks write there.
+        for block, v in zip(blocks, moments, strict=True):
+            torch.square(block[0], out=v)
+        found_KK = call()
+        assert isinstance(found_KK, Tensor)
+        return relative_error([found_KK], [truth()])
+
+    def products() -> Tensor:
+        total_KK = blocks[0].new_zeros(num_rows, num_rows)
+        for block, v in zip(blocks, moments, strict=True):
+            metric = torch.where(v == 0, 0, 1 / (v.sqrt() + METRIC_EPS))
+            total_KK.addmm_(block * metric, block.T)
+        return total_KK
+
+    case.label, case.error, case.plain = "metric", error, {"x * d, mm": products}
+    case.num_bytes += num_columns * problem.dtype.itemsize
+    # A product with the root of the metric for each element.
+    case.flops += num_rows * num_columns
+    case.ours = {
+        name: functools.partial(
+            *(gram, blocks), second_moments=moments, eps=METRIC_EPS, implementation=name
+        )
+        for name in names
+    }
+    return case
 
 
 def weighted_sum_case(arena: Arena, problem: OperatorProblem, names: Sequence[str]) -> Case:
@@ -297,6 +335,19 @@ def gram_truth(blocks: Sequence[Tensor]) -> Tensor:
     for block in blocks:
         for piece in block.split(columns, dim=1):
             total_KK += reference.gram(piece.double())
+    return total_KK
+
+
+def metric_truth(blocks: Sequence[Tensor], moments: Sequence[Tensor]) -> Tensor:
+    """[K, K] in the metric, everything in float64, a piece at a time."""
+    num_rows, device = len(blocks[0]), blocks[0].device
+    columns = TRUTH_ELEMENTS.get(device.type, 1 << 20) // num_rows
+    total_KK = torch.zeros(num_rows, num_rows, dtype=torch.float64, device=device)
+    for block, v in zip(blocks, moments, strict=True):
+        for piece, of_piece in zip(block.split(columns, dim=1), v.split(columns), strict=True):
+            # As in the operator, d is 0 where v is.
+            root = torch.where(of_piece == 0, 0, (of_piece.double().sqrt() + METRIC_EPS).rsqrt())
+            total_KK += reference.gram(piece.double() * root)
     return total_KK
 
 

@@ -10,6 +10,7 @@ See README.md beside this file for the columns.
 
 import argparse
 import functools
+import itertools
 import math
 import statistics
 import time
@@ -45,8 +46,11 @@ CALLS_PER_SAMPLE = 50
 YARDSTICK_SIZE = {"cpu": 1024, "cuda": 8192}
 # Below this arithmetic is no limit anywhere, and its yardstick need not run.
 MIN_FLOPS_PER_BYTE = 1.0
-# {operator: its case}, for each shape and number of rows, or for each number of domains.
-BY_SHAPE = {"gram": cases.gram_case, "weighted_sum": cases.weighted_sum_case}
+# {operator: its cases}, for each shape and number of rows, or for each number of domains.
+BY_SHAPE = {
+    "gram": (cases.gram_case, cases.metric_case),
+    "weighted_sum": (cases.weighted_sum_case,),
+}
 BY_NUMBER = {"segment_sum": cases.segment_sum_case}
 OPERATORS = (*BY_SHAPE, "accumulate", *BY_NUMBER, "reweight")
 
@@ -88,9 +92,8 @@ def _cases_of(
     shapes: Sequence[str],
 ) -> Iterator[Case]:
     for operator in filter(operators.__contains__, BY_SHAPE):
-        for shape in shapes:
-            for each in num_rows:
-                yield BY_SHAPE[operator](arena, arena.problem(each, shape), names)
+        for make, shape, each in itertools.product(BY_SHAPE[operator], shapes, num_rows):
+            yield make(arena, arena.problem(each, shape), names)
     if arena.dtype == torch.float32:
         small = cases.bias_cases(arena, names)
         yield from (case for case in small if case.operator in operators)
