@@ -4,7 +4,6 @@ Rows, combined gradient and optimizer state stay sharded. The Gram matrix is the
 """
 
 from collections.abc import Collection, Sequence
-from itertools import compress
 from typing import Any
 
 import torch
@@ -32,22 +31,22 @@ class ShardExchange(Exchange):
 
     def complete(self, blocks: Sequence[Block], apart: Collection[int]) -> Columns:
         """This rank's shards."""
-        # Rows that this rank adds to the Gram matrix: those of a replicated parameter are added by
-        # one rank only.
+        # Parameters that this rank adds to the Gram matrix: a replicated one is added by one rank
+        # only.
         self._counted: set[int] = set()
         for block in blocks:
             param: Any = block.param
             coordinates = zip(param.placements, param.device_mesh.get_coordinate(), strict=True)
             # Whether this rank is the first of those that hold the same part.
             if not any(placement.is_replicate() and at for placement, at in coordinates):
-                self._counted.add(id(block.rows_BN))
+                self._counted.add(id(block.param))
         return super().complete(blocks, apart)
 
     def gram(self, columns: Columns, metric: Metric | None = None) -> Tensor:
         """The sum over shards; replicated columns count once."""
-        counts = [id(rows_CN) in self._counted for rows_CN in columns.rows]
-        if any(counts):
-            own_CC = super().gram(Columns(*(list(compress(x, counts)) for x in columns)), metric)
+        own, _ = columns.split(self._counted)
+        if own.rows:
+            own_CC = super().gram(own, metric)
         else:
             num_rows = len(columns.rows[0])
             own_CC = columns.rows[0].new_zeros(num_rows, num_rows, dtype=torch.float64)
