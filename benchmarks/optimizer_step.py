@@ -2,16 +2,19 @@
 
     python -m benchmarks.optimizer_step --device cpu
     python -m benchmarks.optimizer_step --device cuda --model 124M --domains 7 22 50
+    python -m benchmarks.optimizer_step --score aligned
 
 Both sides run one forward and backward per domain (or, `--mode stacked`, one over the whole batch)
 and one AdamW step on a GPT-2-shaped model with tied embeddings. Before anything is timed the
-combined gradient is checked against autograd's. Memory is measured in a process of its own per
-side: the peak during a step of the DoGE side, less that of the plain side, over the size of the
-K x N buffer.
+combined gradient is checked against autograd's. With `--score aligned` a DoGE step with this rule,
+which runs two halves of each domain, stands over one with the paper's score. Memory is measured in
+a process of its own per side: the peak during a step of the DoGE side, less that of the plain side,
+over the size of the buffer, which has 2 K rows with the aligned rule.
 """
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +30,17 @@ CPU_PROBLEMS = (
     Problem(Shape(4, 4, 256, 8192, 128), 7, 28, bar=1.03),
     Problem(Shape(6, 8, 512, 16384, 128), 7, 7, bar=1.08),
 )
+# The aligned rule's step over that of the paper's score.
+ALIGNED_BAR = 1.05
+# Two sequences a domain at least: the rule compares halves.
+ALIGNED_CPU_PROBLEMS = tuple(
+    Problem(shape, 7, sequences, mode=mode, bar=ALIGNED_BAR, score="aligned")
+    for shape, sequences in ((Shape(4, 4, 256, 8192, 128), 28), (Shape(6, 8, 512, 16384, 64), 14))
+    for mode in steps.MODES
+)
 # 128 x 512 tokens a step, as the paper's runs.
 GPU_SEQUENCES = 128
+SIDES = {"paper": "DoGE step / plain step", "aligned": "aligned step / paper's step"}
 # The ratio to a plain step, by mode and domains.
 GPU_BARS = {
     (steps.SEQUENTIAL, 7): 1.05,
@@ -41,7 +53,8 @@ GPU_BARS = {
 def paper_problem(model: str, num_domains: int, **options: Any) -> Problem:
     """One of the paper's sizes at the paper's tokens per step, with the bar for so many domains."""
     mode = options.get("mode", steps.SEQUENTIAL)
-    bar = options.pop("bar", GPU_BARS.get((mode, num_domains)))
+    is_aligned = options.get("score") == "aligned"
+    bar = options.pop("bar", ALIGNED_BAR if is_aligned else GPU_BARS.get((mode, num_domains)))
     sequences = options.pop("num_sequences", GPU_SEQUENCES)
     return Problem(PAPER[model], num_domains, sequences, bar=bar, **options)
 
@@ -67,23 +80,27 @@ def measure(
         "parameters": num_params,
         "domains": problem.num_domains,
         "mode": problem.mode,
+        "sides": SIDES[problem.score],
         "tokens": problem.num_tokens,
         "gradient_error": protocol.rounded(steps.check(problem, device), 3),
     }
     # The next sides need the room of these.
     protocol.release(device)
+    paper = replace(problem, score="paper")
     ratio = paired(
         steps.DogeStep(problem, device),
-        steps.PlainStep(problem, device),
+        steps.PlainStep(problem, device) if paper == problem else steps.DogeStep(paper, device),
         pairs=pairs,
         device=device,
         seconds=seconds,
     )
     row |= {**protocol.as_dict(ratio), "bar": problem.bar}
     row["verdict"] = verdict(row)
-    row["plain_mfu"] = models.utilisation(
-        problem.shape, problem.num_tokens, ratio.baseline_ms, device
-    )
+    row["plain_mfu"] = None
+    if paper == problem:
+        row["plain_mfu"] = models.utilisation(
+            problem.shape, problem.num_tokens, ratio.baseline_ms, device
+        )
     protocol.release(device)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
@@ -99,7 +116,7 @@ def measured_memory(
 ) -> dict[str, Any]:
     """Peak of the DoGE side over that of the plain side, and how far it is from the buffer."""
     dtype = getattr(torch, problem.buffer_dtype or "float32")
-    buffer_bytes = problem.num_domains * num_params * dtype.itemsize
+    buffer_bytes = problem.num_rows * num_params * dtype.itemsize
     peaks = {
         name: memory.peak_bytes("benchmarks.steps:side", steps.arguments_of(name, problem), device)
         for name in steps.SIDES
@@ -125,13 +142,13 @@ def line(row: dict[str, Any]) -> str:
     bar = f", bar {row['bar']}: {row['verdict']}" if row["bar"] else ""
     mfu = f", {100 * row['plain_mfu']:.0f} % MFU" if row["plain_mfu"] else ""
     text = (
-        f"{row['problem']}\n  DoGE step / plain step = {row['ratio']:.3f} "
-        f"[{row['low']:.3f}, {row['high']:.3f}] ({row['pairs']} pairs, plain "
+        f"{row['problem']}\n  {row['sides']} = {row['ratio']:.3f} "
+        f"[{row['low']:.3f}, {row['high']:.3f}] ({row['pairs']} pairs, the latter "
         f"{row['baseline_ms']:.0f} ms{mfu}{bar})"
     )
     if "extra_over_buffer" in row:
         text += (
-            "\n  peak memory over plain, less the K x N buffer: "
+            "\n  peak memory over plain, less the buffer: "
             f"{100 * row['extra_over_buffer']:+.1f} % of the buffer"
         )
     if "host_synchronisations" in row:
@@ -143,11 +160,12 @@ def problems_of(args: argparse.Namespace) -> Sequence[Problem]:
     """The standing rows on a CPU; the paper's sizes on a GPU, or where they are named."""
     on_gpu = torch.device(args.device).type == "cuda"
     if not args.model and not on_gpu:
-        return CPU_PROBLEMS
+        return CPU_PROBLEMS if args.score == "paper" else ALIGNED_CPU_PROBLEMS
     options = {
         "autocast": args.autocast or ("bfloat16" if on_gpu else None),
         "buffer_dtype": args.buffer_dtype,
         "mode": args.mode,
+        "score": args.score,
     }
     if options["autocast"] == "float32":
         options["autocast"] = None
@@ -171,6 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--autocast", help="bfloat16 on a GPU unless given; float32 for none")
     parser.add_argument("--buffer-dtype", help="of the stored domain gradients")
     parser.add_argument("--mode", choices=steps.MODES, default=steps.SEQUENTIAL)
+    parser.add_argument("--score", choices=SIDES, default="paper")
     parser.add_argument("--no-memory", action="store_true", help="leave the peaks out")
     args = parser.parse_args(arguments)
     rows = []

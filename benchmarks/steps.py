@@ -7,7 +7,7 @@ them apart, takes their Gram matrix, moves the domain weights and combines them.
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -38,12 +38,19 @@ class Problem:
     buffer_dtype: str | None = None
     """Of the stored domain gradients; None: that of the gradients."""
     bar: float | None = None
-    """The ratio to a plain step that must not be passed."""
+    """The ratio to a plain step that must not be passed; of the aligned rule, to the paper's."""
+    score: Literal["paper", "aligned"] = "paper"
+    """That of the DoGE side."""
 
     @property
     def num_tokens(self) -> int:
         """Per step."""
         return self.num_sequences * self.shape.sequence
+
+    @property
+    def num_rows(self) -> int:
+        """Of the buffer."""
+        return self.num_domains * (2 if self.score == "aligned" else 1)
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
@@ -60,6 +67,7 @@ class Problem:
         buffer = f", rows in {self.buffer_dtype}" if self.buffer_dtype else ""
         tokens = f"{self.num_sequences} x {self.shape.sequence} tokens"
         tokens += f", {STACKED}" if self.mode == STACKED else ""
+        tokens += f", {self.score}" if self.score != "paper" else ""
         return f"K={self.num_domains}, {tokens}, {self.shape}{precision}{buffer}"
 
 
@@ -107,13 +115,16 @@ class DogeStep(PlainStep):
     def __init__(self, problem: Problem, device: torch.device | str) -> None:
         super().__init__(problem, device)
         buffer_dtype = problem.buffer_dtype
+        # The combined gradient is compared with one of autograd's, which cuts nothing.
+        settings: dict[str, Any] = {"mu": 1.0, "domain_max_grad_norm": None}
+        if problem.score == "aligned":
+            # A stacked pass has both halves of each domain.
+            settings = {"score": "aligned", "micro_batches": 1 if problem.mode == STACKED else 2}
         self.optimizer = DoGEOptimizer(
             self.optimizer,
             domains=list(self.data),
-            mu=1.0,
-            # The combined gradient is compared with one of autograd's, which cuts nothing.
-            domain_max_grad_norm=None,
             buffer_dtype=None if buffer_dtype is None else getattr(torch, buffer_dtype),
+            **settings,
         )
 
     def backward(self) -> None:
@@ -123,8 +134,9 @@ class DogeStep(PlainStep):
                 self.sum_of_losses().backward()
             return
         for name, tokens in self.data.items():
-            with self.optimizer.domain(name):
-                self.loss(tokens).backward()
+            for part in tokens.chunk(self.optimizer.micro_batches or 1):
+                with self.optimizer.domain(name):
+                    (self.loss(part) * (len(part) / len(tokens))).backward()
 
 
 SIDES: dict[str, Callable[[Problem, torch.device | str], PlainStep]] = {

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from doge_fast import tracing
 from doge_fast.kernels import accumulate, fill, weighted_sum
+from doge_fast.kernels.dispatch import by_device
 from doge_fast.kernels.schema import STORAGE_DTYPES
 
 # Elements: 256 bytes of float32, so that every row starts on a cache line and a 16-byte vector.
@@ -390,3 +391,26 @@ def weighted_gradients(blocks: Sequence[Block], coefficients_B: Tensor) -> list[
         if values is not gradient:
             gradient.copy_(values)
     return gradients
+
+
+def combined_norm(blocks: Sequence[Block]) -> Tensor:
+    """Float64 scalar: the norm of the combined gradients in `p.grad`; of shards, of this rank's."""
+    gradients = _gradients_of(blocks)
+    # Not in 16 bits, which would round the norms.
+    wide = torch.float64 if torch.float64 in map(_dtype_of, gradients) else torch.float32
+    norms = torch._foreach_norm(gradients, 2, wide)
+    norm: Tensor = torch.stack([each.to(norms[0].device) for each in norms]).double().norm()
+    return norm
+
+
+def scale_combined(blocks: Sequence[Block], factor: Tensor) -> None:
+    """Multiply the combined gradients in `p.grad`, in place."""
+    gradients = _gradients_of(blocks)
+    for group in by_device(gradients):
+        there = [gradients[index] for index in group]
+        torch._foreach_mul_(there, factor.to(there[0]))
+
+
+def _gradients_of(blocks: Sequence[Block]) -> list[Tensor]:
+    """`p.grad` of every block; of a sharded one, this rank's part."""
+    return [local_of(block.param.grad) for block in blocks if block.param.grad is not None]

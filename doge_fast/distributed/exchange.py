@@ -1,4 +1,4 @@
-"""The five methods by which a step communicates, implemented for one process."""
+"""The methods by which a step communicates, implemented for one process."""
 
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from doge_fast.distributed.process_group import Agreement, Communicator, Report
-from doge_fast.flat_buffer import Block, weighted_gradients
+from doge_fast.flat_buffer import Block, combined_norm, weighted_gradients
 from doge_fast.kernels import gram
 from doge_fast.metric import Metric
 
@@ -32,7 +32,8 @@ class Columns(NamedTuple):
 class Exchange:
     """One process, which has all rows and all columns; base class of the others.
 
-    A step calls `agree`, `complete`, `gram` and `deliver`, in this order.
+    A step calls `agree`, `complete`, `gram` and `deliver`, in this order, and `norm` if its rule
+    needs it.
     """
 
     has_shards = False
@@ -86,6 +87,10 @@ class Exchange:
         blocks = [block for (block,) in columns.blocks]
         for block, gradient in zip(blocks, weighted_gradients(blocks, coefficients_C), strict=True):
             block.give(gradient)
+
+    def norm(self, blocks: Sequence[Block]) -> Tensor:
+        """Float64 scalar: the norm of what `deliver` has written, of all ranks' columns."""
+        return combined_norm(blocks)
 
     def release(self) -> None:
         """Free the memory kept from step to step."""

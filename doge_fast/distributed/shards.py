@@ -11,7 +11,7 @@ from torch import Tensor
 
 from doge_fast.distributed.exchange import Columns, Exchange
 from doge_fast.distributed.process_group import Agreement, Report, refuse_difference
-from doge_fast.flat_buffer import Block
+from doge_fast.flat_buffer import Block, local_of
 from doge_fast.metric import Metric
 
 
@@ -51,6 +51,13 @@ class ShardExchange(Exchange):
             num_rows = len(columns.rows[0])
             own_CC = columns.rows[0].new_zeros(num_rows, num_rows, dtype=torch.float64)
         return self._communicator.sum(own_CC)
+
+    def norm(self, blocks: Sequence[Block]) -> Tensor:
+        """Over all shards; replicated gradients count once."""
+        own = [block for block in blocks if id(block.param) in self._counted]
+        square = super().norm(own) ** 2 if own else torch.zeros((), dtype=torch.float64)
+        device = local_of(blocks[0].param).device
+        return self._communicator.sum(square.to(device)).sqrt()
 
     def deliver(self, columns: Columns, coefficients_C: Tensor, state_S: Tensor) -> None:
         """The weighted sums of this rank's shards."""

@@ -31,7 +31,7 @@ from doge_fast.distributed.process_group import (
     default_group,
 )
 from doge_fast.distributed.wrappers import bare, without_reduction
-from doge_fast.flat_buffer import FlatBuffer, local_gradient
+from doge_fast.flat_buffer import FlatBuffer, local_gradient, scale_combined
 from doge_fast.metric import Metric
 from doge_fast.stacked.stacked import StackedModel, segments_of, sizes_of
 from doge_fast.step import ownership
@@ -39,6 +39,7 @@ from doge_fast.step.parameters import TrackedParameters, have_other_hooks, on_ho
 from doge_fast.tracing import outside_graphs
 from doge_fast.weights import checkpoint
 from doge_fast.weights.rule import Matrices, UpdateRule
+from doge_fast.weights.scores import clip_factors
 from doge_fast.weights.state import DomainWeights
 from doge_fast.weights.subset import Subset
 from doge_fast.wrapper import optimizers_of, skip_reader, step_unless
@@ -414,6 +415,11 @@ class Step:
             # Into `p.grad`, on all ranks. Rank 0's weights go to the others too, since machines may
             # round differently.
             exchange.deliver(columns, last.coefficients, self._weights.state_S)
+            if self._weights.rule.is_preconditioned:
+                norm = exchange.norm(blocks).to(last.combined_norm.device) / scale
+                if (max_grad_norm := self._weights.rule.max_grad_norm) is not None:
+                    scale_combined(blocks, clip_factors(norm, max_grad_norm))
+                last = last._replace(combined_norm=norm)
 
         self._weights.last = last
         self.state = StepState.COMBINED
@@ -625,15 +631,12 @@ def _matrices(
                 "no selected parameter received a gradient in this step; `selection` must name "
                 "parameters that the domains touch."
             )
-    if rule.is_preconditioned:
-        gram_CC = exchange.gram(inside, Metric(optimizer))
-        # Norms are Euclidean, and of all columns: what is not finite there must be seen too.
-        return Matrices(gram_CC, exchange.gram(columns).to(gram_CC.device))
-    gram_CC = exchange.gram(inside)
+    metric = Metric(optimizer) if rule.is_preconditioned else None
+    gram_CC = exchange.gram(inside, metric)
     if not outside.rows:
         return Matrices(gram_CC, gram_CC)
     # The other parameters may be on another device.
-    return Matrices(gram_CC, gram_CC + exchange.gram(outside).to(gram_CC.device))
+    return Matrices(gram_CC, gram_CC + exchange.gram(outside, metric).to(gram_CC.device))
 
 
 def loss_scale(

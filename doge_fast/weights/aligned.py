@@ -46,10 +46,9 @@ _MOST_SLOPE = 10.0
 
 
 class AlignedSettings(NamedTuple):
-    """The settings of a step: `settings_F`, [3] float64."""
+    """The settings of a step: `settings_F`, [2] float64."""
 
     grad_scale: float | Tensor
-    max_grad_norm: float | Tensor
     smoothing: float | Tensor
 
 
@@ -70,7 +69,7 @@ class Aligned(UpdateRule):
 
     def settings(self, lr: float | Tensor, grad_scale: float | Tensor) -> AlignedSettings:
         """Those of `align`; the learning rate moves no weights here."""
-        return AlignedSettings(grad_scale, self.max_grad_norm or float("inf"), self.smoothing)
+        return AlignedSettings(grad_scale, self.smoothing)
 
     def step(
         self, matrices: Matrices, state_S: Tensor, memory_S: Tensor, names: Names, settings: Tensor
@@ -127,10 +126,12 @@ def align(
     state = state_views(state_S)
     scale_square = settings.grad_scale**2
     halves_RR = _halves(matrices.gram_CC, names.row_R) / scale_square
-    full_RR = _halves(matrices.full_CC, names.row_R).sum((0, 1)) / scale_square
+    whole_RR = halves_RR.sum((0, 1))
+    full_RR = whole_RR
+    if matrices.full_CC is not matrices.gram_CC:
+        full_RR = _halves(matrices.full_CC, names.row_R).sum((0, 1)) / scale_square
     # Of halves that cancel, a square may come out below zero.
     norms_R = full_RR.diagonal().clamp(min=0).sqrt()
-    whole_RR = halves_RR.sum((0, 1))
     products_R = halves_RR[0, 1].diagonal() / (names.first_R * (1 - names.first_R))
     gram_RR = whole_RR - torch.diag(whole_RR.diagonal()) + torch.diag(products_R)
     mean_square = whole_RR.diagonal().mean()
@@ -150,11 +151,8 @@ def align(
 
     coefficients_R = torch.zeros_like(names.tau_R)
     coefficients_R[:num_domains] = alpha_K
-    combined_norm = scores.combined_norm(full_RR, coefficients_R)
-    factor = torch.where(finite, 1.0, torch.nan).to(coefficients_R)
-    factor = factor * scores.clip_factors(combined_norm, settings.max_grad_norm)
     coefficients_B = torch.empty_like(coefficients_R)
-    coefficients_B[names.row_R.long()] = coefficients_R * factor
+    coefficients_B[names.row_R.long()] = torch.where(finite, coefficients_R, torch.nan)
 
     gain_K = scores.gain(gram_RR, names.tau_R, num_domains)
     difficulty_K = scores.difficulty(gram_RR, names.tau_R, num_domains)
@@ -169,7 +167,7 @@ def align(
         influence=gain_K - difficulty_K,
         difficulty=difficulty_K,
         alpha=state.alpha.clone(),
-        combined_norm=combined_norm,
+        combined_norm=scores.combined_norm(full_RR, coefficients_R),
         skipped=~finite,
         found_inf=(~finite).to(torch.float32),
     )

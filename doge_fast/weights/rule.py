@@ -19,7 +19,7 @@ class Matrices(NamedTuple):
     gram_CC: Tensor
     """[C, C] float64, over the columns that enter W; in AdamW's metric if the rule asks for it."""
     full_CC: Tensor
-    """[C, C] float64, over all columns, Euclidean; may be `gram_CC`."""
+    """[C, C] float64, over all columns, in the same metric; may be `gram_CC`."""
 
 
 class Names(NamedTuple):
@@ -65,7 +65,7 @@ class LastStep(NamedTuple):
     coefficients: Tensor
     """[C] coefficients of the buffer's rows in the weighted sum; NaN if skipped."""
     grad_norms: Tensor
-    """[R] norms of the rows before any clipping, over all columns."""
+    """[R] norms of the rows before any clipping, over all columns; for "aligned" in its metric."""
     gain: Tensor
     """[K] the scores that moved the weights; W for "paper" and, of this step, for "aligned"."""
     influence: Tensor
@@ -95,7 +95,8 @@ class UpdateRule(ABC):
     has_halves: ClassVar[bool] = False
     """Whether the rule needs two independent parts of each gradient, in rows 2 b and 2 b + 1."""
     is_preconditioned: ClassVar[bool] = False
-    """Whether the Gram matrix is in AdamW's metric."""
+    """Whether the Gram matrices are in AdamW's metric. They do not know the norm of the combined
+    gradient then, which is read once more."""
     mu: float | None = None
     """Bregman coefficient, of the rule that has one."""
     max_grad_norm: float | None = None
