@@ -18,7 +18,6 @@ from doge_fast import cli
 from doge_fast.pipeline import records
 from doge_fast.pipeline.config import BaseConfig, EvaluateConfig, TasksConfig
 from doge_fast.pipeline.domains import Corpus
-from doge_fast.pipeline.model import open_model
 from tests.pipeline.corpora import write_jsonl
 from tests.pipeline.task_documents import CHOICES, document, read, write_documents
 
@@ -86,6 +85,7 @@ def test_every_task_of_the_paper_is_scored(result, run):
         assert scores["chance"] == pytest.approx(1 / CHOICES[name], rel=1e-15)
         assert scores["truncated_requests"] == 0
         assert scores["version"] == 1.0
+        assert scores["shots"] == 2
         assert scores["split"] == "validation"
         assert ("acc_norm" in scores) == (name in ("sciq", "logiqa", "piqa"))
         for metric in {"acc", "acc_norm"} & set(scores):
@@ -95,7 +95,7 @@ def test_every_task_of_the_paper_is_scored(result, run):
             expected = math.sqrt(p * (1 - p) / (n - 1))
             assert scores[f"{metric}_stderr"] == pytest.approx(expected, abs=1e-15)
     assert records.read_json(run / "fewshot.json") == records.plain(result)
-    assert (result["shots"], result["fewshot_seed"], result["positions"]) == (2, 1234, 2048)
+    assert (result["fewshot_seed"], result["positions"]) == (1234, 2048)
     scores = result["tasks"].values()
     assert result["average"]["acc"] == pytest.approx(sum(s["acc"] for s in scores) / 6)
     assert result["average"]["chance"] == pytest.approx((4 * 0.5 + 2 * 0.25) / 6)
@@ -186,34 +186,11 @@ def test_cut_prompts_are_counted_and_said(ask, make_run, caplog):
     whole, cut = few_shot(asked), few_shot(replace(asked, run=make_run(64)))
     tokens = cut["tasks"]["copa"]
     assert tokens["truncated_requests"] == tokens["requests"] == 12
-    assert cut["shots"] == 5
-    assert "not 5-shot accuracies" in table(cut)
+    assert "lost their beginning" in table(cut)
     assert "100%" in table(cut)
     assert "positions" not in table(whole)
     # lm-eval's own line for every single prompt.
     assert not caplog.records
-
-
-def test_of_an_answer_longer_than_the_model_the_end_is_scored(ask, make_run, monkeypatch):
-    seen = record_scores(monkeypatch)
-    run = make_run(8)
-    result = few_shot(replace(ask(tasks=("copa", "piqa")), run=run))
-    model, tokenizer = (
-        open_model(run / "model").eval(),
-        AutoTokenizer.from_pretrained(run / "model"),
-    )
-    count = dict.fromkeys(("copa", "piqa"), 0)
-    for prompt, answer, found in seen:
-        tokens = tokenizer(prompt + answer).input_ids
-        length = len(tokens) - len(tokenizer(prompt).input_ids)
-        count["piqa" if prompt.startswith("Question") else "copa"] += length > 8
-        with torch.no_grad():
-            log_p = model(torch.tensor([tokens[-9:-1]])).logits[0].log_softmax(-1)
-        exact = sum(float(log_p[8 - i, tokens[-i]]) for i in range(1, min(length, 8) + 1))
-        # Both are float32 sums of at most eight terms.
-        assert found == pytest.approx(exact, rel=1e-5)
-    assert count["piqa"] > 0
-    assert "the end was scored" in table(result)
 
 
 def test_names_between_commas_or_spaces():
@@ -224,15 +201,13 @@ def test_names_between_commas_or_spaces():
 def test_a_task_without_choices_is_refused(ask, tmp_path):
     for split in ("train", "validation"):
         write_jsonl(tmp_path / "lambada_openai" / f"{split}.jsonl", ["one two"] * 3)
-    with pytest.raises(ValueError, match="loglikelihood"):
-        few_shot(ask(tasks=("lambada_openai",), task_data=tmp_path))
+    with pytest.raises(ValueError, match="lambada_openai does not choose"):
+        few_shot(ask(tasks=("lambada_openai",), task_data=tmp_path, shots=0))
 
 
-def test_without_local_data_the_hub_is_asked(ask, monkeypatch, tmp_path):
-    """Tests run without network: the way out is named."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
-    with pytest.raises(RuntimeError, match="--task-data"):
-        few_shot(ask(tasks=("copa",), task_data=None))
+def test_an_unknown_task_is_refused(ask):
+    with pytest.raises(ValueError, match="no task 'copper'"):
+        few_shot(ask(tasks=("copper",)))
 
 
 def test_the_hub_is_asked_for_what_lm_eval_names(ask, monkeypatch):
@@ -250,8 +225,8 @@ def test_the_hub_is_asked_for_what_lm_eval_names(ask, monkeypatch):
     assert result["tasks"]["sciq"]["split"] == "test"
 
 
-def test_the_verb_measures_both_or_one(trained_base, task_data, tmp_path, capsys):
-    out = shutil.copytree(trained_base, tmp_path / "base")
+def test_the_verb_measures_both_or_one(run, task_data, tmp_path, capsys):
+    out = shutil.copytree(run, tmp_path / "base", ignore=shutil.ignore_patterns("fewshot.json"))
     words = ["evaluate", str(out), "--device", "cpu", "--task-data", str(task_data)]
     assert cli.main([*words, "--tasks", "copa,wic", "--task-limit", "2"]) == 0
     printed = capsys.readouterr().out.splitlines()
