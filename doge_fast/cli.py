@@ -349,7 +349,7 @@ def _info(config: configs.InfoConfig) -> list[str]:
 
 
 def _profile(config: configs.ProfileConfig) -> list[str]:
-    from doge_fast.pipeline.profiling import profile, table
+    from doge_fast.profiling.profile import profile, table
 
     written = [] if config.json is None else [f"json: {config.json}"]
     return [table(profile(config)), *written]

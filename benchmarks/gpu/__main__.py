@@ -28,7 +28,7 @@ from benchmarks.gpu import bars, checks, job, ranks, report, sanitizer, times
 from benchmarks.gpu.session import CORPUS, Row, Session
 from doge_fast.kernels import implementations
 from doge_fast.kernels.dispatch import chosen
-from doge_fast.pipeline.roofline import bandwidth
+from doge_fast.profiling.roofline import bandwidth
 
 # Of a part. With the start of torch and the last row, which is not cut, that is under 8.
 MINUTES = 6.5

@@ -20,7 +20,7 @@ atexit.register(lambda: print(f"peak: {torch.cuda.max_memory_allocated()} bytes"
 sys.exit(doge_fast.cli.main())
 """
 # What the commands import; a checkout with torch alone trains no language model.
-NEEDED = "import doge_fast.cli, doge_fast.pipeline.profiling, doge_fast.pipeline.proxy"
+NEEDED = "import doge_fast.cli, doge_fast.profiling.profile, doge_fast.pipeline.proxy"
 # Of a command: text is read and packed once, then some steps are taken.
 SECONDS = 200
 # Lines of steps that are left out: memory is allocated and kernels are compiled.

@@ -10,10 +10,11 @@ import torch
 from transformers import LlamaConfig
 
 from doge_fast import cli
-from doge_fast.pipeline import profiling, roofline
 from doge_fast.pipeline.config import ProfileConfig
-from doge_fast.pipeline.profiling import PHASES, profile, table
-from doge_fast.pipeline.roofline import bandwidth
+from doge_fast.profiling import profile as profiling
+from doge_fast.profiling import roofline
+from doge_fast.profiling.profile import PHASES, profile, table
+from doge_fast.profiling.roofline import bandwidth
 
 QUICK = ProfileConfig(
     vocab_size=256, domains=2, sequences=2, sequence_length=8, steps=2, device="cpu"
