@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import doge_fast
 from doge_fast.pipeline import config as configs
 from doge_fast.pipeline import failures, named, ranks
-from doge_fast.pipeline.config import flags
+from doge_fast.pipeline.config import command_line
 from doge_fast.pipeline.config.ranges import check
 
 TRACEBACK = "DOGE_FAST_TRACEBACK"
@@ -36,8 +36,6 @@ class Verb(NamedTuple):
     config: type
     run: Callable[[Any], list[str]]
     """Returns lines to print."""
-    is_positional: bool = False
-    """Whether required fields are positional arguments."""
     loads: tuple[str, ...] = ("torch", "datasets", "transformers")
     """Packages that the verb needs and that take seconds to import."""
     takes_ranks: bool = False
@@ -77,8 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     except failures.Terminated as end:
         return _refuse(end.code, f"Ended by {end.name}. {str(end) or _left_by(config)}".rstrip())
-    except SystemExit:
-        raise
+    except SystemExit as end:
+        # Help was asked for, or an option is wrong: tyro has said so.
+        return cast(int, end.code)
     except BaseException as error:
         # Not Exception: panics of Rust libraries do not derive from it.
         if os.environ.get(TRACEBACK):
@@ -163,7 +162,7 @@ def _mute() -> None:
 
 
 def _configured(name: str, words: list[str]) -> Any:
-    """The verb's configuration, with checked ranges."""
+    """The verb's configuration, with all that it names in its place."""
     if not VERBS[name].takes_ranks:
         ranks.refuse_several(name)
     try:
@@ -210,11 +209,10 @@ def _verb_of(words: Sequence[str]) -> tuple[str, list[str]]:
 def parse(words: Sequence[str]) -> Any:
     """The dataclass of the verb that the words begin with, made from the words after it.
 
-    ValueError if there is no such verb or an option is wrong; SystemExit if help was asked for.
+    ValueError if there is no such verb; SystemExit if an option is wrong or help was asked for.
     """
     name, others = _verb_of(words)
-    verb = VERBS[name]
-    return flags.parse(others, verb.config, verb=name, is_positional=verb.is_positional)
+    return command_line.parse(others, VERBS[name].config, verb=name)
 
 
 def overview(first: str = "") -> str:
@@ -359,15 +357,15 @@ _WEIGHTS = "pipeline.weights.verbs"
 VERBS: dict[str, Verb] = {
     "demo": Verb(configs.DemoConfig, _in("pipeline.demo", "demo")),
     "proxy": Verb(configs.ProxyConfig, _proxy, takes_ranks=True),
-    "temperature": Verb(configs.TemperatureConfig, _temperature, True, takes_ranks=True),
+    "temperature": Verb(configs.TemperatureConfig, _temperature, takes_ranks=True),
     "base": Verb(configs.BaseConfig, _base, takes_ranks=True),
     "doremi": Verb(configs.DoReMiConfig, _doremi, takes_ranks=True),
     "select": Verb(configs.SelectConfig, _select, takes_ranks=True),
-    "evaluate": Verb(configs.EvaluateConfig, _evaluate, is_positional=True, takes_ranks=True),
+    "evaluate": Verb(configs.EvaluateConfig, _evaluate, takes_ranks=True),
     "report": Verb(configs.ReportConfig, _report, loads=("matplotlib.figure",)),
-    "weights show": Verb(configs.WeightsShowConfig, _in(_WEIGHTS, "show"), True, ()),
-    "weights average": Verb(configs.WeightsAverageConfig, _in(_WEIGHTS, "average"), True, ()),
-    "weights constrain": Verb(configs.WeightsConstrainConfig, _in(_WEIGHTS, "constrain"), True, ()),
+    "weights show": Verb(configs.WeightsShowConfig, _in(_WEIGHTS, "show"), ()),
+    "weights average": Verb(configs.WeightsAverageConfig, _in(_WEIGHTS, "average"), ()),
+    "weights constrain": Verb(configs.WeightsConstrainConfig, _in(_WEIGHTS, "constrain"), ()),
     "export": Verb(configs.ExportConfig, _in("pipeline.exports.command", "run"), loads=()),
     "info": Verb(configs.InfoConfig, _info, loads=("torch",)),
     "profile": Verb(configs.ProfileConfig, _profile, loads=("torch", "transformers")),

@@ -18,13 +18,13 @@ from tests.packages import environment_of
 from tests.processes import ended
 
 ROOT = Path(__file__).resolve().parents[1]
-FEW = ("torch", "numpy", "triton", "einops")
+FEW = ("torch", "numpy", "triton", "einops", "tyro", "pydantic", "pyyaml")
 ABSENT = ("transformers", "datasets", "scipy", "lm_eval", "ninja")
 
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of an environment with torch, numpy, Triton, einops and pytest."""
+    """Of an environment with what the package needs, Triton and pytest."""
     try:
         found = environment_of(tmp_path_factory.mktemp("few") / "venv", *FEW, "pytest")
     except PackageNotFoundError as error:

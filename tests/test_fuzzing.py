@@ -18,9 +18,6 @@ from hypothesis import strategies as st
 
 from doge_fast import cli
 from doge_fast.pipeline import records
-from doge_fast.pipeline.config import ProxyConfig
-from doge_fast.pipeline.config.fields import filled, read_file
-from doge_fast.pipeline.config.ranges import check
 from doge_fast.pipeline.records import runs
 from doge_fast.pipeline.records.shapes import EvaluationRecord, ExperimentRecord
 
@@ -56,16 +53,15 @@ def _metrics(data: bytes) -> object:
 
 
 def _fields(data: bytes) -> object:
-    given = read_file(_file("fields.yaml", data), "proxy")
-    config = filled(ProxyConfig(out=Path("run")), given)
-    check(config)
-    return config
+    return _parsed(["proxy", "--out=run", f"--config={_file('fields.yaml', data)}"])
 
 
 def _command(data: bytes) -> object:
     words = [word for word in data.decode("utf-8", "surrogateescape").split("\n") if word]
-    if not words:
-        return None
+    return _parsed(words) if words else None
+
+
+def _parsed(words: list[str]) -> object:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         try:
             return cli.parse(words)

@@ -114,7 +114,8 @@ def test_sdist_builds_the_same_wheel(checkout, wheel, tmp_path):
 @pytest.mark.exhaustive
 def test_editable(checkout, tmp_path):
     # What the package needs is there, the package is not.
-    python = environment_of(tmp_path / "venv", "torch", "numpy", "einops", "setuptools")
+    needed = ("torch", "numpy", "einops", "tyro", "pydantic", "pyyaml", "setuptools")
+    python = environment_of(tmp_path / "venv", *needed)
     pip = [sys.executable, "-m", "pip", "--python", python, *PIP_INSTALL]
     printed_by(*pip, "--ignore-installed", "--editable", checkout)
     assert probe(tmp_path, python=python).is_relative_to(checkout)
@@ -218,7 +219,7 @@ def test_the_method_needs_nothing_but_torch_and_einops():
     """As on a machine that has a GPU, torch and little else."""
     code = """
 import sys
-for name in ("numpy", "transformers", "datasets", "matplotlib"):
+for name in ("numpy", "transformers", "datasets", "matplotlib", "tyro", "pydantic", "yaml"):
     sys.modules[name] = None
 import warnings
 warnings.simplefilter("ignore")

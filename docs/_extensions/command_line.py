@@ -13,14 +13,11 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from docutils import nodes
 from sphinx.application import Sphinx
+from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.docutils import SphinxDirective
 
 from doge_fast import cli
-from doge_fast.pipeline.config import ExportConfig
-from doge_fast.pipeline.config.fields import texts_of
-
-# What may be left out and stands without a flag all the same.
-_WITHOUT_FLAG = {(ExportConfig, "file")}
+from doge_fast.pipeline.config.command_line import positional
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
@@ -48,21 +45,19 @@ def _section(name: str) -> Iterator[str]:
     verb = cli.VERBS[name]
     yield from (f"(verb-{name.replace(' ', '-')})=", f"## doge-fast {name}", "")
     yield from (inspect.cleandoc(verb.config.__doc__ or ""), "")
-    yield from _tables(verb.config, verb.is_positional)
+    yield from _tables(verb.config)
 
 
-def _tables(config: type, positional: bool) -> Iterator[str]:
+def _tables(config: type) -> Iterator[str]:
     """The stage's own fields, then those of each group it shares with other stages."""
     hints = get_type_hints(config, include_extras=False)
-    texts = texts_of(config)
+    texts = _texts_of(config)
     own = [f for f in dataclasses.fields(config) if not dataclasses.is_dataclass(hints[f.name])]
     if own:
         yield from ("| option | default | |", "|---|---|---|")
     for field in own:
         default = _default(field)
-        stands_alone = (positional and default is None) or (config, field.name) in _WITHOUT_FLAG
-        is_named = not stands_alone
-        option = _flag(field.name, hints[field.name], is_named)
+        option = _flag(field.name, hints[field.name], field.name not in positional(config))
         shown = "required" if default is None else default
         text = texts.get(field.name, "").replace("|", "\\|")
         yield f"| {option} | {shown} | {_safe(text)} |"
@@ -70,7 +65,18 @@ def _tables(config: type, positional: bool) -> Iterator[str]:
     for field in dataclasses.fields(config):
         if dataclasses.is_dataclass(group := hints[field.name]):
             yield from (f"**{field.name}**: {inspect.cleandoc(group.__doc__ or '')}", "")
-            yield from _tables(group, False)
+            yield from _tables(group)
+
+
+def _texts_of(config: type) -> dict[str, str]:
+    """{field: the string below it in the source}; inherited fields too."""
+    texts = {}
+    for each in reversed(config.__mro__[:-1]):
+        found = ModuleAnalyzer.for_module(each.__module__).find_attr_docs()
+        for (owner, name), lines in found.items():
+            if owner == each.__name__:
+                texts[name] = " ".join(" ".join(lines).split())
+    return texts
 
 
 def _safe(text: str) -> str:

@@ -41,9 +41,9 @@ def train_base(config: BaseConfig) -> Run:
         The run: its directory, weights and figures.
 
     Raises:
-        ValueError: a setting is out of its range, the weights belong to other domains, the
-            corpus is not what it should be, or the directory holds another run, or one that began
-            with other weights than these; nothing has been written.
+        ValueError: the weights belong to other domains, the corpus is not what it should be, or
+            the directory holds another run, or one that began with other weights than these;
+            nothing has been written.
 
     Source: DoGE, stage two of the method.
     """

@@ -48,7 +48,7 @@ def learn_by_excess_loss(config: DoReMiConfig) -> Run:
         The run: its directory, weights and figures.
 
     Raises:
-        ValueError: a setting is out of its range; the reference is not a finished base run on
+        ValueError: the reference is not a finished base run on
             these domains with this tokenizer and block size; the corpus is not what it should
             be, or the directory holds another run; nothing has been written. Or the run is
             resumed and the reference is no longer the model that it began with.

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from pydantic import ValidationError
+
 WORLD, USAGE, INTERRUPTED = 1, 2, 130
 """Exit codes: what is wrong lies in the world (a full disk, a damaged file, another process); in
 what was typed or given; Ctrl-C."""
@@ -80,6 +82,8 @@ def ending_of(error: BaseException, directory: Path | None = None) -> Ending:
     """
     if isinstance(error, FileFailure):
         return Ending(WORLD, str(error))
+    if isinstance(error, ValidationError):
+        return Ending(USAGE, str(error))
     if isinstance(error, ValueError | RuntimeError) and _is_raised_here(error):
         return Ending(USAGE if isinstance(error, ValueError) else WORLD, str(error))
     where = "" if directory is None else f"{directory}: "

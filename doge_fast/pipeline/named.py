@@ -103,14 +103,14 @@ def float_of(text: str) -> float:
 
 
 def number_as(kind: type, text: str) -> Any:
-    """The int or float that people write so; ValueError or OverflowError for other text."""
+    """The int or float that people write so; ValueError for other text."""
     try:
         # Exact beyond 2^53, where a float is not.
         return kind(int(text))
-    except ValueError:
+    except (ValueError, OverflowError):
         value = float_of(text)
-    if kind is int and value != int(value):
-        raise ValueError(text)
+    if kind is int and not value.is_integer():
+        raise ValueError(f"{text} is no whole number")
     return kind(value)
 
 

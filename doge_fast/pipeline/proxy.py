@@ -43,8 +43,8 @@ def learn_weights(config: ProxyConfig) -> Run:
         The run: its directory, weights and figures.
 
     Raises:
-        ValueError: a setting is out of its range, the corpus is not what it should be, or the
-            directory holds another run; nothing has been written.
+        ValueError: the corpus is not what it should be, or the directory holds another run;
+            nothing has been written.
         Diverged: the training computes no numbers any more; there are no weights.
 
     Source: DoGE, Algorithms 1 and 2, stage one.

@@ -37,7 +37,7 @@ def measure_cancellation(config: SelectConfig) -> Path:
         The run directory.
 
     Raises:
-        ValueError: a setting is out of its range, a strategy asks for more parameters than there
+        ValueError: a strategy asks for more parameters than there
             are, the corpus is not what it should be, or the directory holds another run; nothing
             has been written. Or the training has diverged, and there is nothing to rank.
 

@@ -52,10 +52,10 @@ class ExistingRun(NamedTuple):
 
 
 def existing_run(config: StageConfig) -> ExistingRun:
-    """Check the settings, and look at the directory; reads no corpus and writes nothing.
+    """Look for the inputs, and at the directory; reads no corpus and writes nothing.
 
     Raises:
-        ValueError: a setting is out of its range, or the directory holds another run.
+        ValueError: an input is not there, or the directory holds another run.
     """
     if getattr(config, "dry_run", False):
         raise ValueError("A dry run trains nothing: call rehearsal.rehearse, or leave out dry_run.")

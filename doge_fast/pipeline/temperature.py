@@ -71,8 +71,7 @@ def temperature(config: TemperatureConfig) -> Run:
 
     Raises:
         ValueError: the run is no complete proxy, has one domain or equal weights, or its text has
-            changed, a setting is out of its range, or `config.only` names no run to make; nothing
-            has been trained.
+            changed, or `config.only` names no run to make; nothing has been trained.
         Diverged: every base model diverged, or one that `config.only` names.
     """
     search = _Search.of(config)

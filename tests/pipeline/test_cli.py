@@ -2,6 +2,7 @@
 
 import io
 import logging
+import math
 import re
 import shlex
 import sys
@@ -92,55 +93,41 @@ def test_flags_are_the_fields(words, expected):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"seed": 2**32}, "at most 4294967295; got 4294967296."),
-        ({"steps": 2.5}, "steps must be a whole number"),
-        ({"steps": True}, "steps must be a whole number"),
-        ({"mu": 10**400}, "mu must be a finite number"),
-        ({"learning_rate": "1e-3"}, "learning_rate must be a finite number"),
-        ({"validation_fraction": 1.0}, "greater than 0 and less than 1"),
+        ({"seed": 2**32}, "seed"),
+        ({"steps": 2.5}, "steps"),
+        ({"steps": True}, "steps"),
+        ({"mu": 10**400}, "mu"),
+        ({"mu": math.nan}, "mu"),
+        ({"learning_rate": "1e-3"}, "learning_rate"),
+        ({"validation_fraction": 0.0}, "validation_fraction"),
+        ({"validation_fraction": 1.0}, "validation_fraction"),
+        ({"smoothing": 1.0}, "smoothing"),
+        ({"mode": "fast"}, "mode"),
+        ({"warmup_steps": 8}, "warmup_steps"),
         # A word is several letters.
-        ({"target": "verse"}, "target must be a tuple of values"),
-        ({"data": Path("folder")}, "data must be text (str); got"),
-        ({"cache_dir": "cache"}, "cache_dir must be a pathlib.Path; got 'cache'."),
+        ({"target": "verse"}, "target"),
+        ({"data": Path("folder")}, "data"),
+        ({"stepz": 3}, "stepz"),
     ],
 )
-def test_what_is_out_of_its_range_is_named(proxy, changes, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        check(proxy(**changes))
+def test_what_cannot_be_is_named_when_it_is_made(proxy, changes, message):
+    with pytest.raises(ValueError, match=rf"\b{message}\b"):
+        proxy(**changes)
 
 
 @pytest.mark.parametrize("verb", list(cli.VERBS))
 def test_every_option_is_explained(verb, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit) as end:
-        cli.main([*verb.split(), "--help-all"])
-    assert end.value.code == 0
+    monkeypatch.setenv("COLUMNS", "120")
+    assert cli.main([*verb.split(), "--help"]) == 0
     printed = capsys.readouterr().out
     assert f"usage: doge-fast {verb}" in printed
+    assert all(example in printed for example in getattr(cli.VERBS[verb].config, "examples", ()))
     # A sentence below or beside it.
-    options = re.findall(r"^  (?:--[\w.-]+|[A-Z]+)\b.*(?:\n {20,}.*)*", printed, re.M)
+    # In a box, of blanks where the stream has no letters for it.
+    inside = re.sub(r"^[│ ] (.*?)[│ ]*$", r"\1", printed, flags=re.M)
+    options = re.findall(r"^(?:--[\w.-]+|PATH)\b.*(?:\n {15,}.*)*", inside, re.M)
     assert options
     assert all(re.search(r"  [\w\"-]+.* [a-z]{2}", option) for option in options), printed
-
-
-@pytest.mark.parametrize("width", [60, 80])
-def test_help_fits_one_screen_and_begins_with_what_must_be_given(width, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", str(width))
-    for verb in cli.VERBS:
-        with pytest.raises(SystemExit):
-            cli.main([*verb.split(), "--help"])
-        lines = capsys.readouterr().out.splitlines()
-        about = lines[: next((i for i, line in enumerate(lines) if line == "examples:"), None)]
-        assert max(map(len, about[1:])) <= width, verb
-        needed = set(re.findall(r"--[\w-]+", lines[0]))
-        flags = [line.split()[0] for line in about if line.startswith("  --")]
-        assert set(flags[: len(needed)]) == needed, verb
-        if verb == "proxy" and width == 80:
-            assert len(lines) <= 50
-            assert "doge-fast proxy --help-all" in " ".join(about)
-            for word in ("--out", "--data", "--target", "--model", "--steps", "--tokenizer"):
-                assert any(line.startswith(f"  {word} ") for line in about), word
-            assert "resumes" in " ".join(about)
 
 
 def test_runs_may_lie_in_a_folder_named_like_data_that_is_no_folder():
@@ -177,6 +164,22 @@ def test_fields_come_from_a_file_and_flags_win(tmp_path):
     assert cli.parse(["evaluate", "--config", str(file)]) == EvaluateConfig(
         Path("runs/x"), blocks=4
     )
+    assert cli.parse(["evaluate", "runs/y", "--config", str(file)]).run == Path("runs/y")
+
+
+def test_a_file_means_what_is_typed(tmp_path):
+    """To YAML 010 is eight, 1:30 is ninety and no is false; a dash begins no option."""
+    file = tmp_path / "fields.yaml"
+    file.write_text(
+        'out: -x\ncorpus: {domains: [-a, no, "1:30"], cache_dir: ~/c}\n'
+        "training: {seed: 010, compile: true}\ndry_run: false\nmu: ~\nselection: null\n"
+    )
+    config = cli.parse(["proxy", "--config", str(file)])
+    assert config == ProxyConfig(
+        Path("-x"),
+        CorpusConfig(domains=("-a", "no", "1:30"), cache_dir=HOME / "c"),
+        training=TrainingConfig(seed=10, compile=True),
+    )
 
 
 def test_a_file_says_numbers_and_lists_of_one_as_options_do(tmp_path):
@@ -196,6 +199,9 @@ def test_a_runs_own_record_can_be_fed_back(tmp_path):
     record = {"stage": "proxy", "config": config, "corpus": {}}
     records.write_json(file, record)
     assert cli.parse(["proxy", "--config", str(file)]) == config
+    # Of a run that an earlier version made, with an option that there is no more.
+    gone = {**records.plain(config), "gone": 1}
+    assert records.check_shape(gone, ProxyConfig, "config") == config
     again = cli.parse(["proxy", "--config", str(file), "--out", "runs/y"])
     assert again == replace(config, out=Path("runs/y"))
 

@@ -115,8 +115,8 @@ def test_other_text_is_measured_whole_or_by_its_validation_split(run, other, tmp
     record = records.read_json(run.out / "config.json")
     record["config"]["corpus"]["data"] = "/gone"
     records.write_json(run.out / "config.json", record)
-    ask = EvaluateConfig(run=run.out, data=str(other), device="cpu")
-    result = evaluate(replace(ask, out=tmp_path / "theirs.json"))
+    ask = EvaluateConfig(run=run.out, data=str(other), device="cpu", out=tmp_path / "theirs.json")
+    result = evaluate(ask)
     assert list(result["loss"]) == ["novels", "numbers", "poetry"]
     assert result == records.read_json(tmp_path / "theirs.json")
     assert records.read_json(run.out / records.EVALUATION) == own

@@ -92,4 +92,4 @@ def test_what_is_said(row, shop, monkeypatch, capsys, caplog):
     if said.code:
         assert is_untouched
         assert said.out == ""
-        assert "doge-fast: " in said.err
+        assert "doge-fast" in said.err

@@ -35,8 +35,8 @@ class Answer(NamedTuple):
 
 
 def said_in(text: str) -> str:
-    """A text on one line."""
-    return " ".join(text.split())
+    """A text on one line, without the sides of boxes."""
+    return " ".join(text.replace("│", " ").split())
 
 
 def answer(words: list[str], capsys: pytest.CaptureFixture[str]) -> Answer:

@@ -1,14 +1,18 @@
 """The demo, and the search for the temperature: verbs that make several runs."""
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Self
 
-from doge_fast.pipeline.config.ranges import Count, Device, Positive, Range, Seed
+from annotated_types import Ge
+from pydantic import model_validator
+from pydantic.dataclasses import dataclass
+from tyro.conf import Positional
+
+from doge_fast.pipeline.config.ranges import EXACT, Count, Device, Positive, Seed
 from doge_fast.pipeline.config.stages import check_data, check_is_run, check_model_name
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=EXACT)
 class DemoConfig:
     """The whole method on text found on this machine, in minutes.
 
@@ -40,14 +44,13 @@ class DemoConfig:
         check_data(self.data)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=EXACT)
 class TemperatureConfig:
     """How far to follow a proxy's weights, measured: base models at alpha^(1/T) for a few T."""
 
-    main: ClassVar = ("proxy", "out", "model", "steps", "seeds", "most_runs", "plan", "only")
     examples: ClassVar = ("runs/proxy", "runs/proxy --out runs/far --seeds 0 1 2 --plan")
 
-    proxy: Path
+    proxy: Positional[Path]
     """The run directory of a proxy: its weights, and the corpus, model and settings of the base
     models."""
     out: Path | None = None
@@ -60,7 +63,7 @@ class TemperatureConfig:
     seeds: tuple[Seed, ...] = (0, 1, 2)
     """Each temperature is measured with every seed. Models of one seed have the same initialisation
     and the same order of the data."""
-    most_runs: Annotated[int, Range(3)] = 6
+    most_runs: Annotated[Count, Ge(3)] = 6
     """Base models of each seed, at most."""
     budget_tokens: Positive | None = None
     """Tokens of the training that the weights are for: the epochs of each domain are counted for
@@ -75,12 +78,16 @@ class TemperatureConfig:
     device: Device = "auto"
     """auto: a GPU if there is one."""
 
-    def _check(self) -> None:
+    @model_validator(mode="after")
+    def _fit(self) -> Self:
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             told = ", ".join(map(str, self.seeds)) or "none"
             raise ValueError(f"seeds must be distinct, and at least one; got {told}.")
         if self.plan and self.only:
             raise ValueError("--plan prints the commands of all runs; leave out --only.")
+        return self
+
+    def _check(self) -> None:
         check_is_run("proxy", self.proxy)
         if self.model is not None:
             check_model_name(self.model)

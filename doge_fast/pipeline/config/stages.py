@@ -4,20 +4,24 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import field
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
+
+from annotated_types import Ge, Le
+from pydantic import model_validator
+from pydantic.dataclasses import dataclass
 
 from doge_fast.pipeline import named
 from doge_fast.pipeline.baselines import BASELINES
 from doge_fast.pipeline.config.ranges import (
+    EXACT,
     Count,
     CountOrZero,
     Device,
     Positive,
     PositiveOrZero,
-    Range,
     Seed,
     Share,
 )
@@ -29,10 +33,9 @@ Reading = Literal["norms-over-change", "sum-over-change", "change-over-sum", "ch
 
 # Words of a target.
 UNIVERSAL, MIX = "universal", "mix"
-# A file has a suffix; an id is owner/name, and of models and tokenizers a name alone too.
-_HUB_DATA = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-_SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".txt", ".gz", ".zst")
-_HUB_MODEL = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+# An id is owner/name, and of models and tokenizers a name alone too; a file has a suffix.
+_HUB_MODEL = r"[\w-][\w.-]*(/[\w-][\w.-]*)?"
+_HUB_DATA = r"(?!.*\.(jsonl|json|parquet|arrow|txt|gz|zst)$)[\w-][\w.-]*/[\w-][\w.-]*"
 
 
 def parse_target(names: Sequence[str]) -> Target:
@@ -72,31 +75,24 @@ def target_of(item: str) -> tuple[str, str]:
     return (name, weight) if equals else (item, "")
 
 
-def check_data(data: str) -> None:
-    """Raise ValueError unless it is a path that is there, or may be a Hub id."""
-    if not data:
-        raise ValueError("data (--data) must name a directory, a file or a Hub id; it is empty.")
-    if data == "installed" or Path(data).expanduser().exists():
-        return
-    if not _HUB_DATA.fullmatch(data) or Path(data).suffix in _SUFFIXES:
+def check_place(what: str, value: str, words: Collection[str], hub: str = _HUB_MODEL) -> None:
+    """Raise ValueError unless it is one of the words, a path that is there, or may be a Hub id."""
+    # No name is the present folder, to pathlib.
+    is_there = value != "" and Path(value).expanduser().exists()
+    if not (is_there or value in words or re.fullmatch(hub, value)):
         raise ValueError(
-            f"{data} does not exist. Give a directory with one folder or file per domain, "
-            'a file, a Hub id (owner/name), or "installed".'
+            f"{what} must be {', '.join(words)}, a Hub id or a path; {value!r} does not exist."
         )
 
 
-def _is_there(path: str) -> bool:
-    # No name is the present folder, to pathlib.
-    return path != "" and Path(path).expanduser().exists()
+def check_data(data: str) -> None:
+    """Raise ValueError unless it is "installed", a path that is there, or may be a Hub id."""
+    check_place("data", data, ("installed",), _HUB_DATA)
 
 
 def check_model_name(name: str) -> None:
     """Raise ValueError unless it is a size, a path that is there, or may be a Hub id."""
-    if not (name in SIZES or _is_there(name) or _HUB_MODEL.fullmatch(name)):
-        raise ValueError(
-            f"model must be a size of the family ({', '.join(SIZES)}), or a folder or Hub id whose "
-            f"config.json AutoConfig opens; got {name!r}, which does not exist."
-        )
+    check_place("model", name, SIZES)
 
 
 def check_is_run(what: str, run: Path) -> None:
@@ -105,16 +101,7 @@ def check_is_run(what: str, run: Path) -> None:
         raise ValueError(f"{what}: {run} is not a run directory: it holds no config.json.")
 
 
-def check_rates(peak: float, end: float) -> None:
-    """Raise ValueError where a learning rate would rise to its end."""
-    if end > peak:
-        raise ValueError(
-            f"min_learning_rate must be at most learning_rate; got {end} and {peak}. Lower the "
-            "first with the second."
-        )
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=EXACT)
 class CorpusConfig:
     """Where the text comes from and how it becomes blocks of tokens."""
 
@@ -130,11 +117,11 @@ class CorpusConfig:
     structs)."""
     tokenizer: str = "train"
     """A folder or Hub id that AutoTokenizer opens, or "train": a byte-level BPE on this corpus."""
-    vocab_size: Annotated[int, Range(1, 2**24)] = 4096
+    vocab_size: Annotated[Count, Le(2**24)] = 4096
     """Vocabulary size of a trained tokenizer."""
-    block_size: Annotated[int, Range(2, 2**24)] = 128
+    block_size: Annotated[Count, Ge(2), Le(2**24)] = 128
     """Tokens in a block; every training example is one block."""
-    validation_fraction: Annotated[float, Range(0, 1, above=True, below=True)] = 0.05
+    validation_fraction: Annotated[Positive, Le(1)] = 0.05
     """Share of the documents to hold out if the data has no validation split."""
     max_tokens_per_domain: Count | None = None
     """Stop packing a domain after this many tokens, and reading when all domains have them; None:
@@ -144,45 +131,26 @@ class CorpusConfig:
     """Where packed blocks are kept; None: $DOGE_FAST_CACHE, else doge_fast in the
     user's cache directory, ~/.cache on Linux."""
 
-    def _check(self) -> None:
-        check_data(self.data)
-        name, limit = self.tokenizer, self.max_tokens_per_domain
-        if not (_is_there(name) or _HUB_MODEL.fullmatch(name)):
-            raise ValueError(
-                f'tokenizer must be a folder that is there, a Hub id, or "train"; got {name!r}, '
-                "which does not exist."
-            )
+    @model_validator(mode="after")
+    def _fit(self) -> Self:
+        limit = self.max_tokens_per_domain
         if limit is not None and limit < self.block_size:
             raise ValueError(
                 f"max_tokens_per_domain must hold a block of {self.block_size}; it is {limit}."
             )
-        if name == "train" and self.vocab_size < 257:
+        if self.tokenizer == "train" and self.vocab_size < 257:
             raise ValueError(
                 "A trained tokenizer needs vocab_size >= 257, every byte and the end of text; "
                 f"it is {self.vocab_size}."
             )
+        return self
 
-    def check_outside(self, **places: Path | None) -> None:
-        """Raise ValueError where a place lies inside the corpus, and would be read as a part."""
-        data = Path(self.data).expanduser().resolve()
-        # Where domains are named nothing else is read.
-        is_read = self.domain_column is not None or not self.domains
-        # Else text of this environment, or a Hub id, of which a folder may have the name.
-        is_folder = self.data not in ("", "installed") and data.is_dir()
-        for name, place in places.items():
-            if place is None or not (is_folder and is_read):
-                continue
-            path = place.expanduser().resolve()
-            is_seen = data in path.parents and path.relative_to(data).parts[0][0] != "."
-            if path == data or is_seen:
-                raise ValueError(
-                    f"{name} must lie outside the corpus, of which it would be a domain; {place} "
-                    f"is in {self.data}. Name another directory, or the domains to train on "
-                    "(--domains)."
-                )
+    def _check(self) -> None:
+        check_data(self.data)
+        check_place("tokenizer", self.tokenizer, ("train",))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=EXACT)
 class ModelConfig:
     """Which causal language model is trained."""
 
@@ -196,7 +164,7 @@ class ModelConfig:
         check_model_name(self.model)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=EXACT)
 class TrainingConfig:
     """How a stage trains its model."""
 
@@ -230,15 +198,21 @@ class TrainingConfig:
     compile: bool = False
     """torch.compile the model."""
 
-    def _check(self) -> None:
-        check_rates(self.learning_rate, self.min_learning_rate)
+    @model_validator(mode="after")
+    def _fit(self) -> Self:
+        if self.min_learning_rate > self.learning_rate:
+            raise ValueError(
+                "min_learning_rate must be at most learning_rate; got "
+                f"{self.min_learning_rate} and {self.learning_rate}."
+            )
         if self.warmup_steps is not None and self.warmup_steps >= self.steps:
             raise ValueError(
                 f"warmup_steps must be less than steps; got {self.warmup_steps} of {self.steps}."
             )
+        return self
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=EXACT)
 class TasksConfig:
     """Tasks of lm-eval that models are scored on."""
 
@@ -254,7 +228,7 @@ class TasksConfig:
     """Score only the first documents of every task, this many; None: all."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=EXACT)
 class _Stage:
     """What every stage that trains is told."""
 
@@ -264,23 +238,40 @@ class _Stage:
     model: ModelConfig = field(default_factory=ModelConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
-    def _check(self) -> None:
-        named_by_user = self.corpus.cache_dir or os.environ.get("DOGE_FAST_CACHE")
-        cache_dir = Path(named_by_user) if named_by_user else None
-        self.corpus.check_outside(out=self.out, cache_dir=cache_dir)
+    @model_validator(mode="after")
+    def _fit_parts(self) -> Self:
         name = self.model.model
         if self.model.pretrained and self.corpus.tokenizer == "train" and name not in SIZES:
             raise ValueError(
                 "A pretrained model knows its own tokens by their numbers, and a new tokenizer has "
                 f"others. Pass tokenizer={name!r} (--tokenizer {shlex.quote(name)})."
             )
+        if self.corpus.validation_fraction == 1:
+            raise ValueError("validation_fraction must be less than 1 where a model is trained.")
+        return self
+
+    def _check(self) -> None:
+        corpus, cache_dir = self.corpus, self.corpus.cache_dir or os.environ.get("DOGE_FAST_CACHE")
+        data = Path(corpus.data).expanduser().resolve()
+        # Else text of this environment, or a Hub id, of which a folder may have the name.
+        is_folder = corpus.data not in ("", "installed") and data.is_dir()
+        # Where domains are named nothing else is read.
+        is_read = is_folder and (corpus.domain_column is not None or not corpus.domains)
+        places = {"out": self.out, "cache_dir": cache_dir or self.out}
+        for name, place in places.items():
+            path = Path(place).expanduser().resolve()
+            is_seen = data in path.parents and path.relative_to(data).parts[0][0] != "."
+            if is_read and (path == data or is_seen):
+                raise ValueError(
+                    f"{name} must lie outside the corpus, of which it would be a domain; {place} "
+                    f"is in {corpus.data}. Name another directory, or the domains to train on."
+                )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=EXACT)
 class ProxyConfig(_Stage):
     """Stage one: learn the domain weights with a proxy model. The same command resumes."""
 
-    main: ClassVar = ("out", "data", "target", "model", "steps", "tokenizer", "dry_run")
     examples: ClassVar = (
         "--data corpus --out runs/proxy",
         "--data corpus --target wiki --out runs/wiki   # wiki is held out",
@@ -324,11 +315,9 @@ class ProxyConfig(_Stage):
         """What `target` names, without weights: as `load_corpus` takes it."""
         return tuple(target_of(item)[0] for item in self.target)
 
-    def _check(self) -> None:
-        super()._check()
+    @model_validator(mode="after")
+    def _fit(self) -> Self:
         parse_target(self.target)
-        if self.selection is not None and not self.selection.is_file():
-            raise ValueError(f"selection must be a JSON file; {self.selection} is not there.")
         if self.score == "aligned":
             has_default = self.domain_max_grad_norm == DOMAIN_MAX_GRAD_NORM
             if self.mu is not None or not has_default or self.sequences_per_domain < 2:
@@ -337,13 +326,18 @@ class ProxyConfig(_Stage):
                     "domain_max_grad_norm as they are. It compares two halves of each domain's "
                     "blocks: sequences_per_domain must be 2 or more."
                 )
+        return self
+
+    def _check(self) -> None:
+        super()._check()
+        if self.selection is not None and not self.selection.is_file():
+            raise ValueError(f"selection must be a JSON file; {self.selection} is not there.")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=EXACT)
 class BaseConfig(_Stage):
     """Stage two: train a model at given domain weights. The same command resumes."""
 
-    main: ClassVar = ("out", "data", "weights", "model", "steps", "tokenizer", "dry_run")
     examples: ClassVar = (
         "--data corpus --weights runs/proxy --out runs/learned",
         "--data corpus --weights uniform --out runs/uniform",
@@ -367,6 +361,15 @@ class BaseConfig(_Stage):
     """Time a few steps, and print what the run would read and train, and how long it would take.
     Writes nothing but the cache of tokenised text."""
 
+    @model_validator(mode="after")
+    def _fit(self) -> Self:
+        if self.stages > self.training.steps:
+            raise ValueError(
+                f"stages must be at most the {self.training.steps} steps of the run; got "
+                f"{self.stages}."
+            )
+        return self
+
     def _check(self) -> None:
         super()._check()
         weights, is_baseline = Path(self.weights), self.weights in BASELINES
@@ -382,18 +385,12 @@ class BaseConfig(_Stage):
                 f"stages={self.stages} needs the run directory of a proxy, whose weights changed "
                 f"from step to step; got weights={self.weights!r}."
             )
-        if self.stages > self.training.steps:
-            raise ValueError(
-                f"stages must be at most the {self.training.steps} steps of the run; got "
-                f"{self.stages}."
-            )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=EXACT)
 class DoReMiConfig(_Stage):
     """The DoReMi baseline: learn the domain weights by loss in excess of a reference model's."""
 
-    main: ClassVar = ("reference", "out", "data", "model", "steps", "tokenizer", "variant")
     examples: ClassVar = ("--data corpus --reference runs/uniform --out runs/doremi",)
     stage: ClassVar[Literal["doremi"]] = "doremi"
 
@@ -421,11 +418,10 @@ class DoReMiConfig(_Stage):
         check_is_run("reference", self.reference)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=EXACT)
 class SelectConfig(_Stage):
     """Score parameters by cancellation effect and select some, for `proxy --selection`."""
 
-    main: ClassVar = ("out", "data", "model", "steps", "tokenizer", "strategies")
     examples: ClassVar = ("--data corpus --strategies low30 high10 --out runs/select",)
     stage: ClassVar[Literal["select"]] = "select"
 

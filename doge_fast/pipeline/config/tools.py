@@ -1,22 +1,28 @@
 """The verbs that read what stages have left, and those that need none."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from doge_fast.pipeline.config.ranges import Count, CountOrZero, Device, Positive, Range, Seed
+from annotated_types import Ge, Le, MinLen
+from pydantic import model_validator
+from pydantic.dataclasses import dataclass
+from tyro.conf import Positional
+
+from doge_fast.pipeline.config.ranges import EXACT, Count, CountOrZero, Device, Positive, Seed
 from doge_fast.pipeline.config.stages import TasksConfig, check_data, check_is_run, check_model_name
 
+Paths = Annotated[tuple[Path, ...], MinLen(1)]
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, config=EXACT)
 class EvaluateConfig:
     """Per-domain perplexity of a run's model on held-out documents; with `tasks`, k-shot accuracy
     through lm-evaluation-harness instead."""
 
-    main: ClassVar = ("run", "data", "domains", "blocks", "tasks", "out")
     examples: ClassVar = ("runs/learned", "runs/learned --tasks copa sciq")
 
-    run: Path
+    run: Positional[Path]
     """The run directory whose model is evaluated."""
     blocks: Count | None = None
     """Held-out blocks per domain; None: all of them."""
@@ -43,42 +49,44 @@ class EvaluateConfig:
     """auto: a GPU if there is one."""
     tasks: TasksConfig = field(default_factory=TasksConfig)
 
-    def _check(self) -> None:
-        check_is_run("run", self.run)
-        if self.data is not None:
-            check_data(self.data)
-            if self.out is None:
-                raise ValueError(
-                    "data (--data) needs a file for what is measured: name it with --out."
-                )
+    @model_validator(mode="after")
+    def _fit(self) -> Self:
+        if self.data is not None and self.out is None:
+            raise ValueError("data (--data) needs a file for what is measured: name it with --out.")
         asked = {name: getattr(self, name) for name in ("data", "domains", "blocks", "out")}
         if self.tasks.tasks and (unused := [f"--{name}" for name, value in asked.items() if value]):
             raise ValueError(
                 "Tasks (--tasks) have documents of their own, and their accuracies go to the run's "
                 f"fewshot.json. Leave out {', '.join(unused)}, or the tasks."
             )
+        return self
+
+    def _check(self) -> None:
+        check_is_run("run", self.run)
+        if self.data is not None:
+            check_data(self.data)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=EXACT)
 class ReportConfig:
     """One page with figures and tables of runs."""
 
     examples: ClassVar = ("--runs runs",)
 
-    runs: tuple[Path, ...]
+    runs: Paths
     """Run directories of proxies and base models; or one directory that contains them; or that of
     a search."""
     out: Path | None = None
     """The HTML page to write; None: report.html beside or inside the runs."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=EXACT)
 class WeightsShowConfig:
     """The weights beside those of the last step and the natural ones, and the epochs they imply."""
 
     examples: ClassVar = ("runs/proxy --budget-tokens 10B",)
 
-    files: tuple[Path, ...]
+    files: Positional[Paths]
     """weights.json files, run directories, or weights as NAME=NUMBER,..."""
     budget_tokens: Positive | None = None
     """Tokens of the training that the weights are for, such as 1e11: shows each domain's epochs in
@@ -87,23 +95,23 @@ class WeightsShowConfig:
     """NAME=NUMBER: the number of tokens of a domain, where it differs from the file's."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=EXACT)
 class WeightsAverageConfig:
     """The mean and spread of several runs' weights, such as one proxy with several seeds."""
 
-    files: tuple[Path, ...]
+    files: Positional[Paths]
     """weights.json files or run directories, with the same domains."""
     out: Path | None = None
     """The file to write; None: only print its content."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=EXACT)
 class WeightsConstrainConfig:
     """The nearest weights (in KL divergence) within floors, caps and a number of epochs."""
 
     examples: ClassVar = ("runs/proxy --floor 0.02 --max-epochs 4 --budget-tokens 10B",)
 
-    file: Path
+    file: Positional[Path]
     """A weights.json, or a run directory."""
     out: Path | None = None
     """The file to write; None: only print its content."""
@@ -120,7 +128,7 @@ class WeightsConstrainConfig:
     """NAME=NUMBER: the number of tokens of a domain, where it differs from the file's."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=EXACT)
 class ExportConfig:
     """Write domain weights for a training framework; --list names the targets."""
 
@@ -129,7 +137,7 @@ class ExportConfig:
         "runs/proxy --to megatron --paths code=/data/code wiki=/data/wiki --out blend.txt",
     )
 
-    file: Path | None = None
+    file: Positional[Path | None] = None
     """A weights.json, or a run directory that holds one."""
     to: str | None = None
     """The target; --list names them."""
@@ -144,7 +152,7 @@ class ExportConfig:
     """Paths of test data, likewise, if the target takes them."""
     out: Path | None = None
     """The file to write; None: print."""
-    decimals: Annotated[int, Range(1, 15)] = 6
+    decimals: Annotated[Count, Le(15)] = 6
     """Decimals of the shares; they sum to exactly 1."""
     rows: Literal["blocks", "documents"] | None = None
     """What a row of your data is, if the framework draws rows. blocks: equally many tokens each.
@@ -160,7 +168,7 @@ class ExportConfig:
     """Seed of the framework's data loader."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=EXACT)
 class InfoConfig:
     """What runs on this machine: devices, and the implementation of each operator, with reasons."""
 
@@ -168,11 +176,10 @@ class InfoConfig:
     """Print JSON instead of text."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=EXACT)
 class ProfileConfig:
     """What each phase of a step costs, compared with a plain step on the same tokens."""
 
-    main: ClassVar = ("model", "domains", "sequences", "sequence_length", "mode", "device")
     examples: ClassVar = ("--model 124M --domains 7 --mode stacked",)
 
     model: str = "tiny"
@@ -187,7 +194,7 @@ class ProfileConfig:
     """Number of targets that are measured and not trained on."""
     sequences: Count = 4
     """Sequences of each domain in a step."""
-    sequence_length: Annotated[int, Range(2)] = 128
+    sequence_length: Annotated[Count, Ge(2)] = 128
     """Tokens of a sequence."""
     mode: Literal["sequential", "stacked"] = "sequential"
     """One domain after another, or one forward and backward for all."""

@@ -16,8 +16,11 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
+import pydantic.dataclasses
+from annotated_types import Le
+
 from doge_fast.pipeline import named
-from doge_fast.pipeline.config.ranges import Count, Range, Seed
+from doge_fast.pipeline.config.ranges import Count, Seed
 
 Key = TypeVar("Key")
 Rows = Literal["blocks", "documents"]
@@ -84,7 +87,7 @@ def by_document(parts: Parts, mean_doc_tokens: Mapping[str, float]) -> dict[str,
     )
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True)
 class Blend:
     """Shares and paths that an exporter writes down; everything has been checked."""
 
@@ -96,7 +99,7 @@ class Blend:
     """What the shares count."""
     mean_doc_tokens: Mapping[str, float] = field(default_factory=dict)
     """{domain: tokens of a document}, where the shares count documents."""
-    decimals: Annotated[int, Range(1, MAX_DECIMALS)] = 6
+    decimals: Annotated[Count, Le(MAX_DECIMALS)] = 6
     """Places of every number."""
     seq_length: Count | None = None
     """Tokens of a training sequence."""

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import yaml
 
 from doge_fast.pipeline import named
-from doge_fast.pipeline.config.ranges import check
 from doge_fast.pipeline.exports.blend import (
     Blend,
     Parts,
@@ -132,7 +131,6 @@ def export(
         batch_size=batch_size,
         seed=seed,
     )
-    check(blend)
     missing = [name for name in blend.shares() if name not in blend.paths["train"]]
     if target.takes and missing:
         raise ValueError(

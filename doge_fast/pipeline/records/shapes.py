@@ -1,8 +1,7 @@
 """What the files of a run must look like to be believed: names and types of all that is read.
 
 A reader may take for granted what stands here; what nobody reads does not stand here. Fields that
-are not named are kept and not looked at. Pydantic checks the classes; it is imported when the first
-file is read.
+are not named are kept and not looked at. Pydantic checks the classes.
 """
 
 import functools
@@ -13,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args
 
-from annotated_types import MinLen
+from annotated_types import Le, MinLen
+from pydantic import TypeAdapter, ValidationError
 
 from doge_fast.pipeline.config import StageConfig
 from doge_fast.pipeline.config.ranges import (
@@ -21,7 +21,6 @@ from doge_fast.pipeline.config.ranges import (
     CountOrZero,
     Positive,
     PositiveOrZero,
-    Range,
 )
 from doge_fast.pipeline.failures import FileFailure
 
@@ -300,7 +299,7 @@ class CancellationRecord(WholeFile):
     selections: tuple[SelectionEntry, ...]
 
 
-PrintedShare = Annotated[float, Range(0, 1 + SUM_TOLERANCE)]
+PrintedShare = Annotated[PositiveOrZero, Le(1 + SUM_TOLERANCE)]
 Text = Annotated[str, MinLen(1)]
 Taus = Annotated[dict[str, PositiveOrZero], MinLen(1)]
 
@@ -357,29 +356,20 @@ def check_shape(
         FileFailure: a field is missing, or not of its type or range. The sentence begins with
             `where` and `told`, names the field and what it holds, and ends with `way_out`.
     """
-    from pydantic import ValidationError
-
     adapter: Any = _adapter(cast(type, kind))
     try:
-        found: Record = adapter.validate_json(json.dumps(value), strict=True)
+        # The settings that there are no more are passed over.
+        found: Record = adapter.validate_json(json.dumps(value), strict=True, extra="ignore")
         return found
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         # A union's part is named by its type in brackets.
         parts = [str(part) for part in first["loc"] if "[" not in str(part)]
         place, why = ".".join(parts) or "the whole", first["msg"].rstrip(".")
-        # A range's sentence goes on from the field's name, and says what it holds.
-        if first["type"] == "range":
-            why = f" {why}"
-        elif first["type"] == "missing":
-            why = ": field required"
-        else:
-            why = f": {why[0].lower()}{why[1:]}; got {json.dumps(first['input'])[:80]}"
-        raise FileFailure(f"{where}{told}: {place}{why}. {way_out}") from None
+        got = "" if first["type"] == "missing" else f"; got {str(first['input'])[:80]}"
+        raise FileFailure(f"{where}{told}: {place}: {why}{got}. {way_out}") from None
 
 
 @functools.cache
 def _adapter(kind: type) -> Any:
-    from pydantic import TypeAdapter
-
     return TypeAdapter(kind)

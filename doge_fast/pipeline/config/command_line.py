@@ -1,0 +1,145 @@
+"""From the words of a command line, and the fields of a file, to a verb's dataclass: by tyro.
+
+A field is an option, its docstring the help. Fields of a file become words before those that are
+typed, so they are read by the same rules, and what is typed wins.
+"""
+
+import argparse
+import inspect
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+import tyro
+import yaml
+from tyro.conf import Positional
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+from doge_fast.pipeline import named
+
+_AS_PEOPLE_WRITE = ConstructorRegistry()
+_FILE = "With --config FILE fields come from YAML, JSON or a run's config.json too; options win."
+
+
+def parse(words: Sequence[str], config: type, *, verb: str) -> Any:
+    """The dataclass that the words after a verb make; `--config FILE` among them is read here.
+
+    Raises:
+        ValueError: the file is not what it should be.
+        SystemExit: help was asked for, or an option is wrong; tyro has printed what.
+    """
+    of_file = argparse.ArgumentParser(f"doge-fast {verb}", add_help=False, allow_abbrev=False)
+    of_file.add_argument("--config", type=Path)
+    known, typed = of_file.parse_known_args(list(words))
+    given = {} if known.config is None else read_file(known.config, verb)
+    first = list(takewhile(lambda word: not word.startswith("-"), typed))
+    first_given: list[str] = []
+    for name in positional(config):
+        value = given.pop(name, [])
+        first_given += map(str, value if isinstance(value, list) else [value])
+    examples = [f"doge-fast {verb} {each}" for each in getattr(config, "examples", ())]
+    return tyro.cli(
+        config,
+        prog=f"doge-fast {verb}",
+        description="\n\n".join([inspect.cleandoc(config.__doc__ or ""), _FILE, *examples]),
+        args=[*(first or first_given), *_words(given), *typed[len(first) :]],
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff),
+        registry=_AS_PEOPLE_WRITE,
+    )
+
+
+def read_file(path: Path, verb: str) -> dict[str, Any]:
+    """The fields that a file gives for a verb.
+
+    It is YAML or JSON with fields as in the "config" of a run's config.json; or such a config.json
+    itself, of this verb.
+    """
+    try:
+        record = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is neither YAML nor JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"{path} must hold a mapping of fields.")
+    if not isinstance(record.get("config"), dict):
+        return record
+    if record.get("stage") != verb:
+        raise ValueError(f"{path} is the record of a {record.get('stage')} run, not of {verb}.")
+    return dict(record["config"])
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """Leaves 010, 1:30, 1e3 and no as they are written; they mean what they do when typed."""
+
+    yaml_implicit_resolvers: Mapping[str, Any] = {}
+
+
+for _tag, _form, _first in (
+    ("null", "~|null|", [*"~n", ""]),
+    ("bool", "true|false", [*"tf"]),
+    ("merge", "<<", ["<"]),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"({_form})$"), _first)
+
+
+def _words(fields: Mapping[str, Any], is_group: bool = False) -> Iterator[str]:
+    """Fields as options, those of a group too."""
+    for name, value in fields.items():
+        option = str(name).replace("_", "-")
+        if isinstance(value, dict) and not is_group:
+            yield from _words(value, is_group=True)
+        elif isinstance(value, bool):
+            yield f"--{option}" if value else f"--no-{option}"
+        elif value != []:
+            first, *others = map(str, value if isinstance(value, list) else [value])
+            # What begins with a dash would be an option.
+            yield from [f"--{option}={first}"] if first[:1] == "-" else [f"--{option}", first]
+            yield from others
+
+
+def positional(config: type) -> list[str]:
+    """The fields that stand without an option."""
+    hints = get_type_hints(config, include_extras=True)
+    marker: Any = Positional
+    return [name for name, hint in hints.items() if marker in getattr(hint, "__metadata__", ())]
+
+
+@_AS_PEOPLE_WRITE.primitive_rule
+def _as_people_write(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    """10k, 1.5B and 30% are numbers; ~ is expanded, which a shell leaves behind an equals sign."""
+    parts = get_args(info.type) if get_origin(info.type) in (Union, UnionType) else (info.type,)
+    kind, is_optional = _bare(parts[0]), len(parts) > 1
+    is_several = get_origin(kind) is tuple
+    if is_several:
+        kind = _bare(get_args(kind)[0])
+    if kind not in (str, int, float, Path):
+        return None
+
+    def value_of(word: str) -> Any:
+        if is_optional and word == "None":
+            return None
+        if kind is Path:
+            return Path(word).expanduser()
+        return word if kind is str else named.number_as(kind, word)
+
+    def values_of(words: list[str]) -> Any:
+        # The word behind the option may be a variable that is not set.
+        if not words:
+            raise ValueError("it takes at least one value")
+        return tuple(map(value_of, words)) if is_several else value_of(words[0])
+
+    name = kind.__name__.upper()
+    return PrimitiveConstructorSpec(
+        nargs="*" if is_several else 1,
+        metavar=f"{name} [{name} ...]" if is_several else name + "|None" * is_optional,
+        instance_from_str=values_of,
+        is_instance=lambda value: isinstance(value, (tuple if is_several else kind, NoneType)),
+        str_from_instance=lambda value: [*map(str, value)] if is_several else [str(value)],
+    )
+
+
+def _bare(hint: Any) -> Any:
+    """The type without its range."""
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
