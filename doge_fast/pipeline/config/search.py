@@ -1,15 +1,15 @@
 """The demo, and the search for the temperature: verbs that make several runs."""
 
 from pathlib import Path
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, ClassVar
 
 from annotated_types import Ge
-from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 from tyro.conf import Positional
 
 from doge_fast.pipeline.config.ranges import EXACT, Count, Device, Positive, Seed
-from doge_fast.pipeline.config.stages import check_data, check_is_run, check_model_name
+from doge_fast.pipeline.config.stages import check_is_run, check_place
+from doge_fast.pipeline.sizes import SIZES
 
 
 @dataclass(frozen=True, config=EXACT)
@@ -41,7 +41,7 @@ class DemoConfig:
     directory."""
 
     def _check(self) -> None:
-        check_data(self.data)
+        check_place("data", self.data, ("installed",))
 
 
 @dataclass(frozen=True, config=EXACT)
@@ -78,16 +78,14 @@ class TemperatureConfig:
     device: Device = "auto"
     """auto: a GPU if there is one."""
 
-    @model_validator(mode="after")
-    def _fit(self) -> Self:
+    def __post_init__(self) -> None:
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             told = ", ".join(map(str, self.seeds)) or "none"
             raise ValueError(f"seeds must be distinct, and at least one; got {told}.")
         if self.plan and self.only:
             raise ValueError("--plan prints the commands of all runs; leave out --only.")
-        return self
 
     def _check(self) -> None:
         check_is_run("proxy", self.proxy)
         if self.model is not None:
-            check_model_name(self.model)
+            check_place("model", self.model, SIZES)

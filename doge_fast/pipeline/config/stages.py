@@ -7,10 +7,9 @@ import shlex
 from collections.abc import Collection, Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Le
-from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
 from doge_fast.pipeline import named
@@ -52,16 +51,14 @@ def parse_target(names: Sequence[str]) -> Target:
     tau: dict[str, float] = {}
     for item in names:
         name, weight = target_of(item)
-        if name in tau or name in ("", UNIVERSAL):
-            raise ValueError(
-                "target must be universal alone, or distinct names, each NAME or "
-                f"NAME=WEIGHT; got {' '.join(names)}."
-            )
         tau[name] = named.float_of(weight or "1")
         if not 0 < tau[name] < math.inf:
             raise ValueError(f"A target's weight must be a number greater than zero; got {item!r}.")
-    if not tau:
-        raise ValueError("target must name something: universal, mix, or held-out domains.")
+    if not tau or len(tau) < len(names) or not tau.keys().isdisjoint(("", UNIVERSAL)):
+        raise ValueError(
+            "target must be universal alone, or distinct names, each NAME or NAME=WEIGHT; got "
+            f"{' '.join(names)!r}."
+        )
     return tau
 
 
@@ -75,24 +72,15 @@ def target_of(item: str) -> tuple[str, str]:
     return (name, weight) if equals else (item, "")
 
 
-def check_place(what: str, value: str, words: Collection[str], hub: str = _HUB_MODEL) -> None:
+def check_place(what: str, value: str, words: Collection[str]) -> None:
     """Raise ValueError unless it is one of the words, a path that is there, or may be a Hub id."""
+    hub = _HUB_DATA if what == "data" else _HUB_MODEL
     # No name is the present folder, to pathlib.
     is_there = value != "" and Path(value).expanduser().exists()
     if not (is_there or value in words or re.fullmatch(hub, value)):
         raise ValueError(
             f"{what} must be {', '.join(words)}, a Hub id or a path; {value!r} does not exist."
         )
-
-
-def check_data(data: str) -> None:
-    """Raise ValueError unless it is "installed", a path that is there, or may be a Hub id."""
-    check_place("data", data, ("installed",), _HUB_DATA)
-
-
-def check_model_name(name: str) -> None:
-    """Raise ValueError unless it is a size, a path that is there, or may be a Hub id."""
-    check_place("model", name, SIZES)
 
 
 def check_is_run(what: str, run: Path) -> None:
@@ -131,8 +119,7 @@ class CorpusConfig:
     """Where packed blocks are kept; None: $DOGE_FAST_CACHE, else doge_fast in the
     user's cache directory, ~/.cache on Linux."""
 
-    @model_validator(mode="after")
-    def _fit(self) -> Self:
+    def __post_init__(self) -> None:
         limit = self.max_tokens_per_domain
         if limit is not None and limit < self.block_size:
             raise ValueError(
@@ -143,10 +130,9 @@ class CorpusConfig:
                 "A trained tokenizer needs vocab_size >= 257, every byte and the end of text; "
                 f"it is {self.vocab_size}."
             )
-        return self
 
     def _check(self) -> None:
-        check_data(self.data)
+        check_place("data", self.data, ("installed",))
         check_place("tokenizer", self.tokenizer, ("train",))
 
 
@@ -161,7 +147,7 @@ class ModelConfig:
     """Load the weights of `model` too (continued pretraining) instead of fresh ones."""
 
     def _check(self) -> None:
-        check_model_name(self.model)
+        check_place("model", self.model, SIZES)
 
 
 @dataclass(frozen=True, config=EXACT)
@@ -198,8 +184,7 @@ class TrainingConfig:
     compile: bool = False
     """torch.compile the model."""
 
-    @model_validator(mode="after")
-    def _fit(self) -> Self:
+    def __post_init__(self) -> None:
         if self.min_learning_rate > self.learning_rate:
             raise ValueError(
                 "min_learning_rate must be at most learning_rate; got "
@@ -209,7 +194,6 @@ class TrainingConfig:
             raise ValueError(
                 f"warmup_steps must be less than steps; got {self.warmup_steps} of {self.steps}."
             )
-        return self
 
 
 @dataclass(frozen=True, config=EXACT)
@@ -238,8 +222,7 @@ class _Stage:
     model: ModelConfig = field(default_factory=ModelConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
-    @model_validator(mode="after")
-    def _fit_parts(self) -> Self:
+    def __post_init__(self) -> None:
         name = self.model.model
         if self.model.pretrained and self.corpus.tokenizer == "train" and name not in SIZES:
             raise ValueError(
@@ -248,7 +231,6 @@ class _Stage:
             )
         if self.corpus.validation_fraction == 1:
             raise ValueError("validation_fraction must be less than 1 where a model is trained.")
-        return self
 
     def _check(self) -> None:
         corpus, cache_dir = self.corpus, self.corpus.cache_dir or os.environ.get("DOGE_FAST_CACHE")
@@ -315,8 +297,8 @@ class ProxyConfig(_Stage):
         """What `target` names, without weights: as `load_corpus` takes it."""
         return tuple(target_of(item)[0] for item in self.target)
 
-    @model_validator(mode="after")
-    def _fit(self) -> Self:
+    def __post_init__(self) -> None:
+        super().__post_init__()
         parse_target(self.target)
         if self.score == "aligned":
             has_default = self.domain_max_grad_norm == DOMAIN_MAX_GRAD_NORM
@@ -326,7 +308,6 @@ class ProxyConfig(_Stage):
                     "domain_max_grad_norm as they are. It compares two halves of each domain's "
                     "blocks: sequences_per_domain must be 2 or more."
                 )
-        return self
 
     def _check(self) -> None:
         super()._check()
@@ -361,14 +342,13 @@ class BaseConfig(_Stage):
     """Time a few steps, and print what the run would read and train, and how long it would take.
     Writes nothing but the cache of tokenised text."""
 
-    @model_validator(mode="after")
-    def _fit(self) -> Self:
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.stages > self.training.steps:
             raise ValueError(
                 f"stages must be at most the {self.training.steps} steps of the run; got "
                 f"{self.stages}."
             )
-        return self
 
     def _check(self) -> None:
         super()._check()

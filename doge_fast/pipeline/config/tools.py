@@ -2,15 +2,15 @@
 
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Le, MinLen
-from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 from tyro.conf import Positional
 
 from doge_fast.pipeline.config.ranges import EXACT, Count, CountOrZero, Device, Positive, Seed
-from doge_fast.pipeline.config.stages import TasksConfig, check_data, check_is_run, check_model_name
+from doge_fast.pipeline.config.stages import TasksConfig, check_is_run, check_place
+from doge_fast.pipeline.sizes import SIZES
 
 Paths = Annotated[tuple[Path, ...], MinLen(1)]
 
@@ -49,8 +49,7 @@ class EvaluateConfig:
     """auto: a GPU if there is one."""
     tasks: TasksConfig = field(default_factory=TasksConfig)
 
-    @model_validator(mode="after")
-    def _fit(self) -> Self:
+    def __post_init__(self) -> None:
         if self.data is not None and self.out is None:
             raise ValueError("data (--data) needs a file for what is measured: name it with --out.")
         asked = {name: getattr(self, name) for name in ("data", "domains", "blocks", "out")}
@@ -59,12 +58,11 @@ class EvaluateConfig:
                 "Tasks (--tasks) have documents of their own, and their accuracies go to the run's "
                 f"fewshot.json. Leave out {', '.join(unused)}, or the tasks."
             )
-        return self
 
     def _check(self) -> None:
         check_is_run("run", self.run)
         if self.data is not None:
-            check_data(self.data)
+            check_place("data", self.data, ("installed",))
 
 
 @dataclass(frozen=True, config=EXACT)
@@ -210,4 +208,4 @@ class ProfileConfig:
     """The file to write all measurements to."""
 
     def _check(self) -> None:
-        check_model_name(self.model)
+        check_place("model", self.model, SIZES)
