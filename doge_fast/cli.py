@@ -54,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         SIGHUP. With DOGE_FAST_TRACEBACK=1 in the environment errors are raised.
     """
     _log_visibly()
+    os.environ.setdefault("PYDANTIC_ERRORS_INCLUDE_URL", "0")
     words = list(sys.argv[1:] if arguments is None else arguments)
     config = None
     try:
