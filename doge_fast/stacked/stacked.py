@@ -30,6 +30,7 @@ from doge_fast.stacked.layers.batch import Segment, SortedBatch, refuse_coupled_
 from doge_fast.stacked.layers.by_slices import outputs_by_slices
 from doge_fast.stacked.layers.registry import rule_of
 from doge_fast.stacked.layers.rule import LayerRule
+from doge_fast.tracing import outside_graphs
 
 
 def sizes_of(sizes: Mapping[str, int]) -> dict[str, int]:
@@ -71,8 +72,7 @@ class StackedModel:
     def __init__(self, model: nn.Module, buffer: FlatBuffer, tracked: Collection[int]) -> None:
         self.buffer = buffer
         self._tracked = frozenset(tracked)
-        self.batch: SortedBatch | None = None
-        """The batch of the pass under way; None outside `recording`."""
+        self._number = next(_numbers)
         self.has_written = False
         """Whether any row was written since `recording` was entered."""
         self._replaced = self._find_replaced(model)
@@ -81,6 +81,11 @@ class StackedModel:
             for module, replaced in self._replaced.items()
         }
 
+    @property
+    def batch(self) -> SortedBatch | None:
+        """The batch of the pass under way; None outside `recording`."""
+        return _batches.get(self._number)
+
     def covers(self, model: nn.Module, tracked: Collection[int]) -> bool:
         """Whether `model` and the trained parameters are unchanged since this was made."""
         return self._tracked == frozenset(tracked) and self._replaced == self._find_replaced(model)
@@ -88,7 +93,7 @@ class StackedModel:
     @contextmanager
     def recording(self, segments: Sequence[Segment]) -> Iterator[None]:
         """Have forward and backward passes fill the rows of `segments`."""
-        self.batch = SortedBatch(segments)
+        batch = _batches[self._number] = SortedBatch(segments)
         self.has_written = False
         # A forward that someone has set on the module itself comes back afterwards.
         before = {module: module.__dict__.get("forward") for module in self._forwards}
@@ -97,9 +102,10 @@ class StackedModel:
             for module, forward in self._forwards.items():
                 module.forward = forward
             yield
+            batch.check()
         finally:
             _recording.remove(self)
-            self.batch = None
+            del _batches[self._number]
             for module, original in before.items():
                 if original is None:
                     module.__dict__.pop("forward", None)
@@ -139,6 +145,8 @@ class StackedModel:
             return _StackedLayer(self, module, rule).forward
         original = module.forward
 
+        # Every size of a domain would need a graph of its own.
+        @outside_graphs
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return original(*args, **kwargs)
@@ -198,6 +206,10 @@ def _parameter_owners(module: nn.Module) -> list[nn.Module]:
     return [module, *owners]
 
 
+_numbers = count()
+# {number of a model: the batch of its pass under way}. Not an attribute of the model, since
+# `torch.compile` takes the sizes of tensors that it reaches through torch's modules for constants.
+_batches: dict[int, SortedBatch] = {}
 # The models that record, the innermost last. Like autocast, `recording` covers its context.
 _recording: list[StackedModel] = []
 
@@ -312,7 +324,6 @@ def will_receive_grad(ctx: Any, index: int) -> bool:
 
 
 _layers: WeakValueDictionary[int, _StackedLayer] = WeakValueDictionary()
-_numbers = count()
 
 
 # Opaque, because the host allocates the buffer's blocks and notes which rows are written. A CUDA
@@ -328,7 +339,9 @@ def fill_rows_(tensors: list[Tensor], token: Tensor, number: int, needs_grad: li
     not written.
     """
     layer = _layers[number]
-    layer.fill_rows(layer.stacked.batch, tensors, needs_grad)
+    batch = layer.stacked.require_open(layer.stacked.batch)
+    batch.note(tensors[1], layer.module)
+    layer.fill_rows(batch, tensors, needs_grad)
 
 
 @fill_rows_.register_fake

@@ -148,7 +148,71 @@ def test_compiled_as_one_graph(kind, backend, custom_rules):
         ids_BL = ids_of(sizes, seed)
         run(optimizer, model, ids_BL, sizes, compiled)
         assert_same(rows_of(optimizer, model), rows_by_autograd(model, ids_BL, sizes))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert num_graphs() == 1
+
+
+def num_graphs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def flat_head(model: Tiny, hidden: Tensor) -> Tensor:
+    """The head on a flattened batch, whose length only the layers before it know."""
+    logits: Tensor = model.head(hidden.flatten(0, 1))
+    return logits.unflatten(0, hidden.shape[:2])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("dynamic", "is_saved", "num"),
+    # torch.compile alone takes three: the first shape, one for any B, one for any B and L.
+    [(None, False, 3), (True, False, 1), (True, True, 1)],
+    ids=["default", "dynamic", "checkpointed"],
+)
+def test_one_graph_is_for_any_number_of_examples_and_any_length(dynamic, is_saved, num):
+    """To the bit what runs uncompiled, also with activations that are computed again."""
+    model = made("tied")
+    optimizer = optimizer_of(model)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+    def hidden(ids_BL: Tensor) -> Tensor:
+        if not is_saved:
+            return model.hidden(ids_BL)
+        states: Tensor = checkpoint(model.hidden, ids_BL, use_reentrant=False)
+        return states
+
+    compiled = torch.compile(hidden, backend="aot_eager", dynamic=dynamic, fullgraph=True)
+    shapes = [
+        ({"a": 1, "b": 3}, LENGTH),
+        ({"b": 2, "c": 4}, LENGTH),
+        ({"a": 5, "b": 2, "c": 1}, LENGTH - 3),
+        ({"c": 3}, LENGTH - 5),
+    ]
+    for sizes, length in shapes:
+        ids_BL = torch.clone(ids_of(sizes)[:, :length], memory_format=torch.contiguous_format)
+        rows = []
+        for body in (model.hidden, compiled):
+            run(optimizer, model, ids_BL, sizes, lambda ids, body=body: flat_head(model, body(ids)))
+            rows.append(rows_of(optimizer, model))
+        assert_same(*rows, bound=0)
+    assert num_graphs() == num
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.parametrize(("kind", "num"), [("without rules", 3), ("lstm", 2)])
+def test_modules_without_a_rule_stay_outside_graphs(kind, num):
+    """Their domains have many sizes; what runs before, between and after them is compiled once."""
+    model = made(kind)
+    optimizer = optimizer_of(model)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(model, backend="eager", dynamic=True)
+    for sizes in (SIZES, {"a": 4, "c": 3}, {"b": 2, "c": 5}):
+        ids_BL = ids_of(sizes)
+        expected = rows_by_autograd(model, ids_BL, dict.fromkeys(SIZES, 0) | sizes)
+        run(optimizer, model, ids_BL, sizes, compiled)
+        assert_same(rows_of(optimizer, model), expected)
+    assert num_graphs() == num
 
 
 def test_under_autocast_rows_are_what_was_computed():
@@ -346,13 +410,26 @@ def test_batch_statistics_are_refused():
     ],
     ids=["batch", "no length", "another length", "a rest", "features", "time first", "indices"],
 )
-def test_an_input_without_the_batch_in_front_is_refused(layers, shapes):
+@pytest.mark.parametrize("dynamic", [None, False, True], ids=["eager", "compiled", "dynamic"])
+def test_an_input_without_the_batch_in_front_is_refused(layers, shapes, dynamic):
+    """Compiled too: while it is traced, or by its shapes at the end of every pass."""
     model = Around(*layers)
     optimizer = optimizer_of(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", dynamic=dynamic, fullgraph=True)
+    call = model if dynamic is None else compiled
     dtype = torch.long if isinstance(layers[0], nn.Embedding) else torch.float32
     message = rf"the 6 examples.* {type(layers[-1]).__name__} .*\{list(shapes[-1])}"
-    with pytest.raises(RuntimeError, match=message), optimizer.stacked(model, SIZES):
-        model(*(torch.ones(shape, dtype=dtype) for shape in shapes))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=message), optimizer.stacked(model, SIZES):
+            call(*(torch.ones(shape, dtype=dtype) for shape in shapes)).sum().backward()
+        optimizer.zero_grad()
+
+
+def compiled_tiny(ids_BL: Tensor, sizes: dict[str, int]) -> None:
+    model = Tiny()
+    torch._dynamo.reset()
+    run(optimizer_of(model), model, ids_BL, sizes, torch.compile(model, backend="eager"))
 
 
 def test_positions_are_not_taken_for_examples():
@@ -363,6 +440,8 @@ def test_positions_are_not_taken_for_examples():
     model = Tiny()
     with pytest.raises(RuntimeError, match="9 positions"):
         run(optimizer_of(model), model, ids_BL, sizes)
+    with pytest.raises(RuntimeError, match="9 positions"):
+        compiled_tiny(ids_BL, sizes)
     model = Around(nn.Embedding(9, 4), nn.Embedding(9, 4)).double()
     optimizer = optimizer_of(model)
     with pytest.raises(RuntimeError, match="9 positions"), optimizer.stacked(model, sizes):

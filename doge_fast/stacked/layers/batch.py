@@ -95,46 +95,81 @@ class SortedBatch:
     def __init__(self, segments: Sequence[Segment]) -> None:
         self.segments = segments
         self.runs = runs_of(segments)
-        self.num_examples = segments[-1].last
+        # `torch.compile` takes the sizes of a tensor for variables, and an int that it reaches
+        # through a module or a global for a constant.
+        self._examples = torch.empty(segments[-1].last, 0, device="cpu")
         # Every T of an input [B, T, ...] in this pass; a flattened input is [B * T, features].
         self._lengths: set[int] = set()
+        # Inputs whose meaning depends on these lengths: the class of the module, and the shape.
+        self._unclear: list[tuple[str, list[int]]] = []
+
+    @property
+    def num_examples(self) -> int:
+        """B"""
+        return self._examples.shape[0]
 
     def expand(self, x: Tensor, module: nn.Module) -> Tensor:
         """The input of `module` with the examples in the first dimension, [B, ...].
 
         x is floating [..., features], or integer indices [...]. It is expanded if all examples
-        share it; a flattened batch stays [B * T, features].
-
-        Raises:
-            RuntimeError: the first dimension does not hold the examples, or indices [B] may be
-                positions.
+        share it; a flattened batch stays [B * T, features]. Raises what `note` raises, except in a
+        compiled graph: there `note` is for its backward.
         """
-        size, shape = self.num_examples, list(x.shape)
         is_indices = not x.is_floating_point()
-        if is_indices and x.dim() == 1:
-            # Positions would be taken for examples: each domain's row would get a part of them.
-            if len(x) == size and (not self._lengths or size in self._lengths):
-                raise RuntimeError(
-                    f"a {type(module).__name__} got indices of shape {shape}: these may be "
-                    f"{size} positions, or one index for each of the {size} examples. Give "
-                    "positions as [1, L], or one index per example as [B, 1]."
-                )
-            x = x if len(x) == size else x[None]
-        if x.shape[0] == size:
-            if x.dim() > (1 if is_indices else 2):
-                self._lengths.add(x.shape[1])
-            return x
+        if is_indices and x.dim() == 1 and len(x) != self.num_examples:
+            # Positions [L].
+            x = x[None]
         # What requires a gradient may be one example of the batch.
         if x.shape[0] == 1 and not x.requires_grad:
-            return x.expand(size, *x.shape[1:])
-        # Only for a length T of this pass: [time, features] may be a multiple of B, too.
-        is_flattened = x.dim() == 2 and not is_indices and x.shape[0] % size == 0
-        if is_flattened and x.shape[0] // size in self._lengths:
-            return x
-        raise RuntimeError(
-            f"the first dimension must be the {size} examples of the batch; a "
-            f"{type(module).__name__} got shape {shape}. Check the sizes of the batch, or run one "
-            "domain (or one example) after another."
+            x = x.expand(self.num_examples, *x.shape[1:])
+        # It changes this object, which a graph must not do.
+        if not torch.compiler.is_compiling():
+            self.note(x, module)
+        return x
+
+    def note(self, x: Tensor, module: nn.Module) -> None:
+        """Note what an input that `expand` has returned says about the lengths of this pass.
+
+        Raises:
+            RuntimeError: the first dimension does not hold the examples.
+        """
+        size, shape, kind = self.num_examples, list(x.shape), type(module).__name__
+        is_indices = not x.is_floating_point()
+        if shape[0] == size:
+            if len(shape) > (1 if is_indices else 2):
+                self._lengths.add(shape[1])
+            elif is_indices:
+                self._unclear.append((kind, shape))
+        elif len(shape) == 2 and shape[0] % size == 0 and not is_indices:
+            self._unclear.append((kind, shape))
+        else:
+            raise self._without_examples(kind, shape)
+
+    def check(self) -> None:
+        """Check the inputs of a whole pass, when all its lengths are known.
+
+        Raises:
+            RuntimeError: an input may not be a flattened batch, or indices [B] may be positions.
+        """
+        size = self.num_examples
+        for kind, shape in self._unclear:
+            is_flattened = shape[0] != size
+            # [time, features] may be a multiple of B, too.
+            if is_flattened and shape[0] // size not in self._lengths:
+                raise self._without_examples(kind, shape)
+            # Positions would be taken for examples: each domain's row would get a part of them.
+            if not is_flattened and (not self._lengths or size in self._lengths):
+                raise RuntimeError(
+                    f"a {kind} got indices of shape {shape}: these may be {size} positions, or one "
+                    f"index for each of the {size} examples. Give positions as [1, L], or one "
+                    "index per example as [B, 1]."
+                )
+
+    def _without_examples(self, kind: str, shape: list[int]) -> RuntimeError:
+        return RuntimeError(
+            f"the first dimension must be the {self.num_examples} examples of the batch; a {kind} "
+            f"got shape {shape}. Check the sizes of the batch, or run one domain (or one example) "
+            "after another."
         )
 
 
