@@ -19,7 +19,7 @@ from doge_fast.flat_buffer import FlatBuffer
 from doge_fast.joined import loading, refuse_other_optimizers, saved, step_with
 from doge_fast.step.parameters import TrackedParameters
 from doge_fast.step.step import Step
-from doge_fast.tracing import warn
+from doge_fast.tracing import between_graphs, warn
 from doge_fast.weights import checkpoint, defaults, weights_file
 from doge_fast.weights.aligned import Aligned, refuse_settings
 from doge_fast.weights.objective import UNIVERSAL, Objective, Target
@@ -342,6 +342,8 @@ class DoGEOptimizer(OptimizerWrapper):
         """
         self._step.combine(grad_scale)
 
+    # A compiled step is that of the wrapped optimizer.
+    @between_graphs
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the wrapped optimizer; run `combine()` first if it has not run.
 

@@ -47,6 +47,12 @@ def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
     return disabled
 
 
+def between_graphs(function: Callable[P, R]) -> Callable[P, R]:
+    """Keep `torch.compile` out of a function, but not out of the functions that it calls."""
+    skipped: Callable[P, R] = _disable_dynamo(function, recursive=False)
+    return skipped
+
+
 def warn(message: str) -> None:
     """Warn, with the line of the user's loop as its place."""
     frame, level = sys._getframe(1), 2

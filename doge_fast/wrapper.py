@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from doge_fast.joined import JoinedOptimizer, step_with
-from doge_fast.tracing import outside_graphs
+from doge_fast.tracing import between_graphs, outside_graphs
 
 _HOOKS = tuple(
     f"_optimizer_{what}_{when}_hooks"
@@ -128,6 +128,7 @@ def _read(flag: Tensor, arrival: torch.cuda.Event | None) -> bool:
     return bool(flag)
 
 
+@outside_graphs
 def _needing_the_host(inner: Optimizer) -> list[str]:
     """Class names of the wrapped optimizers whose step the host skips."""
     return [type(each).__name__ for each in optimizers_of(inner) if not _is_skipped_on_device(each)]
@@ -153,6 +154,7 @@ def optimizers_of(inner: Optimizer) -> Sequence[Optimizer]:
     return inner.optimizers if isinstance(inner, JoinedOptimizer) else (inner,)
 
 
+@between_graphs
 def step_unless(
     skipped: Tensor,
     found_inf: Tensor,

@@ -36,9 +36,9 @@ from doge_fast.metric import Metric
 from doge_fast.stacked.stacked import StackedModel, segments_of, sizes_of
 from doge_fast.step import ownership
 from doge_fast.step.parameters import TrackedParameters, have_other_hooks, on_host, weak_hook
-from doge_fast.tracing import outside_graphs
+from doge_fast.tracing import between_graphs, outside_graphs
 from doge_fast.weights import checkpoint
-from doge_fast.weights.rule import Matrices, UpdateRule
+from doge_fast.weights.rule import LastStep, Matrices, UpdateRule
 from doge_fast.weights.scores import clip_factors
 from doge_fast.weights.state import DomainWeights
 from doge_fast.weights.subset import Subset
@@ -491,6 +491,7 @@ class Step:
             "the selection": selected and [id(param) in selected for param in params],
         }
 
+    @outside_graphs
     def is_plain(self) -> bool:
         """Whether `step()` is the wrapped optimizer's own, on gradients that no domain has."""
         self.refuse_inside_a_domain("combine() and step()")
@@ -512,8 +513,18 @@ class Step:
             return self.exchange.num_ranks == 1
         return not all(map(self.buffer.is_combined, given))
 
+    @between_graphs
     def finish(self, loss: Any) -> None:
         """Combine unless that is done; step the wrapped optimizer unless the step is skipped."""
+        last = self._combined()
+        inner = self.parameters.optimizer
+        with tracing.phase("doge_fast.inner_step"):
+            step_unless(last.skipped, last.found_inf, inner, self._read_skipped, loss)
+        self._end()
+
+    @outside_graphs
+    def _combined(self) -> LastStep:
+        """Combine unless that is done; refuses a step that may not be taken."""
         if self.state is not StepState.COMBINED:
             least = self.micro_batches or 1
             partial = [name for name in self._entries if self._times(name) < least]
@@ -526,19 +537,17 @@ class Step:
         last = self._weights.last
         assert last is not None
         self.parameters.refuse_other_lr(last)
-        inner = self.parameters.optimizer
-        with tracing.phase("doge_fast.inner_step"):
-            step_unless(last.skipped, last.found_inf, inner, self._read_skipped, loss)
-        self._give_up_combined()
+        return last
+
+    @outside_graphs
+    def _end(self) -> None:
+        """Begin the next step, after that of the wrapped optimizer."""
+        # A wrapped optimizer may keep `p.grad`, as MARS does: then the gradients are its own.
+        if self.buffer.forget_combined(self.parameters.optimizer) and self._exchange is not None:
+            self._exchange.release()
         self.subset.draw(self.subset.draws + 1)
         self._one_step.is_ours = True
         self.clear()
-
-    @outside_graphs
-    def _give_up_combined(self) -> None:
-        """Leave the combined gradients to a wrapped optimizer that keeps `p.grad`, as MARS does."""
-        if self.buffer.forget_combined(self.parameters.optimizer) and self._exchange is not None:
-            self._exchange.release()
 
     @outside_graphs
     def clear(self) -> None:

@@ -15,6 +15,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.optim import Optimizer, lr_scheduler, swa_utils
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
@@ -487,3 +488,47 @@ def check_compiled(what: str, inner: Callable[[nn.Module], Any]) -> None:
 @pytest.mark.parametrize("what", ["step", "training", "model"])
 def test_compilers(what, inner):
     isolated(check_compiled, what, inner)
+
+
+def compiled_steps(optimizer: Optimizer, collect_step: Callable[[int], Any]) -> tuple[int, ...]:
+    """(graphs, operators, breaks) of four compiled steps."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    counter = CompileCounterWithBackend("eager")
+    update = torch.compile(optimizer.step, backend=counter)
+    for step in range(4):
+        collect_step(step)
+        update()
+        optimizer.zero_grad()
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    return counter.frame_count, counter.op_count, sum(breaks.values())
+
+
+# The compiler's own.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+# The second break of several optimizers is at our hook on their steps.
+@pytest.mark.parametrize(("inner", "most_breaks"), [(sgd, 1), (adamw, 1), (two_sgds, 2)])
+@pytest.mark.parametrize("micro_batches", [1, None], ids=["combined", "not combined"])
+def test_a_compiled_step_breaks_once_and_compiles_the_wrapped_one(
+    inner, most_breaks, micro_batches
+):
+    """The graphs are those of the wrapped optimizer alone; what is ours runs around them."""
+    model, optimizer = wrapped(inner, micro_batches=micro_batches)
+    *graphs, num_breaks = compiled_steps(optimizer, lambda step: collect(model, optimizer, step))
+    alone, other = wrapped(inner)
+
+    def set_gradients(step: int) -> None:
+        for param in alone.parameters():
+            param.grad = torch.ones_like(param)
+
+    assert graphs == [*compiled_steps(other.inner, set_gradients)][:2]
+    assert num_breaks <= most_breaks
+    twin, eager = wrapped(inner, micro_batches=micro_batches)
+    train(twin, eager, range(4))
+    if inner is adamw:
+        # torch compiles its arithmetic in another order, wrapped or not.
+        torch.testing.assert_close(
+            [*model.parameters()], [*twin.parameters()], rtol=1e-4, atol=1e-6
+        )
+    else:
+        assert_same(everything(model, optimizer), everything(twin, eager))
