@@ -124,12 +124,14 @@ def gains_by_stacking(model: Any, inputs: Mapping[str, Batch], device: torch.dev
 def stacked_losses(
     model: Any,
     unwrapped: Any,
+    body: Any,
     batches: Mapping[str, Batch],
     num_targets: Mapping[str, Any] | None,
 ) -> Tensor:
     """[D] mean next-token losses of the domains, from one forward pass of `model`.
 
-    `unwrapped` is the same model without wrappers; the batches have no `unstackable_reason`.
+    `unwrapped` is the same model without wrappers, and `body` the model without its head, which a
+    plain head with many logits follows. The batches have no `unstackable_reason`.
     `num_targets` are those of the optimizer step by domain; None: of these batches.
     """
     sizes = {name: len(batch["input_ids"]) for name, batch in batches.items()}
@@ -140,7 +142,7 @@ def stacked_losses(
     has_many_logits = 4 * labels.numel() * unwrapped.config.vocab_size > most
     head = unwrapped.get_output_embeddings()
     if has_many_logits and _is_plain(unwrapped, head):
-        hidden = unwrapped.base_model(**inputs, use_cache=False).last_hidden_state
+        hidden = body(**inputs, use_cache=False).last_hidden_state
         return linear_domain_losses(hidden, head.weight, labels, sizes, num_targets=num_targets)
     logits = model(**inputs, use_cache=False).logits
     return domain_losses(logits, labels, sizes, num_targets=num_targets)

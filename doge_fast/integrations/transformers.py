@@ -21,6 +21,7 @@ from typing import Any, Literal, cast, get_args
 import numpy as np
 import torch
 from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import is_compiled_module
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -165,6 +166,8 @@ class DoGETrainer(Trainer):
         self._num_micro_batches: Counter[str] = Counter()
         # Whether compute_loss() divides by the number of targets; None: not measured yet.
         self._divides_by_targets: bool | None = None
+        # A compiled model, and its compiled body.
+        self._compiled_body: tuple[nn.Module, Any] | None = None
         super().__init__(*args, **kwargs)
         # Trainer does not recognise GPT-2, whose evaluation losses would be too small.
         # transformers 5.0 does not have the attribute.
@@ -289,7 +292,11 @@ class DoGETrainer(Trainer):
 
     def shifts_labels(self) -> bool:
         """Whether the model's own loss predicts the next token."""
-        return causal_lm.shifts_labels(self.accelerator.unwrap_model(self.model))
+        return causal_lm.shifts_labels(self._without_wrappers(self.model))
+
+    def _without_wrappers(self, model: Any) -> Any:
+        """The model inside data parallelism and torch.compile."""
+        return self.accelerator.unwrap_model(model, keep_torch_compile=False)
 
     # Batches by domain, and this rank's part of them.
 
@@ -544,10 +551,12 @@ class DoGETrainer(Trainer):
         inputs: Mapping[str, Batch],
         num_targets: Mapping[str, Any],
     ) -> dict[str, Tensor]:
-        unwrapped = self.accelerator.unwrap_model(model)
+        unwrapped, body = self._without_wrappers(model), self._body_of(model)
         with self.doge.stacked(unwrapped, part.counts):
             with self.compute_loss_context_manager(), self.accelerator.autocast():
-                losses_D = causal_lm.stacked_losses(model, unwrapped, inputs, num_targets or None)
+                losses_D = causal_lm.stacked_losses(
+                    model, unwrapped, body, inputs, num_targets or None
+                )
             if not num_targets:
                 losses_D = _divided(
                     losses_D, [self._divisor_of_mean(part, name) for name in inputs]
@@ -556,13 +565,23 @@ class DoGETrainer(Trainer):
             self.accelerator.backward(_divided(losses_D, shares).sum())
         return dict(zip(inputs, losses_D.detach(), strict=True))
 
+    def _body_of(self, model: nn.Module) -> Any:
+        """The model without its head, compiled if and as the model is."""
+        model = self.accelerator.unwrap_model(model)
+        if not is_compiled_module(model):
+            return model.base_model
+        if self._compiled_body is None or self._compiled_body[0] is not model:
+            compiler: Any = model.dynamo_ctx
+            self._compiled_body = model, compiler(model.base_model)
+        return self._compiled_body[1]
+
     def _should_stack(self, inputs: Mapping[str, Batch]) -> bool:
         """Whether to stack this micro-batch; ValueError if mode="stacked" and it cannot be."""
         if self.mode == "sequential":
             return False
         reason = self._unstackable_reason(inputs)
         if self.mode == "auto":
-            if reason is not None or self.args.torch_compile:
+            if reason is not None:
                 return False
             return causal_lm.gains_by_stacking(self.model, inputs, self.args.device)
         if reason is not None:
@@ -575,7 +594,7 @@ class DoGETrainer(Trainer):
         is_own_loss = type(self).compute_loss is Trainer.compute_loss
         if not (is_own_loss and self.compute_loss_func is None and self.label_smoother is None):
             return "takes the model's own loss, and another is set."
-        model = self.accelerator.unwrap_model(self.model)
+        model = self._without_wrappers(self.model)
         # With it the loss of a mixture of experts has a term for its router.
         if not self.shifts_labels() or getattr(model.config, "output_router_logits", False):
             return "takes causal language models of transformers with their usual loss."
@@ -612,7 +631,7 @@ class DoGETrainer(Trainer):
         """
         losses = []
         # No communication without FSDP2: another rank may have no example now.
-        probed = model if self.is_fsdp_enabled else self.accelerator.unwrap_model(model)
+        probed = model if self.is_fsdp_enabled else self._without_wrappers(model)
         devices = [self.args.device] if self.args.device.type == "cuda" else []
         buffers = [(buffer, buffer.clone()) for buffer in probed.buffers()]
         for factor in (1, 1, 2):

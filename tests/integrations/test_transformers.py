@@ -932,6 +932,34 @@ def test_compiled_checkpointed_and_16_bit_models_learn_the_same(
     torch.compiler.reset()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("is_fused", [True, False], ids=["fused head", "whole"])
+@pytest.mark.parametrize("has_wrapper", [False, True], ids=["argument", "compiled before"])
+def test_a_compiled_model_is_stacked_like_another(tmp_path, monkeypatch, is_fused, has_wrapper):
+    """By its shapes; before a fused head the body is compiled."""
+    monkeypatch.setattr(causal_lm, "MOST_LOGITS_BYTES", {"cpu": 0} if is_fused else {})
+    fused = mock.Mock(wraps=causal_lm.linear_domain_losses)
+    monkeypatch.setattr(causal_lm, "linear_domain_losses", fused)
+    trainers = []
+    for changes in ({}, {} if has_wrapper else compiled("eager")):
+        torch.compiler.reset()
+        torch._dynamo.utils.counters.clear()
+        model: Any = tiny_gpt2(num_layers=1)
+        if has_wrapper and trainers:
+            model = torch.compile(model, backend="eager")
+        trainers.append(trainer_for(tmp_path, model=model, mode="auto", **changes))
+        assert stackable(trainers[-1], batch_of(0, DOMAINS))
+        trainers[-1].train()
+    plain, other = trainers
+    assert fused.call_count == (2 * plain.state.global_step if is_fused else 0)
+    # Of the body alone, or of the whole model.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+    torch.testing.assert_close(other.doge.alpha, plain.doge.alpha, rtol=1e-6, atol=0)
+    torch.testing.assert_close(parameters(other.model), parameters(plain.model))
+    torch.compiler.reset()
+
+
 class Flat(IterableDataset[Any]):
     """Batches that are not by domain."""
 
