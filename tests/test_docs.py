@@ -1,11 +1,13 @@
 """The documentation: every block of every page is run, the site builds, and it names everything."""
 
 import io
+import os
 import pkgutil
 import re
 import shlex
 import shutil
 import warnings
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -52,17 +54,39 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "page",
     # The tutorial is a whole study; the others take more than four seconds.
-    grid(PAGES, some=lambda page: page.name not in ("tutorial.md", "faq.md", "python.md")),
+    grid(PAGES, some=lambda page: page.stem not in ("tutorial", "faq", "python", "compile")),
     ids=lambda page: page.relative_to(DOCS).as_posix(),
 )
 def test_blocks_of_every_page_run(page, workplace, tmp_path, tmp_path_factory, monkeypatch):
     if not any(block.language != "none" for block in blocks_of(page)):
         pytest.skip("nothing to run on this page")
+    if page.stem == "compile" and shutil.which(os.environ.get("CXX", "c++")) is None:
+        pytest.skip("no C++ compiler, which torch.compile needs on a CPU")
     monkeypatch.setenv("COLUMNS", "100")
     shutil.copytree(workplace, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     Reader(page, tmp_path_factory.getbasetemp() / "blocks").read()
+
+
+# The compiler's own.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_page_of_compiling_makes_the_graphs_that_it_names(tmp_path, monkeypatch):
+    """To the number, without inductor, which only makes kernels of the graphs."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    page = DOCS / "how-to" / "compile.md"
+    reader = Reader(page, tmp_path)
+    for block in blocks_of(page):
+        if block.language == "text":
+            assert reader.printed == block.text
+        reader._read(block, page.name)
+    # Beside the three that the page shows, one of the body with another optimizer, one of its step.
+    assert counters["stats"]["unique_graphs"] == 5
+    # At the scheduler's patch of the step, and where the wrapped optimizer's step begins.
+    assert sum(counters["graph_break"].values()) == 2
 
 
 def test_commands_of_readme_parse():
