@@ -199,6 +199,7 @@ def test_one_graph_is_for_any_number_of_examples_and_any_length(dynamic, is_save
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore::DeprecationWarning")
 @pytest.mark.parametrize(("kind", "num"), [("without rules", 3), ("lstm", 2)])
 def test_modules_without_a_rule_stay_outside_graphs(kind, num):
     """Their domains have many sizes; what runs before, between and after them is compiled once."""
@@ -410,6 +411,7 @@ def test_batch_statistics_are_refused():
     ],
     ids=["batch", "no length", "another length", "a rest", "features", "time first", "indices"],
 )
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("dynamic", [None, False, True], ids=["eager", "compiled", "dynamic"])
 def test_an_input_without_the_batch_in_front_is_refused(layers, shapes, dynamic):
     """Compiled too: while it is traced, or by its shapes at the end of every pass."""
@@ -432,6 +434,7 @@ def compiled_tiny(ids_BL: Tensor, sizes: dict[str, int]) -> None:
     run(optimizer_of(model), model, ids_BL, sizes, torch.compile(model, backend="eager"))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_positions_are_not_taken_for_examples():
     """As many positions as examples: [L] could be either, unless another length is known."""
     sizes = {"a": 4, "b": 5}
