@@ -145,9 +145,10 @@ def read(corpus: CorpusConfig) -> Texts:
     """The first two million characters of every domain and split of a corpus."""
     parts, found = find_parts(corpus, []), {}
     for name in corpus.domains or sorted(parts):
-        for split, documents in ((TRAIN, parts[name].train), (HELD_OUT, parts[name].validation)):
-            if documents is not None:
-                own = (text for domain, text in documents() if domain == name)
+        for split, held_out in ((TRAIN, False), (HELD_OUT, True)):
+            if not held_out or parts[name].is_divided:
+                documents = parts[name].documents(held_out=held_out)
+                own = (text for domain, text in documents if domain == name)
                 found[name, split] = list(_first(own, _MOST_CHARS))
     return found
 

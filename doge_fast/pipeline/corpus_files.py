@@ -1,7 +1,7 @@
-"""Which files are a corpus: one function says of each its domain, its split and its kind.
+"""Which files are a corpus: of each its domain, its split and its kind, by names alone.
 
-Nothing in a folder steers what is read but the names of files and folders, and a path is never a
-pattern.
+Nothing that lies in a folder steers what is read, and a path is never a pattern. What is odd about
+a folder and may be meant is told once.
 """
 
 import functools
@@ -10,14 +10,15 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from doge_fast.pipeline import cache
 from doge_fast.pipeline.wording import first_few
 
 _log = logging.getLogger("doge_fast")
 
-Kind = Literal["parquet", "arrow", "json", "text"]
+Kind = Literal["parquet", "arrow", "json", "text", "saved"]
+"""How a file is read; "saved" is a folder of `save_to_disk`."""
 Split = Literal["train", "validation", "test"]
 
 KINDS: Mapping[str, Kind] = {
@@ -25,10 +26,9 @@ KINDS: Mapping[str, Kind] = {
     ".jsonl": "json",
     ".json": "json",
     ".txt": "text",
-    # What `save_to_disk` of datasets leaves.
     ".arrow": "arrow",
 }
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
 _COMPRESSED = ("json", "text")
 KINDS_TOLD = f"{', '.join(KINDS)} ({', '.join(COMPRESSIONS)} of json and text)"
 
@@ -39,17 +39,19 @@ _ABOUT = re.compile(
     re.IGNORECASE,
 )
 # What is likely text that was meant to be read.
-_DATA = re.compile(r".*\.(csv|tsv|bz2|xz|zip|tar|tgz)", re.IGNORECASE)
+_DATA = re.compile(r".*\.(csv|tsv|zip|tar|tgz)", re.IGNORECASE)
 _WORDS: Mapping[str, Split] = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev", "heldout", "holdout"), "validation"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
+# "00002-of-00004", and the hash that the Hub puts after it.
+_SHARD = re.compile(r"(\d+)[-_ ]of[-_ ](\d+)(-[0-9a-f]{8,})?")
 
 
 @dataclass(frozen=True)
 class CorpusFile:
-    """A file that is read."""
+    """A file that is read, or a folder of `save_to_disk`."""
 
     path: Path
     domain: str
@@ -65,55 +67,55 @@ def tell_once(line: str, level: int = logging.INFO) -> None:
 
 
 def list_files(data: Path, chosen: Collection[str] | None) -> dict[str, list[CorpusFile]]:
-    """{domain: its files that are read, in the order of their paths}; logs what is, and is not.
+    """{domain: its files, in the order of their paths}; logs what is read, and what is not.
 
-    Below the folder is a file or a folder of them for each domain.
-
-    `chosen` are the domains that are asked for, so that other entries may be anything; empty: all;
-    None: a column says the domain, so all files are of one kind of row.
+    Args:
+        data: a folder that has a file or a folder of files for each domain.
+        chosen: domains that are asked for, so that other entries may be anything; empty: all; None:
+            a column says the domain.
 
     Raises:
         ValueError: something in the folder is neither text of one domain nor plainly something
             else.
     """
+    if is_saved(data):
+        if chosen is not None:
+            raise ValueError(
+                f"{data} is one data set as save_to_disk leaves it: name the column that holds a "
+                "row's domain (--domain-column), or give every domain a folder."
+            )
+        return {"": [CorpusFile(data, "", "train", "saved")]}
     # {why: paths below the folder}.
     left_out: dict[str, list[str]] = {}
-    # Paths that have the word of a held-out split, not at the end, and are trained on.
-    doubtful: list[str] = []
-    found: list[CorpusFile] = []
+    files: dict[str, list[CorpusFile]] = {}
     for path in _walk(data):
         inside = path.relative_to(data)
         if why := _reason_to_leave(path, has_column=chosen is None):
             left_out.setdefault(why, []).append(str(inside))
             continue
-        first, *others = inside.parts
-        name = first if others else stem_of(first)
-        domain, told = ("", inside.parts) if chosen is None else (name, others)
+        domain, named = _domain_and_rest(inside) if chosen is not None else ("", inside.parts)
         # The first folder or file name that states a split decides.
-        split: Split = next(filter(None, map(split_of, told)), "train")
-        found.append(CorpusFile(path, domain, split, kind_of(path)))
-        if split == "train" and any(map(_mentions_held_out, told)):
-            doubtful.append(str(inside))
-    _check_twice(file for file in found if not chosen or file.domain in chosen)
-    files: dict[str, list[CorpusFile]] = {}
-    for file in found:
-        files.setdefault(file.domain, []).append(file)
+        split: Split = next(filter(None, map(split_of, named)), "train")
+        files.setdefault(domain, []).append(CorpusFile(path, domain, split, kind_of(path)))
     if chosen is not None:
         _check_domains(data, files, chosen)
+    _check_twice(
+        file for name, own in files.items() if not chosen or name in chosen for file in own
+    )
     for name, own in files.items():
         splits = {file.split for file in own}
-        if "validation" in splits and "test" in splits:
+        if {"validation", "test"} <= splits:
             tests = [str(f.path.relative_to(data)) for f in own if f.split == "test"]
             left_out.setdefault("a validation split is held out already", []).extend(tests)
             files[name] = [file for file in own if file.split != "test"]
     _tell(data, files, left_out)
-    if doubtful:
-        _log.warning(
-            "%s: %s: the name has the word of a held-out split, and the text is trained on. "
-            "Have it end with that word, as c4-validation, to hold it out.",
-            *(data, first_few(doubtful)),
-        )
     return files
+
+
+def _domain_and_rest(inside: Path) -> tuple[str, Sequence[str]]:
+    """The domain that a path below the corpus is of, and the names that may state a split."""
+    first, *others = inside.parts
+    return first if others else stem_of(first), others
 
 
 def _tell(
@@ -122,21 +124,35 @@ def _tell(
     """Log what is read, and what is not."""
     read = []
     for domain, own in files.items():
-        told = first_few([str(file.path.relative_to(data)) for file in own])
-        read.append(f"{domain} of {told}" if domain else told)
+        names = first_few([str(file.path.relative_to(data)) for file in own])
+        read.append(f"{domain} of {names}" if domain else names)
     tell_once(f"{data}: read are {'; '.join(read)}.")
-    for why, names in left_out.items():
-        is_data = any(map(_DATA.fullmatch, names))
-        level = logging.WARNING if is_data else logging.INFO
-        tell_once(f"{data}: not read are {first_few(names)}: {why}.", level)
+    for why, paths in left_out.items():
+        level = logging.WARNING if any(map(_DATA.fullmatch, paths)) else logging.INFO
+        tell_once(f"{data}: not read are {first_few(paths)}: {why}.", level)
+
+
+def oddities(data: Path, files: Sequence[CorpusFile]) -> Iterator[str]:
+    """What to know of files of `data` before believing a number: facts that steer nothing."""
+    trained_on = [file for file in files if file.split == "train"]
+    if doubtful := [file.path for file in trained_on if _mentions_held_out(data, file)]:
+        yield (
+            f"{_few(doubtful)}: the name has the word of a held-out split, and the text is trained "
+            "on. Have it end with that word, as c4-validation, to hold it out."
+        )
 
 
 def kind_of(path: Path) -> Kind:
     """How a file is read; ValueError where its name ends in nothing that is."""
-    kind = _kind(path.name)
+    kind = "saved" if is_saved(path) else _kind(path.name)
     if kind is None:
         raise ValueError(f"A file of documents ends in {KINDS_TOLD}; this is {path}.")
     return kind
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether `save_to_disk` of datasets has left it."""
+    return (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
 
 
 def stem_of(name: str) -> str:
@@ -159,11 +175,15 @@ def stamp_of(files: Iterable[CorpusFile]) -> str:
 
     The last one is the system's own, so a text written over with its size and time kept is seen.
     """
-    stats = [(file, file.path.stat()) for file in files]
+    stats = [
+        (path, file.split, path.stat())
+        for file in files
+        for path in (sorted(file.path.iterdir()) if file.kind == "saved" else [file.path])
+    ]
     return cache.digest(
         [
-            (str(file.path.resolve()), file.split, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
-            for file, stat in stats
+            (str(path.resolve()), split, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+            for path, split, stat in stats
         ]
     )
 
@@ -172,15 +192,12 @@ def _walk(folder: Path, around: Sequence[Path] = ()) -> Iterator[Path]:
     """All files below a folder, in the order of their paths; links are followed."""
     here = folder.resolve()
     if any(outer.is_relative_to(here) for outer in around):
-        raise ValueError(f"{folder} is a link to a folder around it. Remove it.")
+        raise ValueError(f"{folder} is a link to a folder around it.")
     for path in sorted(folder.iterdir()):
-        # What is hidden is told of, whatever it is.
-        if path.name.startswith(".") or path.is_file():
+        if path.name.startswith(".") or path.is_file() or is_saved(path):
             yield path
         elif not path.is_dir():
-            raise ValueError(f"{path} is a link to nothing, or no file. Mend it, or remove it.")
-        elif _kind(path.name) is not None:
-            raise ValueError(f"{path} has the name of a file and is a folder. Rename it.")
+            raise ValueError(f"{path} is neither a file nor a folder.")
         else:
             yield from _walk(path, (*around, here))
 
@@ -190,6 +207,8 @@ def _reason_to_leave(path: Path, *, has_column: bool) -> str | None:
         return "they are hidden"
     if _ABOUT.fullmatch(path.name):
         return "they are about a data set, by their names"
+    if is_saved(path):
+        return None
     kind = _kind(path.name)
     if kind is None:
         return f"they do not end in {KINDS_TOLD}"
@@ -211,26 +230,31 @@ def _without(name: str, suffixes: Iterable[str]) -> str:
 
 def _words(name: str) -> list[str]:
     """In small letters, without numbers, the "of" between them and the hash of the Hub after it."""
-    plain = re.sub(r"\d+[-_ ]of[-_ ]\d+(-[0-9a-f]{8,})?", " ", stem_of(name).lower())
+    plain = _SHARD.sub(" ", stem_of(name).lower())
     plain = re.sub("(held|hold)[-_. ]out", r"\1out", plain)
     return [word for word in re.split(r"[-._ \d]+", plain) if word]
 
 
-def _mentions_held_out(name: str) -> bool:
-    words = (word.removesuffix("set") for word in _words(name))
+def _mentions_held_out(data: Path, file: CorpusFile) -> bool:
+    inside = file.path.relative_to(data)
+    named = _domain_and_rest(inside)[1] if file.domain else inside.parts
+    words = (word.removesuffix("set") for name in named for word in _words(name))
     return any(_WORDS.get(word) in ("validation", "test") for word in words)
+
+
+def _few(paths: Sequence[Path]) -> str:
+    return first_few(list(map(str, paths)))
 
 
 def _check_twice(files: Iterable[CorpusFile]) -> None:
     """A text that is there in two forms, or under two names, would count twice."""
-    seen: dict[Any, Path] = {}
+    seen: dict[Path, Path] = {}
     for file in files:
-        path, stat = file.path, file.path.stat()
-        for key in (path.with_name(stem_of(path.name)), (stat.st_dev, stat.st_ino)):
-            if (other := seen.setdefault(key, path)) != path:
-                told = "are one file" if other.samefile(path) else "differ in their endings alone"
+        for key in {file.path.with_name(stem_of(file.path.name)), file.path.resolve()}:
+            if (other := seen.setdefault(key, file.path)) != file.path:
                 raise ValueError(
-                    f"A text counts once; {other} and {path} {told}. Remove one, or rename it."
+                    f"A text counts once; {other} and {file.path} are one file, or differ in their "
+                    "endings alone."
                 )
 
 
@@ -244,36 +268,29 @@ def _check_domains(
             f"{data} must hold a folder or file per domain, of {KINDS_TOLD}; it holds "
             f"{', '.join(entry.name for entry in shown) or 'nothing'}."
         )
-    if any(entry.name == "dataset_info.json" for entry in shown):
+    empty = [entry for entry in shown if entry.is_dir() and entry.name not in files]
+    if empty and not chosen:
         raise ValueError(
-            f"{data} is one data set as save_to_disk leaves it: name the column that holds a row's "
-            "domain with domain_column (--domain-column), or give every domain a folder."
+            f"{empty[0]} holds no file of {KINDS_TOLD}. Name the domains to train on (--domains) "
+            "if it is none."
         )
-    if not chosen:
-        for entry in shown:
-            if entry.is_dir() and entry.name not in files:
-                raise ValueError(
-                    f"{entry} holds no file of {KINDS_TOLD}. Remove it, or name the domains to "
-                    "train on with domains (--domains)."
-                )
     for name, own in files.items():
         if chosen and name not in chosen:
             continue
-        entries = {file.path.relative_to(data).parts[0] for file in own}
+        entries = sorted({file.path.relative_to(data).parts[0] for file in own})
         if len(entries) > 1:
             raise ValueError(
                 f"A domain is one folder or one file; {data} holds several named {name}: "
-                f"{', '.join(sorted(entries))}."
+                f"{', '.join(entries)}."
             )
-        is_split = split_of(name) if (data / min(entries)).is_file() else name.lower() in _WORDS
-        if is_split:
+        entry = data / entries[0]
+        if split_of(name) if entry.is_file() else name.lower() in _WORDS:
             raise ValueError(
-                f"{data / min(entries)} names a split where a domain is expected: name the column "
-                "that holds a row's domain with domain_column (--domain-column), or give every "
-                "domain a folder."
+                f"{entry} names a split where a domain is expected: name the column that holds a "
+                "row's domain (--domain-column), or give every domain a folder."
             )
         if all(file.split != "train" for file in own):
             raise ValueError(
-                f"The domain {name} needs training files; {data / name} holds only "
+                f"The domain {name} needs training files; {entry} holds only "
                 f"{', '.join(file.path.name for file in own)}."
             )

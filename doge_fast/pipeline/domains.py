@@ -20,20 +20,13 @@ from transformers import PreTrainedTokenizerFast
 
 from doge_fast.mixture.counts import MixtureCounts, Phase
 from doge_fast.mixture.permutation import Ints, shuffled
-from doge_fast.pipeline import baselines, named
+from doge_fast.pipeline import baselines, cache, named
 from doge_fast.pipeline.config import MIX, UNIVERSAL, CorpusConfig
 from doge_fast.pipeline.config.ranges import check
 from doge_fast.pipeline.corpus_files import tell_once
-from doge_fast.pipeline.packing import ALL, Packed, by_part, pack
+from doge_fast.pipeline.packing import ALL, Packed, pack, select
 from doge_fast.pipeline.records.shapes import CorpusRecord, DomainSizes
-from doge_fast.pipeline.sources import (
-    ROWS,
-    TEXTLESS,
-    WITHOUT_DOMAIN,
-    WITHOUT_TEXT,
-    Part,
-    find_parts,
-)
+from doge_fast.pipeline.sources import Part, find_parts
 from doge_fast.pipeline.tokenizer import open_tokenizer, tokenizer_sha256, vocabulary_size
 from doge_fast.sampling import pieces
 
@@ -49,32 +42,23 @@ _MIX_MIN_BLOCKS = 4
 # Documents are held out whole, so of few the share is a matter of chance; told when it is beyond
 # three times what was asked and by this share of the tokens.
 _MAX_EXCESS = 0.2
-# Rare characters that a tokenizer does not know are usual; of a language it knows none.
-_MAX_LOST = 0.05
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Domains of tokens, packed into blocks.
+    """Domains of tokens, packed into blocks."""
 
-    Every `datasets.Dataset` here has one column, `input_ids`, of `block_size` int64 tokens in
-    numpy format.
-    """
-
+    blocks: datasets.Dataset
+    """Of all domains, in numpy format: `input_ids`, a block's tokens, `domain` and `held_out`."""
     names: tuple[str, ...]
     """Training domains, in order."""
     targets: tuple[str, ...]
     """Domains that are measured and never trained on, in order; "mix" is not among them."""
     train: Mapping[str, datasets.Dataset]
-    """Training blocks, of names and targets alike."""
+    """Blocks of names and targets alike that are not held out."""
     validation: Mapping[str, datasets.Dataset]
     """Held-out blocks, of names and targets alike."""
-    documents: Mapping[str, int]
-    """Training documents."""
-    document_tokens: Mapping[str, int]
-    """Tokens of the training documents, those of the last one past a limit too."""
-    digests: Mapping[str, str]
-    """What all blocks of a domain hold, as a digest."""
+    packed: Mapping[str, Packed]
     cut: tuple[str, ...]
     """Domains whose documents are pieces of text files, of a length that says nothing."""
     tokenizer: PreTrainedTokenizerFast
@@ -84,13 +68,27 @@ class Corpus:
     """Where the target "mix" was asked for: blocks of every training domain that are not in
     `train`, from which mix batches are drawn."""
     warnings: tuple[str, ...] = ()
-    """What to know before believing a number: domains of which much more is held out than asked,
-    or of which only a part was read."""
+    """What to know before believing a number."""
 
     @property
     def vocab_size(self) -> int:
         """One more than the largest token."""
         return vocabulary_size(self.tokenizer)
+
+    @property
+    def documents(self) -> dict[str, int]:
+        """Training documents."""
+        return {name: packed.documents for name, packed in self.packed.items()}
+
+    @property
+    def document_tokens(self) -> dict[str, int]:
+        """Of these documents, those of the last one past a limit too."""
+        return {name: packed.document_tokens for name, packed in self.packed.items()}
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """What all blocks of a domain hold, as a digest."""
+        return {name: cache.digest(packed.sha256) for name, packed in self.packed.items()}
 
     @property
     def train_tokens(self) -> dict[str, int]:
@@ -166,39 +164,43 @@ def load_corpus(
     names = _choose_names(config, held_out, sorted(parts))
     held_out = [name for name in held_out if name not in names]
     chosen = {name: parts[name] for name in (*names, *held_out)}
-    groups = by_part(chosen)
+    groups: dict[Part, list[str]] = {}
+    for name, part in chosen.items():
+        groups.setdefault(part, []).append(name)
     tokenizer = open_tokenizer(config, groups)
     if before_packing is not None:
         before_packing(names, tokenizer)
     if is_measured:
         config = replace(config, validation_fraction=ALL)
-    packed = pack(config, groups, tokenizer)
-    train = {name: domain.train for name, domain in packed.items()}
+    sha256 = tokenizer_sha256(tokenizer)
+    together = [pack(config, part, own, tokenizer, sha256) for part, own in groups.items()]
+    blocks = datasets.concatenate_datasets([each for each, _, _ in together]).with_format("numpy")
+    train, validation = (
+        {name: select(blocks, name, held) for name in chosen} for held in (False, True)
+    )
+    warnings = [line for part in groups for line in part.oddities]
+    if not is_measured:
+        _tell_held_out(chosen, config)
+        sizes = {name: (len(train[name]), len(validation[name])) for name in chosen}
+        warnings += _held_out_warnings(chosen, sizes, config)
+    warnings += _limit_warnings(train, config)
+    warnings += [line for _, _, lines in together for line in lines]
+    for warning in warnings:
+        _log.warning("%s", warning)
     mix = {}
     if MIX in targets:
         for name in names:
             train[name], mix[name] = _reserve(train[name], name)
-    if not is_measured:
-        _tell_held_out(chosen, config)
-    warnings = [
-        *([] if is_measured else _held_out_warnings(chosen, packed, config)),
-        *_limit_warnings(packed, config),
-        *_row_warnings(groups, packed, config),
-        *_unknown_warnings(packed, tokenizer.name_or_path),
-    ]
-    for warning in warnings:
-        _log.warning("%s", warning)
     return Corpus(
+        blocks=blocks,
         names=names,
         targets=tuple(held_out),
         train=train,
-        validation={name: domain.validation for name, domain in packed.items()},
-        documents={name: domain.documents for name, domain in packed.items()},
-        document_tokens={name: domain.document_tokens for name, domain in packed.items()},
-        digests={name: domain.digest for name, domain in packed.items()},
+        validation=validation,
+        packed={name: each for _, packed, _ in together for name, each in packed.items()},
         cut=tuple(name for name, part in chosen.items() if part.is_cut),
         tokenizer=tokenizer,
-        tokenizer_sha256=tokenizer_sha256(tokenizer),
+        tokenizer_sha256=sha256,
         block_size=config.block_size,
         mix=mix or None,
         warnings=tuple(warnings),
@@ -208,7 +210,7 @@ def load_corpus(
 def _tell_held_out(parts: Mapping[str, Part], config: CorpusConfig) -> None:
     """Log, in a line, what is held out of every domain and why."""
     by_name = [f"{name} {part.held_out}" for name, part in parts.items() if part.held_out]
-    by_hash = [name for name, part in parts.items() if part.validation is None]
+    by_hash = [name for name, part in parts.items() if not part.is_divided]
     told = [f"by their names: {'; '.join(by_name)}"] if by_name else []
     if by_hash:
         share = f"{config.validation_fraction:.3g} of the documents of {', '.join(by_hash)}"
@@ -217,84 +219,47 @@ def _tell_held_out(parts: Mapping[str, Part], config: CorpusConfig) -> None:
 
 
 def _held_out_warnings(
-    parts: Mapping[str, Part], packed: Mapping[str, Packed], config: CorpusConfig
+    parts: Mapping[str, Part], sizes: Mapping[str, tuple[int, int]], config: CorpusConfig
 ) -> Iterator[str]:
     """Of domains of which far more is held out than was asked for.
 
     More than half is refused, unless that is asked for: a name then hardly means a split, a split
     is hardly a sample, and one document is most of the text.
+
+    Args:
+        parts: {domain: where it is read}.
+        sizes: {domain: (blocks to train on, blocks that are held out)}.
+        config: of the corpus.
     """
     for name, part in parts.items():
-        domain, is_by_hash = packed[name], part.validation is None
-        num_train, num_held = len(domain.train), len(domain.validation)
+        num_train, num_held = sizes[name]
         share = num_held / (num_train + num_held)
-        asked = config.validation_fraction if is_by_hash else 0.0
+        why = f"because of {part.held_out}" if part.is_divided else "for whole documents are"
+        asked = 0.0 if part.is_divided else config.validation_fraction
         if share > max(0.5, asked + _MAX_EXCESS):
-            told = f"{name}: {num_held} blocks would be held out and {num_train} trained on"
-            if is_by_hash:
-                raise ValueError(
-                    f"{told}, for whole documents are held out, and {domain.documents} of them "
-                    "stay. Give it a validation file, or cut it into more documents."
-                )
-            way_out = "Make a directory of files from it, and name that (--data)."
-            if part.is_held_by_name:
-                way_out = "Rename what is to be trained on, or give it less to hold out."
-            kind = "names" if part.is_held_by_name else "splits"
-            raise ValueError(f"{told}, because of {kind}: {part.held_out}. {way_out}")
-        if is_by_hash and share > 3 * asked and share - asked > _MAX_EXCESS:
+            raise ValueError(
+                f"{name}: {num_held} blocks would be held out and {num_train} trained on, {why}. "
+                "Give it less to hold out, a validation file, or more documents."
+            )
+        if not part.is_divided and share > 3 * asked and share - asked > _MAX_EXCESS:
             yield (
                 f"{name}: {share:.0%} of its tokens are held out, where validation_fraction "
-                f"(--validation-fraction) asks for {asked:.0%}, for whole documents are held out, "
-                f"and {domain.documents} {'is' if domain.documents == 1 else 'are'} left to train "
-                "on. Natural weights, epochs and perplexities follow from that: give it a "
-                "validation file, or cut it into more documents."
+                f"(--validation-fraction) asks for {asked:.0%}, {why}. Natural weights, epochs "
+                "and perplexities follow from that."
             )
 
 
-def _row_warnings(
-    groups: Mapping[Part, Sequence[str]], packed: Mapping[str, Packed], config: CorpusConfig
-) -> Iterator[str]:
-    """Of rows that are no documents."""
-    for names in groups.values():
-        where = ", ".join(names) if config.domain_column is None else config.data
-        rows = max((packed[name].rows for name in names), key=lambda rows: rows.get(ROWS, 0))
-        for kind, column in (
-            (WITHOUT_TEXT, config.text_column),
-            (WITHOUT_DOMAIN, config.domain_column),
-        ):
-            if count := rows.get(kind, 0):
-                yield (
-                    f"{where}: {count} of {rows[ROWS]} rows are {kind}, that is with nothing in "
-                    f'the column "{column}", and are left out.'
-                )
-        # Only where all were looked at is one without blocks one without text.
-        textless = [key.removeprefix(TEXTLESS) for key in rows if key.startswith(TEXTLESS)]
-        lost = [name for name in textless if name not in packed]
-        if lost and not config.domains:
-            yield f"{where}: no row of {', '.join(lost)} has text, so there is no such domain."
-
-
-def _unknown_warnings(packed: Mapping[str, Packed], tokenizer: str) -> Iterator[str]:
-    for name, domain in packed.items():
-        if domain.lost_share > _MAX_LOST:
-            yield (
-                f"{name}: {domain.lost_share:.0%} of its characters are unknown to the tokenizer "
-                f"{tokenizer}, which makes them unknown tokens or drops them, so losses and "
-                "weights say little about its text. Take a tokenizer that knows them, or train "
-                "one on the corpus (--tokenizer train)."
-            )
-
-
-def _limit_warnings(packed: Mapping[str, Packed], config: CorpusConfig) -> Iterator[str]:
+def _limit_warnings(train: Mapping[str, datasets.Dataset], config: CorpusConfig) -> Iterator[str]:
     """What there is of a domain beyond what was read is not known."""
-    if config.max_tokens_per_domain is None:
+    limit = config.max_tokens_per_domain
+    if limit is None:
         return
-    num_blocks = max(1, config.max_tokens_per_domain // config.block_size)
-    if full := [name for name, domain in packed.items() if len(domain.train) >= num_blocks]:
+    most = limit // config.block_size
+    if full := [name for name, blocks in train.items() if len(blocks) >= most]:
         yield (
             f"{', '.join(full)}: read as far as max_tokens_per_domain (--max-tokens-per-domain), "
-            f"{config.max_tokens_per_domain}. The tokens and documents counted of them are what "
-            "was read and not their size, and natural weights and epochs follow from that."
+            f"{limit}. The tokens and documents counted of them are what was read and not their "
+            "size, and natural weights and epochs follow from that."
         )
 
 

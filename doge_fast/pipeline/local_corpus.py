@@ -20,13 +20,12 @@ the packages, without repeats. A source that a machine lacks makes its domain sm
 import collections
 import functools
 import inspect
-import json
 import logging
 import os
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -35,8 +34,6 @@ from doge_fast.pipeline import cache
 
 _log = logging.getLogger("doge_fast")
 
-# The text lies in a folder of its own: the cache writes a manifest beside it.
-FOLDER = "text"
 # Part of the cache's key: changes when the same environment would give other text.
 _FORMAT = 3
 _CHARS_PER_DOMAIN = 3_000_000
@@ -103,13 +100,11 @@ def load(*, stdlib: Path | None = None, site: Path | None = None) -> dict[str, l
     return found
 
 
-def save(directory: Path) -> None:
-    """Write the domains as `directory`/text/<domain>.jsonl, column "text"."""
+def rows() -> Iterator[Mapping[str, str]]:
+    """The documents, each with its domain."""
     _log.info("Collecting text of this Python environment.")
-    (directory / FOLDER).mkdir(parents=True)
     for name, documents in load().items():
-        lines = (json.dumps({"text": each}, ensure_ascii=False) + "\n" for each in documents)
-        (directory / FOLDER / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+        yield from ({"text": text, "domain": name} for text in documents)
 
 
 def _select(documents: Iterable[_Document], seen: set[int]) -> list[str]:

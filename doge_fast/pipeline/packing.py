@@ -1,49 +1,47 @@
 """Documents become blocks of tokens, once.
 
-Text is read once, tokenised, joined by the end-of-text token and cut into blocks of fixed
-length, which stay in the cache as Arrow files that training maps into memory. The key of a
-cache entry is everything its blocks depend on, so another tokenizer, block size or a changed
-file packs again, and nothing else does.
+Text is read once, tokenised, joined by the end-of-text token and cut into blocks of fixed length:
+the rows of a data set with the columns `input_ids`, `domain` and `held_out`, which the cache keeps
+under a digest of all that they depend on.
 """
 
 import collections
-import functools
 import hashlib
 import itertools
 import json
 import logging
 import math
 import sys
-from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
-import pyarrow as pa
+import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerFast
 
+from doge_fast import atomic_file
 from doge_fast.pipeline import cache, progress
 from doge_fast.pipeline.config import CorpusConfig
-from doge_fast.pipeline.failures import reading
-from doge_fast.pipeline.sources import Counts, Part
+from doge_fast.pipeline.failures import FileFailure, reading
+from doge_fast.pipeline.sources import ROWS, WITHOUT_DOMAIN, WITHOUT_TEXT, Counts, Part
 from doge_fast.pipeline.tokenizer import (
-    Groups,
     end_of_text_id,
     lost_characters,
     packing_tokenizer,
-    tokenizer_sha256,
     unknown_ids,
     vocabulary_size,
 )
 
 _log = logging.getLogger("doge_fast")
 
-# Part of every cache key: changes when the same input would be packed to other blocks.
-_FORMAT = 7
+# Part of every key: changes when the same input would be packed to other blocks.
+_FORMAT = 8
 # Characters of a domain that show how much of its text the tokenizer knows.
 _SAMPLE_CHARS = 100_000
+# Rare characters that a tokenizer does not know are usual; of a language it knows none.
+_MAX_LOST = 0.05
 # Documents whose hashes decide where the border of the held-out share lies.
 _HOLDOUT_SAMPLE = 100_000
 # Of a domain, for a share of a twentieth that is right to a seventh.
@@ -51,133 +49,170 @@ _HOLDOUT_LEAST = 1000
 # A token rarely has more.
 _CHARS_PER_TOKEN = 8
 _BATCH_DOCUMENTS = 256
+_BATCH_CHARS = 1_000_000
 # The share that is held out where nothing is trained on.
 ALL = 1.0
-_BATCH_CHARS = 1_000_000
+_ROWS_PER_DIGEST = 10_000
 
-# Domain, text and split of a document.
-Placed = tuple[str, str, str]
-
-
-def by_part(parts: Mapping[str, Part]) -> Groups:
-    """The parts of {domain: part}, every split of which begins with a document."""
-    grouped: dict[Part, list[str]] = {}
-    for name, part in parts.items():
-        grouped.setdefault(part, []).append(name)
-    for part, names in grouped.items():
-        for split, documents in (("train", part.train), ("validation", part.validation)):
-            if documents is not None and next(documents(), None) is None:
-                raise ValueError(
-                    f"A domain needs text; no row of the {split} split of {', '.join(names)} has "
-                    "any."
-                )
-    return grouped
+# Domain, text, and whether it is held out.
+Placed = tuple[str, str, bool]
 
 
 @dataclass(frozen=True)
 class Packed:
-    """One domain's blocks, mapped from the cache."""
+    """What was counted of a domain while it was packed."""
 
-    train: datasets.Dataset
-    validation: datasets.Dataset
     documents: int
+    """Of the training blocks."""
     document_tokens: int
     """Of these documents, with what a limit left of the last one."""
-    digest: str
-    """SHA-256 of the blocks of both splits."""
-    rows: Mapping[str, int]
-    """Counts of the rows that were read for it, and for the domains that it was packed with."""
-    lost_share: float
-    """Share of its first characters that the tokenizer does not know."""
+    sha256: list[str]
+    """Of the training blocks, and of those that are held out."""
 
 
 def pack(
     config: CorpusConfig,
-    parts: Groups,
+    part: Part,
+    names: Sequence[str],
     tokenizer: PreTrainedTokenizerFast,
-) -> dict[str, Packed]:
-    """{domain: blocks}, packing what the cache does not hold."""
-    sha256 = tokenizer_sha256(tokenizer)
-    packed: dict[str, Packed] = {}
-    for part, names in parts.items():
-        fraction = config.validation_fraction if part.validation is None else None
-        # All that a domain's blocks depend on.
-        facts = [config.text_column, sha256, config.block_size, config.max_tokens_per_domain]
-        facts = [part.fingerprint, *facts, fraction]
-        keys = {name: cache.digest([_FORMAT, name, *facts]) for name in names}
-        make = functools.partial(_pack_part, config, part, tokenizer)
-        entries = cache.made_together(config, "blocks", keys, make)
-        packed |= {name: _open_entry(entry) for name, entry in entries.items()}
-    return packed
+    tokenizer_sha256: str,
+) -> tuple[datasets.Dataset, dict[str, Packed], list[str]]:
+    """Blocks of what is read together, packed where the cache does not hold them.
 
+    Returns:
+        (A data set with the columns `input_ids`, `domain` and `held_out`; {domain: what was
+        counted}; what to know before believing a number.)
 
-def _open_entry(entry: Path) -> Packed:
-    train, validation = (
-        datasets.Dataset.from_file(str(entry / f"{split}.arrow")).with_format("numpy")
-        for split in ("train", "validation")
+    Raises:
+        ValueError: a domain has too little text.
+        FileFailure: the cache no longer holds what was written.
+    """
+    fraction = None if part.is_divided else config.validation_fraction
+    # All that blocks depend on.
+    facts = [part.text_column, tokenizer_sha256, end_of_text_id(tokenizer)]
+    facts += [config.block_size, config.max_tokens_per_domain, fraction]
+    key = cache.digest([_FORMAT, part.fingerprint, sorted(names), *facts])
+    # Beside the blocks, and written before these are complete.
+    file = cache.folder(config) / f"{key}.json"
+    # The narrower one holds most vocabularies in half the space.
+    token = "uint16" if vocabulary_size(tokenizer) <= 2**16 else "int32"
+
+    def rows() -> Iterator[Mapping[str, Any]]:
+        counts: Counts = collections.Counter()
+        streams = {
+            (name, held_out): _Stream(config, part, name, held_out, token)
+            for name in names
+            for held_out in (False, True)
+        }
+        yield from _blocks(config, part, tokenizer, streams, counts)
+        _check_enough(config, streams)
+        record = {
+            "domains": {name: _packed(streams, name) for name in names},
+            "warnings": [*_warnings(config, part, streams, counts)],
+        }
+        atomic_file.write(file, json.dumps(record))
+
+    blocks = cache.cached(
+        config,
+        key,
+        rows,
+        input_ids=datasets.List(datasets.Value(token), length=config.block_size),
+        domain=datasets.Value("string"),
+        held_out=datasets.Value("bool"),
     )
-    facts = json.loads((entry / "packed.json").read_text(encoding="utf-8"))
-    return Packed(train, validation, **facts)
+    record = json.loads(file.read_text(encoding="utf-8"))
+    packed = {name: Packed(*record["domains"][name]) for name in names}
+    for name, each in packed.items():
+        if [_sha256(select(blocks, name, held)) for held in (False, True)] != each.sha256:
+            raise FileFailure(
+                f"{blocks.cache_files[0]['filename']} does not hold the blocks of {name} that were "
+                "written there. Remove its folder, to have it made again."
+            )
+    return blocks, packed, record["warnings"]
 
 
-def _pack_part(
+def select(blocks: datasets.Dataset, name: str, held_out: bool) -> datasets.Dataset:
+    """A domain's blocks of a split."""
+    domains, held = (blocks.data.column(column) for column in ("domain", "held_out"))
+    is_own = pc.and_(pc.equal(domains, name), pc.equal(held, held_out))
+    return blocks.select(np.flatnonzero(is_own.to_numpy()))
+
+
+def _sha256(blocks: datasets.Dataset) -> str:
+    """Of all tokens in their order."""
+    sha256 = hashlib.sha256()
+    for batch in blocks.with_format("arrow").iter(_ROWS_PER_DIGEST):
+        sha256.update(batch["input_ids"].combine_chunks().flatten().to_numpy().tobytes())
+    return sha256.hexdigest()
+
+
+def _packed(streams: "Streams", name: str) -> tuple[int, int, list[str]]:
+    """The fields of `Packed`."""
+    train, held_out = streams[name, False], streams[name, True]
+    digests = [stream.sha256.hexdigest() for stream in (train, held_out)]
+    return train.documents, train.document_tokens, digests
+
+
+def _warnings(
+    config: CorpusConfig, part: Part, streams: "Streams", counts: Counts
+) -> Iterator[str]:
+    """Of rows that are no documents, and of characters that are no tokens."""
+    where = config.data if part.domain is None else part.domain
+    for kind, column in ((WITHOUT_TEXT, part.text_column), (WITHOUT_DOMAIN, part.domain_column)):
+        if count := counts[kind]:
+            yield (
+                f"{where}: {count} of {counts[ROWS]} rows are {kind}, that is with nothing in the "
+                f'column "{column}", and are left out.'
+            )
+    for (name, held_out), stream in streams.items():
+        share = stream.lost / max(1, stream.sampled)
+        if share > _MAX_LOST and not held_out:
+            yield (
+                f"{name}: {share:.0%} of its characters are unknown to the tokenizer, which makes "
+                "them unknown tokens or drops them, so losses and weights say little about its "
+                "text."
+            )
+
+
+def _check_enough(config: CorpusConfig, streams: "Streams") -> None:
+    """Else a domain cannot be trained on or measured."""
+    for (name, held_out), stream in streams.items():
+        is_needed = held_out or config.validation_fraction < ALL
+        if is_needed and stream.tokens < config.block_size:
+            is_named = stream.documents or config.domain_column is None
+            there = f"{stream.tokens} tokens" if is_named else f"no text in {config.data}"
+            raise ValueError(
+                f"A domain needs a block of {config.block_size} tokens in every split; the "
+                f"{'validation' if held_out else 'train'} split of {name} has {there}. Give it "
+                "more text, a smaller block_size (--block-size) or another validation_fraction "
+                "(--validation-fraction)."
+            )
+
+
+def _blocks(
     config: CorpusConfig,
     part: Part,
     tokenizer: PreTrainedTokenizerFast,
-    folders: Mapping[str, Path],
-) -> None:
-    """Pack the domains of `folders` in one pass over their documents."""
-    counts: Counts = collections.Counter()
-    limits = dict.fromkeys(("train", "validation"), config.max_tokens_per_domain)
-    if config.max_tokens_per_domain is not None and part.validation is None:
-        limits["validation"] = int(config.validation_fraction * config.max_tokens_per_domain)
-    writers: Writers = {}
-    for name, folder in folders.items():
-        folder.mkdir()
-        for split, limit in limits.items():
-            file = folder / f"{split}.arrow"
-            size = vocabulary_size(tokenizer)
-            writers[name, split] = _BlockWriter(file, config.block_size, size, limit)
-    train = progress.over(part.train(counts), f"packing {', '.join(folders)}")
-    if part.validation is None:
-        placed = _divided(train, _holdout_borders(config, part, tuple(folders)))
-        _fill(writers, placed, tokenizer)
-    else:
-        held_out = progress.over(part.validation(), f"packing held-out {', '.join(folders)}")
-        for split, documents in (("train", train), ("validation", held_out)):
-            own = {key: writer for key, writer in writers.items() if key[1] == split}
-            placed = ((name, text, split) for name, text in documents)
-            _fill(own, placed, tokenizer)
-    for (name, split), writer in writers.items():
-        writer.close()
-        is_needed = split != "train" or config.validation_fraction < ALL
-        # Else it cannot be trained on or measured.
-        if is_needed and writer.tokens < writer.block_size:
-            is_named = writer.documents or config.domain_column is None
-            told = f"{writer.tokens} tokens" if is_named else f"no text in {config.data}"
-            raise ValueError(
-                f"A domain needs a block of {writer.block_size} tokens in every split; the "
-                f"{split} split of {name} has {told}. Give it more text, or "
-                "choose a smaller block_size (--block-size) or another validation_fraction "
-                "(--validation-fraction)."
-            )
-    for name, folder in folders.items():
-        train_writer, validation_writer = (writers[name, split] for split in limits)
-        facts = {
-            "documents": train_writer.documents,
-            "document_tokens": train_writer.document_tokens,
-            "digest": cache.digest([train_writer.digest, validation_writer.digest]),
-            "rows": counts,
-            "lost_share": train_writer.lost_share,
-        }
-        (folder / "packed.json").write_text(json.dumps(facts), encoding="utf-8")
+    streams: "Streams",
+    counts: Counts,
+) -> Iterator[Mapping[str, Any]]:
+    """The rows of the data set, in one pass over the documents of each split."""
+    names = list(dict.fromkeys(name for name, _ in streams))
+    train = progress.over(part.documents(counts=counts), f"packing {', '.join(names)}")
+    if not part.is_divided:
+        placed = _divided(train, _holdout_borders(config, part, names))
+        yield from _fill(streams, placed, tokenizer)
+        return
+    held_out = progress.over(part.documents(held_out=True), f"packing held-out {', '.join(names)}")
+    for is_held, documents in ((False, train), (True, held_out)):
+        own = {key: stream for key, stream in streams.items() if key[1] == is_held}
+        yield from _fill(own, ((*each, is_held) for each in documents), tokenizer)
 
 
 def _divided(documents: Iterable[tuple[str, str]], borders: Mapping[str, int]) -> Iterator[Placed]:
     """Each document in its split; a domain without a border is all training."""
     for name, text in documents:
-        is_held_out = name in borders and cache.text_hash(text) <= borders[name]
-        yield name, text, "validation" if is_held_out else "train"
+        yield name, text, name in borders and cache.text_hash(text) <= borders[name]
 
 
 def _holdout_borders(config: CorpusConfig, part: Part, names: Sequence[str]) -> dict[str, int]:
@@ -193,7 +228,7 @@ def _holdout_borders(config: CorpusConfig, part: Part, names: Sequence[str]) -> 
     hashes: dict[str, set[int]] = {name: set() for name in names}
     limit, count = config.max_tokens_per_domain, 0
     unread = dict.fromkeys(names, math.inf if limit is None else _CHARS_PER_TOKEN * limit)
-    sample = itertools.islice(part.train(), _HOLDOUT_SAMPLE)
+    sample = itertools.islice(part.documents(), _HOLDOUT_SAMPLE)
     for name, text in progress.over(sample, "choosing held-out documents"):
         count += 1
         # Of a domain that is full no more: the others must not decide how many.
@@ -224,34 +259,33 @@ def _holdout_borders(config: CorpusConfig, part: Part, names: Sequence[str]) -> 
 
 
 def _fill(
-    writers: "Writers", documents: Iterable[Placed], tokenizer: PreTrainedTokenizerFast
-) -> None:
-    """Tokenise the documents and hand them to the writers, until all of these are full."""
+    streams: "Streams", documents: Iterable[Placed], tokenizer: PreTrainedTokenizerFast
+) -> Iterator[Mapping[str, Any]]:
+    """Tokenise the documents and cut them into blocks, until all streams are full."""
     backend, end_of_text = packing_tokenizer(tokenizer), end_of_text_id(tokenizer)
     unknown = unknown_ids(tokenizer)
     # No use in tokenising far past a limit.
-    limit = max(writer.limit for writer in writers.values())
-    chars = min(_BATCH_CHARS, _CHARS_PER_TOKEN * limit)
-    wanted = _wanted(writers, documents)
+    chars = min(_BATCH_CHARS, _CHARS_PER_TOKEN * max(each.limit for each in streams.values()))
+    wanted = _wanted(streams, documents)
     while batch := _batch(wanted, chars):
         texts = [text for _, text, _ in batch]
+        own = [streams[name, is_held] for name, _, is_held in batch]
         # Only the slower one says which characters a token stands for.
-        is_sampled = any(writers[name, split].is_sampled for name, _, split in batch)
+        is_sampled = any(stream.is_sampled for stream in own)
         encode = backend.encode_batch if is_sampled else backend.encode_batch_fast
         with reading(tokenizer.name_or_path):
             encodings = encode(texts, add_special_tokens=False)
-        for (name, text, split), encoding in zip(batch, encodings, strict=True):
-            writer = writers[name, split]
-            if is_sampled and writer.is_sampled:
-                writer.sample(*lost_characters(text, encoding, unknown))
-            writer.add([*encoding.ids, end_of_text])
+        for stream, text, encoding in zip(own, texts, encodings, strict=True):
+            if is_sampled and stream.is_sampled:
+                stream.sample(*lost_characters(text, encoding, unknown))
+            yield from stream.add([*encoding.ids, end_of_text])
 
 
-def _wanted(writers: "Writers", documents: Iterable[Placed]) -> Iterator[Placed]:
-    """The documents for which there is a writer that is not full, until there is no such writer."""
-    names = {name for name, _ in writers}
-    for count, (name, text, split) in enumerate(documents):
-        unfilled = {name for (name, _), writer in writers.items() if not writer.is_full}
+def _wanted(streams: "Streams", documents: Iterable[Placed]) -> Iterator[Placed]:
+    """The documents for which there is a stream that is not full, until there is no such stream."""
+    names = {name for name, _ in streams}
+    for count, (name, text, is_held) in enumerate(documents):
+        unfilled = {name for (name, _), stream in streams.items() if not stream.is_full}
         if not unfilled:
             return
         # A name that no row has would be looked for to the end of the data.
@@ -259,8 +293,8 @@ def _wanted(writers: "Writers", documents: Iterable[Placed]) -> Iterator[Placed]
             full, left = (", ".join(sorted(found)) for found in (names - unfilled, unfilled))
             _log.info("Enough of %s after %d documents; reading on for %s.", full, count, left)
             names = unfilled
-        if (name, split) in writers and not writers[name, split].is_full:
-            yield name, text, split
+        if (name, is_held) in streams and not streams[name, is_held].is_full:
+            yield name, text, is_held
 
 
 def _batch(documents: Iterator[Placed], max_chars: int) -> list[Placed]:
@@ -274,22 +308,23 @@ def _batch(documents: Iterator[Placed], max_chars: int) -> list[Placed]:
     return batch
 
 
-class _BlockWriter:
-    """Cuts a stream of tokens into blocks of an Arrow file; the rest of the last block is lost."""
+class _Stream:
+    """The tokens of a domain's split, cut into blocks; the rest of the last block is lost."""
 
-    _BLOCKS_PER_WRITE = 1000
-
-    def __init__(self, path: Path, block_size: int, vocab_size: int, limit: int | None) -> None:
-        self.block_size = block_size
-        self.limit = sys.maxsize if limit is None else max(limit // block_size, 1) * block_size
-        self.documents = self.document_tokens = 0
-        self.tokens = 0
+    def __init__(
+        self, config: CorpusConfig, part: Part, name: str, held_out: bool, dtype: str
+    ) -> None:
+        self.name, self.held_out, self.dtype = name, held_out, dtype
+        self.block_size = config.block_size
+        limit = config.max_tokens_per_domain
+        if limit is not None and held_out and not part.is_divided:
+            limit = int(config.validation_fraction * limit)
+        size = self.block_size
+        self.limit = sys.maxsize if limit is None else max(limit // size, 1) * size
+        self.documents = self.document_tokens = self.tokens = 0
         self.lost = self.sampled = 0
         self.sha256 = hashlib.sha256()
-        self.pending = array("H" if vocab_size <= 2**16 else "i")
-        value = pa.from_numpy_dtype(self.pending.typecode)
-        self.schema = pa.schema([("input_ids", pa.list_(value, block_size))])
-        self.writer = pa.ipc.new_stream(str(path), self.schema)
+        self.pending: list[int] = []
 
     @property
     def is_full(self) -> bool:
@@ -300,46 +335,29 @@ class _BlockWriter:
         """Whether the tokenizer's knowledge of the text is still looked at."""
         return self.sampled < _SAMPLE_CHARS
 
-    @property
-    def lost_share(self) -> float:
-        return self.lost / max(1, self.sampled)
-
     def sample(self, lost: int, chars: int) -> None:
         """Count characters of a document, and those of them that the tokenizer does not know."""
         self.lost += lost
         self.sampled += chars
 
-    @property
-    def digest(self) -> str:
-        """Of all blocks that were written."""
-        return self.sha256.hexdigest()
-
-    def add(self, ids: Sequence[int]) -> None:
-        """The tokens of a document, up to the limit."""
+    def add(self, ids: Sequence[int]) -> Iterator[Mapping[str, Any]]:
+        """The blocks that a document fills, up to the limit."""
         if self.is_full:
             return
         self.documents += 1
         self.document_tokens += len(ids)
         ids = ids[: self.limit - self.tokens]
         self.tokens += len(ids)
-        self.pending.extend(ids)
-        if len(self.pending) >= self._BLOCKS_PER_WRITE * self.block_size:
-            self._flush()
-
-    def close(self) -> None:
-        self._flush()
-        self.writer.close()
-
-    def _flush(self) -> None:
-        """Write the whole blocks among the pending tokens."""
-        if whole := len(self.pending) // self.block_size * self.block_size:
-            values = np.array(self.pending[:whole])
-            # The same for both widths of a number.
-            self.sha256.update(values.astype("<i4").tobytes())
-            blocks = pa.FixedSizeListArray.from_arrays(pa.array(values), self.block_size)
-            self.writer.write_batch(pa.record_batch([blocks], schema=self.schema))
-            del self.pending[:whole]
+        self.pending += ids
+        size = self.block_size
+        whole = self.pending[: len(self.pending) // size * size]
+        del self.pending[: len(whole)]
+        self.sha256.update(np.array(whole, self.dtype).tobytes())
+        for start in range(0, len(whole), size):
+            # Lists, which datasets encodes faster than arrays.
+            ids = whole[start : start + size]
+            yield {"input_ids": ids, "domain": self.name, "held_out": self.held_out}
 
 
-# {(domain, split): where its tokens go}.
-Writers = dict[tuple[str, str], _BlockWriter]
+# {(domain, whether it is held out): its tokens}.
+Streams = dict[tuple[str, bool], _Stream]

@@ -1,12 +1,12 @@
 """The tokenizer of a corpus: opened or trained, and made to give the same tokens every time."""
 
-import functools
 import hashlib
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import datasets
 from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -19,7 +19,7 @@ _log = logging.getLogger("doge_fast")
 
 END_OF_TEXT = "<|endoftext|>"
 
-_FORMAT = 2
+_FORMAT = 3
 _TOKENIZER_CHARS_PER_DOMAIN = 1_000_000
 
 # Each part once, with the domains that are read from it.
@@ -35,19 +35,13 @@ def open_tokenizer(config: CorpusConfig, parts: Groups) -> PreTrainedTokenizerFa
     """
     name = config.tokenizer
     if name == "train":
-        prints = {name: part.fingerprint for part, names in parts.items() for name in names}
-        key = cache.digest([_FORMAT, prints, config.text_column, config.vocab_size])
-        make = functools.partial(_train_tokenizer, parts, config.vocab_size)
-        name = str(cache.made(config, "tokenizers", key, make))
+        return _trained(config, parts)
     try:
         tokenizer = hub.from_pretrained(AutoTokenizer.from_pretrained, name)
     except Exception as error:
         # Whatever it stumbles over is in the file.
         kind = FileFailure if Path(name).expanduser().exists() else ValueError
-        raise kind(
-            f"The tokenizer {name} does not open: {one_line(error)}. Give a folder with a "
-            'tokenizer.json, a Hub id, or "train".'
-        ) from error
+        raise kind(f"The tokenizer {name} does not open: {one_line(error)}.") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError(f"Packing needs a fast tokenizer, a tokenizer.json; {name} has none.")
     vocabulary = tokenizer.get_vocab()
@@ -56,7 +50,7 @@ def open_tokenizer(config: CorpusConfig, parts: Groups) -> PreTrainedTokenizerFa
         twice = sorted(repr(token) for token, id in vocabulary.items() if counts[id] > 1)
         raise FileFailure(
             f"A token has a number of its own; in the tokenizer {name} {', '.join(twice[:4])} "
-            "share one. Mend its tokenizer.json, or name another."
+            "share one."
         )
     end_of_text_id(tokenizer)
     return tokenizer
@@ -113,35 +107,43 @@ def lost_characters(text: str, encoding: Encoding, unknown: set[int]) -> tuple[i
     return sum(is_lost), len(is_lost)
 
 
-def _train_tokenizer(parts: Groups, vocab_size: int, folder: Path) -> None:
-    """A byte-level BPE of an equal share of every domain's text."""
-    # In the order of the names, targets among them: another target trains no other tokenizer.
-    texts = list(_tokenizer_texts(sorted(parts.items(), key=lambda each: min(each[1]))))
-    _log.info("Training a tokenizer of %d entries on %d documents.", vocab_size, len(texts))
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(texts, trainer)
-    PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=backend,
+def _trained(config: CorpusConfig, parts: Groups) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of an equal share of every domain's text, trained once."""
+
+    def train() -> Iterator[Mapping[str, str]]:
+        # In the order of names, targets among them: another target trains no other tokenizer.
+        texts = list(_tokenizer_texts(sorted(parts.items(), key=lambda each: min(each[1]))))
+        size = config.vocab_size
+        _log.info("Training a tokenizer of %d entries on %d documents.", size, len(texts))
+        backend = Tokenizer(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=size,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        backend.train_from_iterator(texts, trainer)
+        yield {"tokenizer": backend.to_str()}
+
+    prints = {name: part.fingerprint for part, names in parts.items() for name in names}
+    key = cache.digest([_FORMAT, prints, config.text_column, config.vocab_size])
+    trained = cache.cached(config, key, train, tokenizer=datasets.Value("string"))
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=Tokenizer.from_str(trained[0]["tokenizer"]),
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
         unk_token=END_OF_TEXT,
         clean_up_tokenization_spaces=False,
-    ).save_pretrained(folder)
+    )
 
 
 def _tokenizer_texts(parts: Iterable[tuple[Part, Sequence[str]]]) -> Iterator[str]:
     """The same number of characters from every domain that has them."""
     for part, names in parts:
         left = dict.fromkeys(names, _TOKENIZER_CHARS_PER_DOMAIN)
-        for name, text in progress.over(part.train(), "reading for the tokenizer"):
+        for name, text in progress.over(part.documents(), "reading for the tokenizer"):
             if left.get(name, 0) > 0:
                 yield text[: left[name]]
                 left[name] -= len(text)

@@ -172,8 +172,9 @@ def config(data: Path, blocks_cache: Path) -> CorpusConfig:
 def load(config: CorpusConfig, tmp_path: Path) -> Callable[..., Corpus]:
     """Loads what lies in the test's folder, or at a place in it; keywords replace settings."""
 
-    def load(place: str = "", **changes: Any) -> Corpus:
-        return load_corpus(replace(config, data=str(tmp_path / place), **changes))
+    def load(place: str = "", *, is_measured: bool = False, **changes: Any) -> Corpus:
+        asked = replace(config, data=str(tmp_path / place), **changes)
+        return load_corpus(asked, is_measured=is_measured)
 
     return load
 

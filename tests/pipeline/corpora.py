@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from doge_fast.pipeline.config import CorpusConfig
 from doge_fast.pipeline.domains import Corpus, load_corpus
 
+_TOKENIZERS = tempfile.TemporaryDirectory(prefix="doge-fast-tokenizers-")
 WORDS = ["the", "of", "a", "kernel", "gradient", "domain", "weight", "moves", "towards", "what"]
 
 
@@ -78,13 +80,20 @@ def documents(corpus: Corpus, name: str, split: str) -> list[str]:
     return [corpus.tokenizer.decode(ids) for ids in found if ids]
 
 
+def saved_tokenizer(corpus: Corpus) -> str:
+    """A folder with the tokenizer of a corpus, which goes with the process."""
+    folder = Path(_TOKENIZERS.name) / corpus.tokenizer_sha256
+    corpus.tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
 def check_refused(config: CorpusConfig, message: str, **options: Any) -> None:
-    """One sentence, and not a file written."""
+    """One sentence, and not a file written but locks."""
     cached = Path(config.cache_dir or "")
 
     def written() -> list[Path]:
         files = filter(Path.is_file, cached.rglob("*"))
-        return sorted(file for file in files if file.parent.name != "locks")
+        return sorted(file for file in files if file.suffix != ".lock")
 
     before = written()
     with pytest.raises(ValueError, match=message) as refusal:

@@ -21,7 +21,7 @@ from doge_fast.pipeline.domains import (
     mixed_batch,
     proxy_batch,
 )
-from tests.pipeline.corpora import check_refused, texts, write_jsonl
+from tests.pipeline.corpora import check_refused, saved_tokenizer, texts, write_jsonl
 
 
 def test_targets_are_held_out_unless_trained_on(config):
@@ -118,7 +118,7 @@ def test_mix_batches_hold_out_blocks_of_every_domain(mixed):
 
 
 def test_another_domain_does_not_change_the_others(config, mixed):
-    fixed = replace(config, tokenizer=mixed.tokenizer.name_or_path)
+    fixed = replace(config, tokenizer=saved_tokenizer(mixed))
     fewer = load_corpus(replace(fixed, domains=("prose",)), targets=["verse"])
     more = load_corpus(replace(fixed, domains=("code", "prose")), targets=["verse"])
     assert fewer.tokenizer_sha256 == mixed.tokenizer_sha256

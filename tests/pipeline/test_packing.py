@@ -1,23 +1,31 @@
 """Text in, blocks out, once: nothing is lost, nor packed again without need; and their cache."""
 
-import errno
 import itertools
 import json
 import os
-from collections.abc import Mapping
+import signal
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from doge_fast.pipeline import cache, packing, records
+from doge_fast.pipeline import cache, packing
 from doge_fast.pipeline.config import CorpusConfig
 from doge_fast.pipeline.domains import load_corpus
-from tests.pipeline.corpora import documents, text_of, texts, tokens, write_jsonl, write_rows
+from tests.pipeline.corpora import (
+    documents,
+    saved_tokenizer,
+    text_of,
+    texts,
+    tokens,
+    write_jsonl,
+    write_rows,
+)
+from tests.ranks import FORKSERVER
 
 
 def test_blocks_are_the_documents_and_nothing_else(corpus):
@@ -59,7 +67,7 @@ def test_what_is_held_out_of_a_domain_does_not_depend_on_the_others(
     rows = [{"text": text_of("a", i), "set": "a"} for i in range(200)]
     rows += [{"text": text_of(name, i), "set": name} for i in range(200) for name in "ab"]
     asked = {"data": str(write_rows(tmp_path / "all.jsonl", rows)), "domain_column": "set"}
-    asked |= {"max_tokens_per_domain": 800, "tokenizer": corpus.tokenizer.name_or_path}
+    asked |= {"max_tokens_per_domain": 800, "tokenizer": saved_tokenizer(corpus)}
     held = []
     for names in (("a",), ("a", "b")):
         fresh = replace(config, **asked, domains=names, cache_dir=tmp_path / names[-1])
@@ -90,32 +98,31 @@ def test_max_tokens_reads_no_further(tmp_path, config, load):
     with path.open("a") as file:
         file.write("this is not JSON\n" * 1000)
     write_jsonl(tmp_path / "a" / "validation.jsonl", texts("held-out a"))
-    folder = load_corpus(config).tokenizer.name_or_path
+    folder = saved_tokenizer(load_corpus(config))
     assert load(max_tokens_per_domain=64, tokenizer=folder).train_tokens == {"a": 64}
 
 
 @pytest.fixture
-def packings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the domains packed from here on."""
-    packed: list[str] = []
-    real = packing._pack_part
+def packings(blocks_cache: Path) -> Callable[[], list[str]]:
+    """Gives the names of the domains that have been packed since it was last called."""
+    known = set(blocks_cache.glob("corpora/*.json"))
 
-    def remember(config: Any, part: Any, tokenizer: Any, folders: Mapping[str, Path]) -> None:
-        packed.extend(folders)
-        real(config, part, tokenizer, folders)
+    def packings() -> list[str]:
+        made = set(blocks_cache.glob("corpora/*.json")) - known
+        known.update(made)
+        return sorted(name for file in made for name in json.loads(file.read_text())["domains"])
 
-    monkeypatch.setattr(packing, "_pack_part", remember)
-    return packed
+    return packings
 
 
 def test_packed_once(config, corpus, packings):
     again = load_corpus(config)
-    assert packings == []
+    assert packings() == []
     assert again.describe() == corpus.describe()
     assert tokens(again.train["code"]) == tokens(corpus.train["code"])
     load_corpus(config, targets=["verse"])
     load_corpus(replace(config, domains=("verse", "prose", "code")))
-    assert packings == []
+    assert packings() == []
 
 
 @pytest.mark.parametrize(
@@ -131,7 +138,7 @@ def test_packed_once(config, corpus, packings):
 )
 def test_another_packing_packs_what_it_concerns(config, corpus, packings, change, packed):
     load_corpus(replace(config, **change))
-    assert sorted(packings) == packed
+    assert packings() == packed
 
 
 def test_a_text_written_over_with_its_size_and_time_kept_is_seen(tmp_path, load, packings):
@@ -142,16 +149,16 @@ def test_a_text_written_over_with_its_size_and_time_kept_is_seen(tmp_path, load,
     path.write_text(path.read_text().replace("kernel", "k3rnel"))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert path.stat().st_size == before.st_size
-    packings.clear()
-    second = load("data", tokenizer=first.tokenizer.name_or_path)
-    assert packings == ["a"]
+    packings()
+    second = load("data", tokenizer=saved_tokenizer(first))
+    assert packings() == ["a"]
     assert any("k3rnel" in text for text in documents(second, "a", "train"))
     assert first.digests != second.digests
 
 
 def test_the_digest_is_of_the_blocks_in_their_order(tmp_path, config, corpus):
     """The same text elsewhere has the same one, other order has another."""
-    fixed = replace(config, tokenizer=corpus.tokenizer.name_or_path)
+    fixed = replace(config, tokenizer=saved_tokenizer(corpus))
     found = []
     for name, rows in (("x", texts("a")), ("y", texts("a")), ("z", texts("a")[::-1])):
         write_jsonl(tmp_path / name / "a.jsonl", rows)
@@ -237,10 +244,10 @@ def test_a_packing_that_fails_leaves_nothing(tmp_path, load):
     write_jsonl(tmp_path / "data" / "b.jsonl", ["x y", "y z"])
     with pytest.raises(ValueError, match="split of b"):
         load("data", cache_dir=tmp_path / "cache")
-    packed = list((tmp_path / "cache" / "blocks").iterdir())
     # The other domain's blocks are good.
-    assert len(packed) == 1
-    assert json.loads((packed[0] / "packed.json").read_text())["documents"] == 36
+    (packed,) = (tmp_path / "cache").glob("corpora/*.json")
+    assert json.loads(packed.read_text())["domains"].keys() == {"a"}
+    assert not list((tmp_path / "cache").rglob("*.incomplete"))
 
 
 def test_a_trained_tokenizer_is_deterministic(tmp_path, config, corpus):
@@ -262,71 +269,75 @@ def test_a_document_cannot_forge_its_end(tmp_path, load):
     assert tokens(loaded.train["a"]).count(loaded.tokenizer.eos_token_id) <= loaded.documents["a"]
 
 
-def test_two_at_once_both_find_it_packed(tmp_path):
-    config = CorpusConfig(cache_dir=tmp_path)
+def digests_in(told: Any, config: CorpusConfig, kill_at: int | None) -> None:
+    """In a process of its own: tell a corpus's digests, or die at so many documents."""
+    if kill_at is not None:
+        calls, real = itertools.count(), packing.lost_characters
 
-    def make_while_another_does(folder):
-        for each in (folder, tmp_path / "blocks" / "key"):
-            each.mkdir()
-            (each / "file").write_text("key")
-        records.write_manifest(tmp_path / "blocks" / "key")
+        def count(*arguments: Any) -> Any:
+            if next(calls) == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*arguments)
 
-    for _ in "ab":
-        path = cache.made(config, "blocks", "key", make_while_another_does)
-        assert (path / "file").read_text() == "key"
-    assert list((tmp_path / "blocks").iterdir()) == [path]
+        packing.lost_characters = count
+    told.send(load_corpus(config).digests)
 
 
-def test_a_disk_that_is_full_of_the_cache(tmp_path):
-    """Arrow does not say which file it was writing."""
+def started(config: CorpusConfig, kill_at: int | None = None) -> tuple[Any, Any]:
+    here, there = FORKSERVER.Pipe()
+    process = FORKSERVER.Process(target=digests_in, args=(there, config, kill_at))
+    process.start()
+    return process, here
 
-    def make(_):
-        raise OSError(errno.ENOSPC, "Error writing bytes to file")
 
-    with pytest.raises(ValueError, match="No space left on device"):
-        cache.made(CorpusConfig(cache_dir=tmp_path), "blocks", "key", make)
+def test_two_at_once_agree(tmp_path, config, corpus):
+    fresh = replace(config, cache_dir=tmp_path)
+    both = [started(fresh) for _ in range(2)]
+    assert [here.recv() for _, here in both] == [corpus.digests] * 2
+    for process, _ in both:
+        process.join()
+    assert len(list(tmp_path.glob("corpora/*.json"))) == 3
+
+
+def test_what_a_killed_process_left_is_not_taken_for_complete(tmp_path, config, corpus):
+    fresh = replace(config, cache_dir=tmp_path)
+    process, _ = started(fresh, kill_at=80)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert list(tmp_path.rglob("*.incomplete"))
+    loaded = load_corpus(fresh)
+    assert loaded.digests == corpus.digests
+    assert tokens(loaded.train["code"]) == tokens(corpus.train["code"])
+
+
+def test_the_corpus_is_a_data_set(corpus):
+    assert corpus.blocks.column_names == ["input_ids", "domain", "held_out"]
+    for split, held_out in (("train", False), ("validation", True)):
+        for name, blocks in getattr(corpus, split).items():
+            rows = blocks.with_format(None)[:]
+            assert set(rows["domain"]) == {name}
+            assert set(rows["held_out"]) == {held_out}
+    total = sum(len(each) for split in (corpus.train, corpus.validation) for each in split.values())
+    assert total == len(corpus.blocks)
 
 
 def test_the_cache_is_found_through_the_environment(tmp_path, config, monkeypatch):
     monkeypatch.setenv("DOGE_FAST_CACHE", str(tmp_path / "elsewhere"))
     load_corpus(replace(config, cache_dir=None))
-    assert len(list((tmp_path / "elsewhere" / "blocks").iterdir())) == 3
+    assert len(list((tmp_path / "elsewhere").glob("corpora/*.json"))) == 3
 
 
-def test_what_no_longer_agrees_with_its_manifest_is_made_again(tmp_path, caplog):
-    config = CorpusConfig(cache_dir=tmp_path)
-
-    def make(folder):
-        folder.mkdir()
-        (folder / "file").write_bytes(bytes(100))
-
-    path = cache.made(config, "blocks", "key", make)
-    with (path / "file").open("rb") as reader:
-        for damage in (
-            lambda: (path / "file").write_bytes(bytes(99)),
-            lambda: (path / "file").write_bytes(bytes(99) + b"x"),
-            lambda: (path / "more").touch(),
-            lambda: (path / "file").unlink(),
-            lambda: (path / "manifest.json").unlink(),
-            lambda: (path / "manifest.json").write_text("{"),
-        ):
-            caplog.clear()
-            damage()
-            assert cache.made(config, "blocks", "key", make) == path
-            assert (path / "file").read_bytes() == bytes(100)
-            assert "key is damaged, or without its manifest" in caplog.text
-            cache.made(config, "blocks", "key", lambda _: pytest.fail("it is whole"))
-        # Whoever has it open reads on.
-        reader.read()
-    assert [entry.name for entry in (tmp_path / "blocks").iterdir()] == ["key"]
-
-
-def test_what_killed_processes_left_is_removed(tmp_path):
-    config = CorpusConfig(cache_dir=tmp_path)
-    for left in ("dead", "live"):
-        (tmp_path / "blocks" / f".making-blocks-{left}-x1" / "0").mkdir(parents=True)
-    (tmp_path / "locks").mkdir()
-    with FileLock(tmp_path / "locks" / "blocks-live"):
-        cache.made(config, "blocks", "key", lambda path: path.mkdir())
-    left = {entry.name for entry in (tmp_path / "blocks").iterdir()}
-    assert left == {"key", ".making-blocks-live-x1"}
+@pytest.mark.parametrize("damage", ["flip", "cut"])
+def test_blocks_that_are_not_those_that_were_written_are_refused(tmp_path, config, damage):
+    fresh = replace(config, cache_dir=tmp_path)
+    load_corpus(fresh)
+    file = max(tmp_path.rglob("*.arrow"), key=lambda each: each.stat().st_size)
+    held = bytearray(file.read_bytes())
+    if damage == "flip":
+        # In the tokens, which are most of the file.
+        held[len(held) // 2] ^= 1
+        file.write_bytes(held)
+    else:
+        os.truncate(file, len(held) // 2)
+    with pytest.raises(ValueError, match=str(file.parent.parent)):
+        load_corpus(fresh)
