@@ -47,6 +47,9 @@ _WORDS: Mapping[str, Split] = {
 }
 # "00002-of-00004", and the hash that the Hub puts after it.
 _SHARD = re.compile(r"(\d+)[-_ ]of[-_ ](\d+)(-[0-9a-f]{8,})?")
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_END_OF_TEXT = re.compile(rb"^\s*(<\|end_?of_?text\|>|</s>|<eos>)\s*$", re.MULTILINE)
+_HEAD_BYTES = 65_536
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,26 @@ def oddities(data: Path, files: Sequence[CorpusFile]) -> Iterator[str]:
         yield (
             f"{_few(doubtful)}: the name has the word of a held-out split, and the text is trained "
             "on. Have it end with that word, as c4-validation, to hold it out."
+        )
+    # {what their names are but for the shard's number: the numbers that are there}.
+    shards: dict[tuple[str, int], set[int]] = {}
+    for file in files:
+        if found := _SHARD.search(file.path.name):
+            series = f"{file.path.parent / file.path.name[: found.start()]}*-of-{found[2]}"
+            shards.setdefault((series, int(found[2])), set()).add(int(found[1]))
+    for (series, total), numbers in shards.items():
+        if len(numbers) < total:
+            yield f"{series}: {len(numbers)} of {total} shards are there."
+    heads = {file: _head(file.path) for file in files if file.kind != "saved"}
+    if pointers := [file.path for file, head in heads.items() if head.startswith(_POINTER)]:
+        yield f"{_few(pointers)}: a pointer of git-lfs, in the place of the text (git lfs pull)."
+    texts = {
+        file.path: _END_OF_TEXT.search(head) for file, head in heads.items() if file.kind == "text"
+    }
+    if spelled := {path: found[1].decode() for path, found in texts.items() if found}:
+        yield (
+            f"{_few([*spelled])}: {next(iter(spelled.values()))} stands between documents, and is "
+            "read as text like any other; a text file is cut at blank lines."
         )
 
 
@@ -240,6 +263,11 @@ def _mentions_held_out(data: Path, file: CorpusFile) -> bool:
     named = _domain_and_rest(inside)[1] if file.domain else inside.parts
     words = (word.removesuffix("set") for name in named for word in _words(name))
     return any(_WORDS.get(word) in ("validation", "test") for word in words)
+
+
+def _head(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(_HEAD_BYTES)
 
 
 def _few(paths: Sequence[Path]) -> str:

@@ -30,8 +30,6 @@ from doge_fast.pipeline.sources import Part, find_parts
 from doge_fast.pipeline.tokenizer import open_tokenizer, tokenizer_sha256, vocabulary_size
 from doge_fast.sampling import pieces
 
-_log = logging.getLogger("doge_fast")
-
 Batch = dict[str, Tensor]
 
 # "mix" holds out this share of the training blocks, in runs, for neighbours share a document.
@@ -186,7 +184,7 @@ def load_corpus(
     warnings += _limit_warnings(train, config)
     warnings += [line for _, _, lines in together for line in lines]
     for warning in warnings:
-        _log.warning("%s", warning)
+        tell_once(warning, logging.WARNING)
     mix = {}
     if MIX in targets:
         for name in names:

@@ -25,6 +25,7 @@ from tests.pipeline.corpora import (
     saved_tokenizer,
     text_of,
     texts,
+    tokens,
     write_jsonl,
     write_parquet,
     write_rows,
@@ -277,6 +278,50 @@ def test_a_name_with_the_word_of_a_split_is_trained_on_and_warned_of(tmp_path, l
     assert load().documents == {"a": 90}
     (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert [name in warning for name in (*odd, "wiki-training")] == [True] * 4 + [False]
+
+
+def test_pointers_of_git_lfs_are_told(tmp_path, load):
+    for index in range(40):
+        pointer = f"oid sha256:{index:064x}\nsize {400_000 + index}\n"
+        file = tmp_path / "data" / "books" / f"{index}.txt"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"version https://git-lfs.github.com/spec/v1\n{pointer}")
+    write_jsonl(tmp_path / "data" / "code.jsonl", texts("code"))
+    for _ in ("packed", "found in the cache"):
+        (warning,) = load("data").warnings
+        assert "books/0.txt" in warning
+        assert "git-lfs" in warning
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["train-00000-of-00004", "train-00001-of-00004", "train-00003-of-00004"], "3 of 4"),
+        # As the Hub and torch name them; counted from 1; another split is another series.
+        (["train-00001-of-00002-913ba403f8a7a3ae", "train-00000-of-00002-8a7a3ae913ba403f"], None),
+        (["part_1_of_2", "part_2_of_2"], None),
+        (["train-00000-of-00001", "validation-00000-of-00001"], None),
+        (["web-1-of-a-kind"], None),
+    ],
+)
+def test_a_shard_that_is_missing_is_told(tmp_path, load, names, said):
+    for name in names:
+        write_jsonl(tmp_path / "data" / "web" / f"{name}.jsonl", texts(name, 20))
+    warnings = load("data", is_measured=True).warnings
+    assert len(warnings) == (said is not None)
+    assert all(f"web/train-*-of-00004: {said} shards are there" in each for each in warnings)
+
+
+def test_an_end_of_text_that_is_spelled_between_documents_is_told(tmp_path, load):
+    stories = [f"{text}\n" for text in texts("story", 60)]
+    (tmp_path / "data" / "tales").mkdir(parents=True)
+    (tmp_path / "data" / "tales" / "train.txt").write_text("<|endoftext|>\n\n".join(stories))
+    (tmp_path / "data" / "plain.txt").write_text("\n\n".join(stories) + "not <|endoftext|> here")
+    loaded = load("data")
+    (warning,) = loaded.warnings
+    assert "tales/train.txt: <|endoftext|> stands between documents" in warning
+    # What is told of is read as it is.
+    assert "<|endoftext|>" in loaded.tokenizer.decode(tokens(loaded.train["tales"]))
 
 
 @pytest.mark.parametrize("name", ["corpus[2]", "x::y", "hf:"])
