@@ -22,24 +22,22 @@ Kind = Literal["parquet", "arrow", "json", "text", "saved"]
 Split = Literal["train", "validation", "test"]
 
 KINDS: Mapping[str, Kind] = {
-    ".parquet": "parquet",
-    ".jsonl": "json",
-    ".json": "json",
-    ".txt": "text",
-    ".arrow": "arrow",
+    "parquet": "parquet",
+    "arrow": "arrow",
+    "jsonl": "json",
+    "json": "json",
+    "txt": "text",
 }
-COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
-_COMPRESSED = ("json", "text")
-KINDS_TOLD = f"{', '.join(KINDS)} ({', '.join(COMPRESSIONS)} of json and text)"
-
-# Files about a data set, which are none of its rows.
-_ABOUT = re.compile(
-    r"(readme|licen[cs]e)(\..*)?|dataset_infos?\.json|dataset_dict\.json|state\.json"
+KINDS_TOLD = ".parquet, .arrow, .jsonl, .json, .txt (.gz, .zst, .bz2, .xz of the last three)"
+_ENDING = re.compile(r"\.(parquet|arrow|(jsonl|json|txt)(\.(gz|zst|bz2|xz))?)$", re.IGNORECASE)
+# Hidden, or about a data set; none of its rows.
+_NO_ROWS = re.compile(
+    r"\..*|(readme|licen[cs]e)(\..*)?|dataset_infos?\.json|dataset_dict\.json|state\.json"
     r"|cache-[0-9a-f]+\.arrow",
     re.IGNORECASE,
 )
 # What is likely text that was meant to be read.
-_DATA = re.compile(r".*\.(csv|tsv|zip|tar|tgz)", re.IGNORECASE)
+_DATA = re.compile(r"(?!\.).*\.(csv|tsv|zip|tar|tgz)", re.IGNORECASE)
 _WORDS: Mapping[str, Split] = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev", "heldout", "holdout"), "validation"),
@@ -88,57 +86,52 @@ def list_files(data: Path, chosen: Collection[str] | None) -> dict[str, list[Cor
                 "row's domain (--domain-column), or give every domain a folder."
             )
         return {"": [CorpusFile(data, "", "train", "saved")]}
-    # {why: paths below the folder}.
-    left_out: dict[str, list[str]] = {}
+    not_read: list[Path] = []
     files: dict[str, list[CorpusFile]] = {}
     for path in _walk(data):
-        inside = path.relative_to(data)
-        if why := _reason_to_leave(path, has_column=chosen is None):
-            left_out.setdefault(why, []).append(str(inside))
+        kind = None if _NO_ROWS.fullmatch(path.name) else _kind_of(path)
+        # Text has no column that says the domain.
+        if kind is None or (kind == "text" and chosen is None):
+            not_read.append(path)
             continue
-        domain, named = _domain_and_rest(inside) if chosen is not None else ("", inside.parts)
+        domain, named = _domain_and_rest(data, path, has_column=chosen is None)
         # The first folder or file name that states a split decides.
         split: Split = next(filter(None, map(split_of, named)), "train")
-        files.setdefault(domain, []).append(CorpusFile(path, domain, split, kind_of(path)))
+        files.setdefault(domain, []).append(CorpusFile(path, domain, split, kind))
     if chosen is not None:
         _check_domains(data, files, chosen)
     _check_twice(
         file for name, own in files.items() if not chosen or name in chosen for file in own
     )
     for name, own in files.items():
-        splits = {file.split for file in own}
-        if {"validation", "test"} <= splits:
-            tests = [str(f.path.relative_to(data)) for f in own if f.split == "test"]
-            left_out.setdefault("a validation split is held out already", []).extend(tests)
+        if {"validation", "test"} <= {file.split for file in own}:
+            not_read += [file.path for file in own if file.split == "test"]
             files[name] = [file for file in own if file.split != "test"]
-    _tell(data, files, left_out)
+    read = [
+        f"{name}{name and ' of '}{_few([file.path.relative_to(data) for file in own])}"
+        for name, own in files.items()
+    ]
+    tell_once(f"{data}: read are {'; '.join(read)}.")
+    if not_read:
+        left = [path.relative_to(data) for path in not_read]
+        level = (
+            logging.WARNING if any(_DATA.fullmatch(path.name) for path in left) else logging.INFO
+        )
+        tell_once(f"{data}: not read are {_few(left, 20)}.", level)
     return files
 
 
-def _domain_and_rest(inside: Path) -> tuple[str, Sequence[str]]:
-    """The domain that a path below the corpus is of, and the names that may state a split."""
-    first, *others = inside.parts
+def _domain_and_rest(data: Path, path: Path, *, has_column: bool) -> tuple[str, Sequence[str]]:
+    """The domain that a file is of, and the names that may state a split."""
+    first, *others = inside = path.relative_to(data).parts or ("",)
+    if has_column:
+        return "", inside
     return first if others else stem_of(first), others
-
-
-def _tell(
-    data: Path, files: Mapping[str, Sequence[CorpusFile]], left_out: Mapping[str, Sequence[str]]
-) -> None:
-    """Log what is read, and what is not."""
-    read = []
-    for domain, own in files.items():
-        names = first_few([str(file.path.relative_to(data)) for file in own])
-        read.append(f"{domain} of {names}" if domain else names)
-    tell_once(f"{data}: read are {'; '.join(read)}.")
-    for why, paths in left_out.items():
-        level = logging.WARNING if any(map(_DATA.fullmatch, paths)) else logging.INFO
-        tell_once(f"{data}: not read are {first_few(paths)}: {why}.", level)
 
 
 def oddities(data: Path, files: Sequence[CorpusFile]) -> Iterator[str]:
     """What to know of files of `data` before believing a number: facts that steer nothing."""
-    trained_on = [file for file in files if file.split == "train"]
-    if doubtful := [file.path for file in trained_on if _mentions_held_out(data, file)]:
+    if doubtful := [file.path for file in files if _is_doubtful(data, file)]:
         yield (
             f"{_few(doubtful)}: the name has the word of a held-out split, and the text is trained "
             "on. Have it end with that word, as c4-validation, to hold it out."
@@ -167,10 +160,16 @@ def oddities(data: Path, files: Sequence[CorpusFile]) -> Iterator[str]:
 
 def kind_of(path: Path) -> Kind:
     """How a file is read; ValueError where its name ends in nothing that is."""
-    kind = "saved" if is_saved(path) else _kind(path.name)
-    if kind is None:
-        raise ValueError(f"A file of documents ends in {KINDS_TOLD}; this is {path}.")
-    return kind
+    if kind := _kind_of(path):
+        return kind
+    raise ValueError(f"A file of documents ends in {KINDS_TOLD}; this is {path}.")
+
+
+def _kind_of(path: Path) -> Kind | None:
+    if is_saved(path):
+        return "saved"
+    found = _ENDING.search(path.name)
+    return KINDS[(found[2] or found[1]).lower()] if found else None
 
 
 def is_saved(folder: Path) -> bool:
@@ -180,7 +179,7 @@ def is_saved(folder: Path) -> bool:
 
 def stem_of(name: str) -> str:
     """The name without the ending that says how the file is read."""
-    return _without(_without(name, COMPRESSIONS), KINDS)
+    return _ENDING.sub("", name)
 
 
 def split_of(name: str) -> Split | None:
@@ -225,32 +224,6 @@ def _walk(folder: Path, around: Sequence[Path] = ()) -> Iterator[Path]:
             yield from _walk(path, (*around, here))
 
 
-def _reason_to_leave(path: Path, *, has_column: bool) -> str | None:
-    if path.name.startswith("."):
-        return "they are hidden"
-    if _ABOUT.fullmatch(path.name):
-        return "they are about a data set, by their names"
-    if is_saved(path):
-        return None
-    kind = _kind(path.name)
-    if kind is None:
-        return f"they do not end in {KINDS_TOLD}"
-    if kind == "text" and has_column:
-        return "text has no column that says the domain"
-    return None
-
-
-def _kind(name: str) -> Kind | None:
-    plain = _without(name, COMPRESSIONS)
-    kind = next((kind for suffix, kind in KINDS.items() if plain.lower().endswith(suffix)), None)
-    return None if plain != name and kind not in _COMPRESSED else kind
-
-
-def _without(name: str, suffixes: Iterable[str]) -> str:
-    found = next((suffix for suffix in suffixes if name.lower().endswith(suffix)), "")
-    return name[: len(name) - len(found)]
-
-
 def _words(name: str) -> list[str]:
     """In small letters, without numbers, the "of" between them and the hash of the Hub after it."""
     plain = _SHARD.sub(" ", stem_of(name).lower())
@@ -258,11 +231,12 @@ def _words(name: str) -> list[str]:
     return [word for word in re.split(r"[-._ \d]+", plain) if word]
 
 
-def _mentions_held_out(data: Path, file: CorpusFile) -> bool:
-    inside = file.path.relative_to(data)
-    named = _domain_and_rest(inside)[1] if file.domain else inside.parts
+def _is_doubtful(data: Path, file: CorpusFile) -> bool:
+    """Whether it is trained on, and its name has the word of a held-out split."""
+    _, named = _domain_and_rest(data, file.path, has_column=not file.domain)
     words = (word.removesuffix("set") for name in named for word in _words(name))
-    return any(_WORDS.get(word) in ("validation", "test") for word in words)
+    is_named = any(_WORDS.get(word) in ("validation", "test") for word in words)
+    return is_named and file.split == "train"
 
 
 def _head(path: Path) -> bytes:
@@ -270,8 +244,8 @@ def _head(path: Path) -> bytes:
         return file.read(_HEAD_BYTES)
 
 
-def _few(paths: Sequence[Path]) -> str:
-    return first_few(list(map(str, paths)))
+def _few(paths: Iterable[Path], most: int = 5) -> str:
+    return first_few(list(map(str, paths)), most)
 
 
 def _check_twice(files: Iterable[CorpusFile]) -> None:

@@ -173,8 +173,10 @@ def load_corpus(
     sha256 = tokenizer_sha256(tokenizer)
     together = [pack(config, part, own, tokenizer, sha256) for part, own in groups.items()]
     blocks = datasets.concatenate_datasets([each for each, _, _ in together]).with_format("numpy")
+    # A batch is of nothing else.
+    tokens = blocks.with_format("numpy", columns=["input_ids"])
     train, validation = (
-        {name: select(blocks, name, held) for name in chosen} for held in (False, True)
+        {name: select(tokens, name, held) for name in chosen} for held in (False, True)
     )
     warnings = [line for part in groups for line in part.oddities]
     if not is_measured:

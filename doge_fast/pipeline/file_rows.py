@@ -50,16 +50,30 @@ def rows_of(file: CorpusFile, columns: Sequence[str], text_chars: int) -> Iterat
             yield from enumerate(({columns[0]: text} for text in _texts(file.path, text_chars)), 1)
         elif file.kind == "json":
             yield from enumerate(_json_rows(file.path), 1)
-        elif file.kind == "saved":
-            saved = datasets.Dataset.load_from_disk(str(file.path))
-            rows = saved.with_format(None).select_columns(roots_of(saved.column_names, columns))
-            yield from named_rows(rows, saved.column_names, saved.features, columns)
-        else:
-            schema, batches = _arrow_batches(file, columns)
+        elif file.kind == "parquet":
+            opened = pq.ParquetFile(file.path, page_checksum_verification=True)
+            schema = opened.schema_arrow
+            kept = roots_of(schema.names, columns)
+            batches = opened.iter_batches(batch_size=_ROWS_PER_READ, columns=kept)
+            found = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
             is_typed = b"huggingface" in (schema.metadata or {})
             features = datasets.Features.from_arrow_schema(schema) if is_typed else {}
-            found = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
             yield from named_rows(found, schema.names, features, columns)
+        else:
+            saved = _saved(file).with_format(None)
+            kept = saved.select_columns(roots_of(saved.column_names, columns))
+            yield from named_rows(kept, saved.column_names, saved.features, columns)
+
+
+def _saved(file: CorpusFile) -> datasets.Dataset:
+    if file.kind == "saved":
+        return datasets.Dataset.load_from_disk(str(file.path))
+    mapped = pa.memory_map(str(file.path))
+    # With an index at the end, as pandas and others write it, or as a stream.
+    is_indexed = mapped.read(6) == b"ARROW1"
+    mapped.seek(0)
+    opened = pa.ipc.open_file(mapped) if is_indexed else pa.ipc.open_stream(mapped)
+    return datasets.Dataset(opened.read_all())
 
 
 def named_rows(
@@ -68,16 +82,14 @@ def named_rows(
     """Numbered rows that have every column of `names`, and names for the numbers of ClassLabels."""
     others = dict.fromkeys(names)
     labels = {column: value_of(features, column) for column in columns}
-    labels = {c: label for c, label in labels.items() if isinstance(label, datasets.ClassLabel)}
     for number, row in enumerate(rows, start=1):
-        given = {column: value_of(row, column) for column in labels}
-        # -1 is a row without a label.
-        named = {
-            column: labels[column].int2str(value) if value >= 0 else None
-            for column, value in given.items()
-            if isinstance(value, int)
-        }
-        yield number, {**others, **row, **named}
+        whole = {**others, **row}
+        for column, label in labels.items():
+            value = value_of(row, column)
+            if isinstance(label, datasets.ClassLabel) and isinstance(value, int):
+                # -1 is a row without a label.
+                whole[column] = label.int2str(value) if value >= 0 else None
+        yield number, whole
 
 
 def value_of(row: Row, column: str) -> Any:
@@ -94,32 +106,6 @@ def value_of(row: Row, column: str) -> Any:
     if isinstance(struct, Mapping):
         return value_of(struct, rest)
     return None if struct is None else ABSENT
-
-
-def _arrow_batches(
-    file: CorpusFile, columns: Sequence[str]
-) -> tuple[pa.Schema, Iterable[pa.RecordBatch]]:
-    """The schema, and batches of the columns that are needed."""
-    if file.kind == "parquet":
-        opened = pq.ParquetFile(file.path, page_checksum_verification=True)
-        schema = opened.schema_arrow
-        kept = roots_of(schema.names, columns)
-        return schema, opened.iter_batches(batch_size=_ROWS_PER_READ, columns=kept)
-    mapped = pa.memory_map(str(file.path))
-    try:
-        stream = pa.ipc.open_stream(mapped)
-        schema, read = stream.schema, iter(stream)
-    except pa.ArrowInvalid:
-        # The form with an index at the end, which pandas and others write.
-        indexed = pa.ipc.open_file(mapped)
-        schema, read = indexed.schema, map(indexed.get_batch, range(indexed.num_record_batches))
-    kept = roots_of(schema.names, columns)
-    slices = (
-        batch.select(kept).slice(start, _ROWS_PER_READ)
-        for batch in read
-        for start in range(0, batch.num_rows, _ROWS_PER_READ)
-    )
-    return schema, slices
 
 
 def roots_of(names: Sequence[str], columns: Iterable[str]) -> list[str]:

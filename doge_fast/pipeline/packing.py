@@ -269,15 +269,14 @@ def _fill(
     wanted = _wanted(streams, documents)
     while batch := _batch(wanted, chars):
         texts = [text for _, text, _ in batch]
-        own = [streams[name, is_held] for name, _, is_held in batch]
-        # Only the slower one says which characters a token stands for.
-        is_sampled = any(stream.is_sampled for stream in own)
-        encode = backend.encode_batch if is_sampled else backend.encode_batch_fast
         with reading(tokenizer.name_or_path):
-            encodings = encode(texts, add_special_tokens=False)
-        for stream, text, encoding in zip(own, texts, encodings, strict=True):
-            if is_sampled and stream.is_sampled:
-                stream.sample(*lost_characters(text, encoding, unknown))
+            encodings = backend.encode_batch(texts, add_special_tokens=False)
+        for (name, text, is_held), encoding in zip(batch, encodings, strict=True):
+            stream = streams[name, is_held]
+            if stream.sampled < _SAMPLE_CHARS:
+                lost, chars = lost_characters(text, encoding, unknown)
+                stream.lost += lost
+                stream.sampled += chars
             yield from stream.add([*encoding.ids, end_of_text])
 
 
@@ -322,23 +321,14 @@ class _Stream:
         size = self.block_size
         self.limit = sys.maxsize if limit is None else max(limit // size, 1) * size
         self.documents = self.document_tokens = self.tokens = 0
-        self.lost = self.sampled = 0
+        # Characters that were looked at, and those that the tokenizer does not know.
+        self.sampled = self.lost = 0
         self.sha256 = hashlib.sha256()
         self.pending: list[int] = []
 
     @property
     def is_full(self) -> bool:
         return self.tokens >= self.limit
-
-    @property
-    def is_sampled(self) -> bool:
-        """Whether the tokenizer's knowledge of the text is still looked at."""
-        return self.sampled < _SAMPLE_CHARS
-
-    def sample(self, lost: int, chars: int) -> None:
-        """Count characters of a document, and those of them that the tokenizer does not know."""
-        self.lost += lost
-        self.sampled += chars
 
     def add(self, ids: Sequence[int]) -> Iterator[Mapping[str, Any]]:
         """The blocks that a document fills, up to the limit."""

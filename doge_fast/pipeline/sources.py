@@ -27,8 +27,6 @@ from doge_fast.pipeline.wording import first_few
 
 _log = logging.getLogger("doge_fast")
 
-_SPLIT = re.compile(r"(train(?:ing)?|validation|valid|val|dev|test)(?![a-z])")
-
 ROWS, WITHOUT_TEXT, WITHOUT_DOMAIN = "rows", "without text", "without a domain"
 Counts = Counter[str]
 """How many rows were read, and how many of them are no documents."""
@@ -316,8 +314,7 @@ def _hub_part(config: CorpusConfig, name: str | None) -> Part:
 
 def _hub_split(name: str) -> str:
     """train, validation or test where `name` begins with it or a short form; else itself."""
-    found = _SPLIT.match(name.lower())
-    return corpus_files.split_of(found[0]) or name if found else name
+    return corpus_files.split_of(re.split("[^a-z]", name.lower())[0]) or name
 
 
 def _hub_rows(
