@@ -234,7 +234,7 @@ def _held_out_warnings(
     for name, part in parts.items():
         num_train, num_held = sizes[name]
         share = num_held / (num_train + num_held)
-        why = f"because of {part.held_out}" if part.is_divided else "for whole documents are"
+        why = f"by name: {part.held_out}" if part.is_divided else "for whole documents are held out"
         asked = 0.0 if part.is_divided else config.validation_fraction
         if share > max(0.5, asked + _MAX_EXCESS):
             raise ValueError(
