@@ -274,9 +274,9 @@ def _fill(
         for (name, text, is_held), encoding in zip(batch, encodings, strict=True):
             stream = streams[name, is_held]
             if stream.sampled < _SAMPLE_CHARS:
-                lost, chars = lost_characters(text, encoding, unknown)
+                lost, sampled = lost_characters(text, encoding, unknown)
                 stream.lost += lost
-                stream.sampled += chars
+                stream.sampled += sampled
             yield from stream.add([*encoding.ids, end_of_text])
 
 
