@@ -269,11 +269,14 @@ def _fill(
     wanted = _wanted(streams, documents)
     while batch := _batch(wanted, chars):
         texts = [text for _, text, _ in batch]
+        # Only the slower one says which characters a token stands for.
+        is_sampled = any(streams[name, held].is_sampled for name, _, held in batch)
+        encode = backend.encode_batch if is_sampled else backend.encode_batch_fast
         with reading(tokenizer.name_or_path):
-            encodings = backend.encode_batch(texts, add_special_tokens=False)
+            encodings = encode(texts, add_special_tokens=False)
         for (name, text, is_held), encoding in zip(batch, encodings, strict=True):
             stream = streams[name, is_held]
-            if stream.sampled < _SAMPLE_CHARS:
+            if is_sampled and stream.is_sampled:
                 lost, sampled = lost_characters(text, encoding, unknown)
                 stream.lost += lost
                 stream.sampled += sampled
@@ -329,6 +332,11 @@ class _Stream:
     @property
     def is_full(self) -> bool:
         return self.tokens >= self.limit
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the tokenizer's knowledge of the text is still looked at."""
+        return self.sampled < _SAMPLE_CHARS
 
     def add(self, ids: Sequence[int]) -> Iterator[Mapping[str, Any]]:
         """The blocks that a document fills, up to the limit."""
