@@ -34,8 +34,8 @@ _MIN_TEXT_DOCUMENT_CHARS = 512
 _ROWS_PER_READ = 128
 
 
-def rows_of(file: CorpusFile, columns: Sequence[str], text_chars: int) -> Iterator[tuple[int, Row]]:
-    """The rows of a file with their numbers, of which 1 is the first.
+def rows_of(file: CorpusFile, columns: Sequence[str], text_chars: int) -> Iterator[Row]:
+    """The rows of a file.
 
     Args:
         file: of any kind; a text file is cut into rows.
@@ -47,9 +47,9 @@ def rows_of(file: CorpusFile, columns: Sequence[str], text_chars: int) -> Iterat
     """
     with reading(file.path):
         if file.kind == "text":
-            yield from enumerate(({columns[0]: text} for text in _texts(file.path, text_chars)), 1)
+            yield from ({columns[0]: text} for text in _texts(file.path, text_chars))
         elif file.kind == "json":
-            yield from enumerate(_json_rows(file.path), 1)
+            yield from _json_rows(file.path)
         elif file.kind == "parquet":
             opened = pq.ParquetFile(file.path, page_checksum_verification=True)
             schema = opened.schema_arrow
@@ -78,18 +78,18 @@ def _saved(file: CorpusFile) -> datasets.Dataset:
 
 def named_rows(
     rows: Iterable[Row], names: Sequence[str], features: Mapping[str, Any], columns: Iterable[str]
-) -> Iterator[tuple[int, Row]]:
-    """Numbered rows that have every column of `names`, and names for the numbers of ClassLabels."""
+) -> Iterator[Row]:
+    """Rows that have every column of `names`, and names for the numbers of ClassLabels."""
     others = dict.fromkeys(names)
     labels = {column: value_of(features, column) for column in columns}
-    for number, row in enumerate(rows, start=1):
+    for row in rows:
         whole = {**others, **row}
         for column, label in labels.items():
             value = value_of(row, column)
             if isinstance(label, datasets.ClassLabel) and isinstance(value, int):
                 # -1 is a row without a label.
                 whole[column] = label.int2str(value) if value >= 0 else None
-        yield number, whole
+        yield whole
 
 
 def value_of(row: Row, column: str) -> Any:

@@ -10,7 +10,7 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +37,7 @@ class Shard(NamedTuple):
 
     where: str
     """For refusals: the file or data set."""
-    rows: Callable[[], Iterator[tuple[int, Row]]]
+    rows: Callable[[], Iterable[Row]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +91,7 @@ class Part:
         if self.domain is None:
             unseen["domain_column"] = str(self.domain_column)
         row: Row | None = None
-        for number, row in shard.rows():
+        for number, row in enumerate(shard.rows(), start=1):
             for option, column in tuple(unseen.items()):
                 if value_of(row, column) is not ABSENT:
                     del unseen[option]
@@ -143,7 +143,7 @@ def _installed_parts(config: CorpusConfig) -> dict[str, Part]:
     parts = {}
     for name in map(str, np.unique(domains)):
         own = collected.select(np.flatnonzero(domains == name))
-        shards = {"train": [Shard("installed", functools.partial(enumerate, own, 1))]}
+        shards = {"train": [Shard("installed", functools.partial(iter, own))]}
         parts[name] = Part(name, "text", None, shards, cache.digest([key, name]))
     return parts
 
@@ -317,9 +317,7 @@ def _hub_split(name: str) -> str:
     return corpus_files.split_of(re.split("[^a-z]", name.lower())[0]) or name
 
 
-def _hub_rows(
-    where: str, rows: datasets.IterableDataset, columns: Sequence[str]
-) -> Iterator[tuple[int, Row]]:
+def _hub_rows(where: str, rows: datasets.IterableDataset, columns: Sequence[str]) -> Iterator[Row]:
     with reading(where):
         names = rows.column_names or list(next(iter(rows), {}))
         kept = roots_of(names, columns)

@@ -34,7 +34,7 @@ from tests.pipeline.corpora import (
 
 def cut(path: Path, chars: int = 16_384) -> list[str]:
     file = CorpusFile(path, "a", "train", "text")
-    return [row["text"] for _, row in file_rows.rows_of(file, ["text"], chars)]
+    return [row["text"] for row in file_rows.rows_of(file, ["text"], chars)]
 
 
 def test_what_is_read_held_out_and_left_out_is_said(tmp_path, load, caplog):
