@@ -37,8 +37,8 @@ _MIX_SHARE = 0.05
 _MIX_RUN = 8
 _MIX_MIN_BLOCKS = 4
 
-# Documents are held out whole, so of few the share is a matter of chance; told when it is beyond
-# three times what was asked and by this share of the tokens.
+# Documents are held out whole, so of few the share is a matter of chance; told when it is this far
+# beyond what was asked.
 _MAX_EXCESS = 0.2
 
 
@@ -141,7 +141,7 @@ def load_corpus(
 
     A domain without a validation split holds out `config.validation_fraction` of its documents
     by a hash of the text: stable, and equal documents of a domain fall on one side. Where that is
-    much more of the text than asked for, the corpus has a warning; more than a half is refused.
+    much more of the text than asked for, the corpus has a warning.
     With `config.max_tokens_per_domain` no more is read than fills every domain.
 
     Args:
@@ -221,10 +221,7 @@ def _tell_held_out(parts: Mapping[str, Part], config: CorpusConfig) -> None:
 def _held_out_warnings(
     parts: Mapping[str, Part], sizes: Mapping[str, tuple[int, int]], config: CorpusConfig
 ) -> Iterator[str]:
-    """Of domains of which far more is held out than was asked for.
-
-    More than half is refused, unless that is asked for: a name then hardly means a split, a split
-    is hardly a sample, and one document is most of the text.
+    """Of domains of which far more is held out than was asked for, or by name more than a half.
 
     Args:
         parts: {domain: where it is read}.
@@ -234,17 +231,17 @@ def _held_out_warnings(
     for name, part in parts.items():
         num_train, num_held = sizes[name]
         share = num_held / (num_train + num_held)
-        why = f"by name: {part.held_out}" if part.is_divided else "for whole documents are held out"
-        asked = 0.0 if part.is_divided else config.validation_fraction
-        if share > max(0.5, asked + _MAX_EXCESS):
-            raise ValueError(
-                f"{name}: {num_held} blocks would be held out and {num_train} trained on, {why}. "
-                "Give it less to hold out, a validation file, or more documents."
+        most, why = 0.5, f"by name: {part.held_out}"
+        if not part.is_divided:
+            asked = config.validation_fraction
+            most = asked + _MAX_EXCESS
+            why = (
+                f"where validation_fraction (--validation-fraction) asks for {asked:.0%}, for "
+                "whole documents are held out"
             )
-        if not part.is_divided and share > 3 * asked and share - asked > _MAX_EXCESS:
+        if share > most:
             yield (
-                f"{name}: {share:.0%} of its tokens are held out, where validation_fraction "
-                f"(--validation-fraction) asks for {asked:.0%}, {why}. Natural weights, epochs "
+                f"{name}: {share:.0%} of its tokens are held out, {why}. Natural weights, epochs "
                 "and perplexities follow from that."
             )
 
