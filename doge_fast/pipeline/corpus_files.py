@@ -100,9 +100,6 @@ def list_files(data: Path, chosen: Collection[str] | None) -> dict[str, list[Cor
         files.setdefault(domain, []).append(CorpusFile(path, domain, split, kind))
     if chosen is not None:
         _check_domains(data, files, chosen)
-    _check_twice(
-        file for name, own in files.items() if not chosen or name in chosen for file in own
-    )
     for name, own in files.items():
         if {"validation", "test"} <= {file.split for file in own}:
             not_read += [file.path for file in own if file.split == "test"]
@@ -136,6 +133,13 @@ def oddities(data: Path, files: Sequence[CorpusFile]) -> Iterator[str]:
             f"{_few(doubtful)}: the name has the word of a held-out split, and the text is trained "
             "on. Have it end with that word, as c4-validation, to hold it out."
         )
+    # {what their names are but for the ending, which may be another form of one text: their paths}.
+    forms: dict[Path, list[Path]] = {}
+    for file in files:
+        forms.setdefault(file.path.with_name(stem_of(file.path.name)), []).append(file.path)
+    for paths in forms.values():
+        if len(paths) > 1:
+            yield f"{_few(paths)} differ in their endings alone, and are all read."
     # {what their names are but for the shard's number: the numbers that are there}.
     shards: dict[tuple[str, int], set[int]] = {}
     for file in files:
@@ -246,18 +250,6 @@ def _head(path: Path) -> bytes:
 
 def _few(paths: Iterable[Path], most: int = 5) -> str:
     return first_few(list(map(str, paths)), most)
-
-
-def _check_twice(files: Iterable[CorpusFile]) -> None:
-    """A text that is there in two forms, or under two names, would count twice."""
-    seen: dict[Path, Path] = {}
-    for file in files:
-        for key in {file.path.with_name(stem_of(file.path.name)), file.path.resolve()}:
-            if (other := seen.setdefault(key, file.path)) != file.path:
-                raise ValueError(
-                    f"A text counts once; {other} and {file.path} are one file, or differ in their "
-                    "endings alone."
-                )
 
 
 def _check_domains(
