@@ -255,7 +255,7 @@ def _few(paths: Iterable[Path], most: int = 5) -> str:
 def _check_domains(
     data: Path, files: Mapping[str, Sequence[CorpusFile]], chosen: Collection[str]
 ) -> None:
-    """Every entry of the folder is a domain of its own, with text to train on."""
+    """Every entry of the folder is a domain."""
     shown = [entry for entry in sorted(data.iterdir()) if not entry.name.startswith(".")]
     if not files:
         raise ValueError(
@@ -271,20 +271,9 @@ def _check_domains(
     for name, own in files.items():
         if chosen and name not in chosen:
             continue
-        entries = sorted({file.path.relative_to(data).parts[0] for file in own})
-        if len(entries) > 1:
-            raise ValueError(
-                f"A domain is one folder or one file; {data} holds several named {name}: "
-                f"{', '.join(entries)}."
-            )
-        entry = data / entries[0]
+        entry = data / own[0].path.relative_to(data).parts[0]
         if split_of(name) if entry.is_file() else name.lower() in _WORDS:
             raise ValueError(
                 f"{entry} names a split where a domain is expected: name the column that holds a "
                 "row's domain (--domain-column), or give every domain a folder."
-            )
-        if all(file.split != "train" for file in own):
-            raise ValueError(
-                f"The domain {name} needs training files; {entry} holds only "
-                f"{', '.join(file.path.name for file in own)}."
             )

@@ -127,8 +127,8 @@ def find_parts(config: CorpusConfig, targets: Sequence[str]) -> dict[str, Part]:
         parts = {
             name: _files_part(config, name, files)
             for name, files in corpus_files.list_files(path, chosen).items()
-            # Those without are not asked for: `list_files` refuses one that is.
-            if any(file.split == "train" for file in files)
+            # Of domains that are not asked for some may have nothing to train on.
+            if name in chosen or not chosen or any(file.split == "train" for file in files)
         }
     by_column = f"the column {config.domain_column} of " if config.domain_column else ""
     named.check_visible(parts, f"{by_column}{config.data}")
