@@ -89,7 +89,7 @@ def list_files(data: Path, chosen: Collection[str] | None) -> dict[str, list[Cor
     not_read: list[Path] = []
     files: dict[str, list[CorpusFile]] = {}
     for path in _walk(data):
-        kind = None if _NO_ROWS.fullmatch(path.name) else _kind_of(path)
+        kind = None if _NO_ROWS.fullmatch(path.name) else kind_of(path)
         # Text has no column that says the domain.
         if kind is None or (kind == "text" and chosen is None):
             not_read.append(path)
@@ -162,14 +162,8 @@ def oddities(data: Path, files: Sequence[CorpusFile]) -> Iterator[str]:
         )
 
 
-def kind_of(path: Path) -> Kind:
-    """How a file is read; ValueError where its name ends in nothing that is."""
-    if kind := _kind_of(path):
-        return kind
-    raise ValueError(f"A file of documents ends in {KINDS_TOLD}; this is {path}.")
-
-
-def _kind_of(path: Path) -> Kind | None:
+def kind_of(path: Path) -> Kind | None:
+    """How a file is read; None where its name ends in nothing that is."""
     if is_saved(path):
         return "saved"
     found = _ENDING.search(path.name)

@@ -156,8 +156,11 @@ def _files_of_rows(path: Path) -> Sequence[CorpusFile]:
             raise ValueError(f"{path} holds no file of rows, of {corpus_files.KINDS_TOLD}.")
         return found[""]
     kind = corpus_files.kind_of(path)
-    if kind == "text":
-        raise ValueError(f"A text file has no column of domains (--domain-column); this is {path}.")
+    if kind is None or kind == "text":
+        raise ValueError(
+            f"A file with a column of domains (--domain-column) ends in {corpus_files.KINDS_TOLD} "
+            f"and is no .txt; this is {path}."
+        )
     return [CorpusFile(path, "", "train", kind)]
 
 

@@ -220,7 +220,7 @@ def test_a_test_split_is_held_out_only_where_there_is_no_validation(tmp_path, lo
         (["train.jsonl", "validation.jsonl"], "", None, "names a split where a domain"),
         (["a.jsonl", "web-heldout.jsonl"], "", None, "names a split where a domain"),
         (["a.jsonl"], "a.jsonl", None, "is one file: name the column"),
-        (["a.txt"], "a.txt", "d", "A text file has no column"),
+        (["a.txt"], "a.txt", "d", "is no .txt"),
         (["a/test.jsonl"], "", None, "needs files that no name holds out; .* only .*a/test.jsonl"),
         (["a.jsonl"], "a.jsonl", "meta.set", 'has no column "meta.set"; .*--domain-column'),
     ],
