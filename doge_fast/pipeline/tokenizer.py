@@ -2,7 +2,6 @@
 
 import hashlib
 import logging
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -30,8 +29,7 @@ def open_tokenizer(config: CorpusConfig, parts: Groups) -> PreTrainedTokenizerFa
     """The tokenizer that `config` names, or one trained on these domains.
 
     Raises:
-        ValueError: it does not open, is no fast one, has no end-of-text token, or gives one number
-            to two tokens.
+        ValueError: it does not open, is no fast one, or has no end-of-text token.
     """
     name = config.tokenizer
     if name == "train":
@@ -44,14 +42,6 @@ def open_tokenizer(config: CorpusConfig, parts: Groups) -> PreTrainedTokenizerFa
         raise kind(f"The tokenizer {name} does not open: {one_line(error)}.") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError(f"Packing needs a fast tokenizer, a tokenizer.json; {name} has none.")
-    vocabulary = tokenizer.get_vocab()
-    if len(set(vocabulary.values())) < len(vocabulary):
-        counts = Counter(vocabulary.values())
-        twice = sorted(repr(token) for token, id in vocabulary.items() if counts[id] > 1)
-        raise FileFailure(
-            f"A token has a number of its own; in the tokenizer {name} {', '.join(twice[:4])} "
-            "share one."
-        )
     end_of_text_id(tokenizer)
     return tokenizer
 
