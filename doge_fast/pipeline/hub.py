@@ -1,4 +1,4 @@
-"""Tokenizers, configurations and models by name: a folder here, the Hub's cache, then the Hub."""
+"""Tokenizers, configurations, models and data sets of the Hub, which is asked once."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import datasets
-from huggingface_hub import HfApi, constants, get_session
-
-from doge_fast.pipeline.failures import one_line
+from huggingface_hub import constants, get_session
 
 Opened = TypeVar("Opened")
 
@@ -18,33 +16,18 @@ _SECONDS = 10
 def from_pretrained(opener: Callable[..., Opened], name: str, **options: Any) -> Opened:
     """What `opener`, a `from_pretrained` of transformers, makes of a folder, file or Hub id.
 
-    What is in the cache is not asked for again, and a Hub that does not answer is asked once,
-    where transformers would try for minutes. Code that comes with a model is never run.
-
-    Raises:
-        OSError: a path that is not there.
-        Exception: whatever the opener or the Hub raises.
+    Code that comes with a model is never run.
     """
-    options["trust_remote_code"] = False
     path = Path(name).expanduser()
     if path.exists():
-        return opener(str(path), **options)
-    if name.startswith((".", "/", "~")):
-        raise OSError(f"{name} is not a folder or a file")
-    try:
-        return opener(name, local_files_only=True, **options)
-    except (OSError, ValueError):
-        try:
-            HfApi().model_info(name, timeout=_SECONDS)
-        except Exception as error:
-            told = f"it is not in the cache, and the Hub says: {one_line(error)}"
-            raise OSError(told) from error
-        return opener(name, **options)
+        return opener(str(path), trust_remote_code=False, **options)
+    with asked_once():
+        return opener(name, trust_remote_code=False, **options)
 
 
 @contextmanager
 def asked_once() -> Iterator[None]:
-    """Within, a Hub that does not answer counts as off, where datasets would try for long.
+    """Within, a Hub that does not answer counts as off, where libraries would try for minutes.
 
     What is in the cache opens all the same.
     """

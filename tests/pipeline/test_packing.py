@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from doge_fast.pipeline import cache, packing
+from doge_fast.pipeline import cache, hub, packing
 from doge_fast.pipeline.config import CorpusConfig
 from doge_fast.pipeline.domains import load_corpus
 from tests.pipeline.corpora import (
@@ -224,19 +225,19 @@ def test_tokens_do_not_depend_on_chance(tmp_path, config, corpus):
 
 
 def test_a_tokenizer_of_the_hub_is_asked_for_once(config, monkeypatch):
-    """transformers tries for minutes, and calls a path a bad repository."""
+    """transformers tries for minutes."""
     asked = []
 
-    def refuse(self: Any, name: str, **_: Any) -> None:
-        asked.append(name)
-        raise ConnectionError("Name or service not known")
+    class Session:
+        def head(self, address: str, **_: Any) -> None:
+            asked.append(address)
+            raise ConnectionError("Name or service not known")
 
-    monkeypatch.setattr("huggingface_hub.HfApi.model_info", refuse)
-    with pytest.raises(ValueError, match="gpt-none"):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "get_session", Session)
+    with pytest.raises(ValueError, match="The tokenizer gpt-none does not open"):
         load_corpus(replace(config, tokenizer="gpt-none"))
-    with pytest.raises(ValueError, match="/nonexistent/tok"):
-        load_corpus(replace(config, tokenizer="/nonexistent/tok"))
-    assert asked == ["gpt-none"]
+    assert asked == [constants.ENDPOINT]
 
 
 def test_a_packing_that_fails_leaves_nothing(tmp_path, load):
