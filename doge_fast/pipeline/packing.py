@@ -122,8 +122,9 @@ def pack(
     )
     record = json.loads(file.read_text(encoding="utf-8"))
     packed = {name: Packed(*record["domains"][name]) for name in names}
+    digests = _digests(blocks)
     for name, each in packed.items():
-        if [_sha256(select(blocks, name, held)) for held in (False, True)] != each.sha256:
+        if [digests[name, held].hexdigest() for held in (False, True)] != each.sha256:
             raise FileFailure(
                 f"{blocks.cache_files[0]['filename']} does not hold the blocks of {name} that were "
                 "written there. Remove its folder, to have it made again."
@@ -138,12 +139,19 @@ def select(blocks: datasets.Dataset, name: str, held_out: bool) -> datasets.Data
     return blocks.select(np.flatnonzero(is_own.to_numpy()))
 
 
-def _sha256(blocks: datasets.Dataset) -> str:
-    """Of all tokens in their order."""
-    sha256 = hashlib.sha256()
+def _digests(blocks: datasets.Dataset) -> Mapping[tuple[str, bool], Any]:
+    """{(domain, whether it is held out): SHA-256 of its tokens}, in one pass over the file.
+
+    Blocks of a split that a hash has drawn lie apart: a pass over each would be of single rows.
+    """
+    digests: Mapping[tuple[str, bool], Any] = collections.defaultdict(hashlib.sha256)
     for batch in blocks.with_format("arrow").iter(_ROWS_PER_DIGEST):
-        sha256.update(batch["input_ids"].combine_chunks().flatten().to_numpy().tobytes())
-    return sha256.hexdigest()
+        tokens = batch["input_ids"].combine_chunks().flatten().to_numpy().reshape(len(batch), -1)
+        names, held = np.array(batch["domain"].to_pylist()), batch["held_out"].to_numpy()
+        for name, is_held in set(zip(names.tolist(), held.tolist(), strict=True)):
+            own = tokens[(names == name) & (held == is_held)]
+            digests[name, is_held].update(own.tobytes())
+    return digests
 
 
 def _packed(streams: "Streams", name: str) -> tuple[int, int, list[str]]:
