@@ -7,7 +7,8 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AllowInfNan, BeforeValidator, ConfigDict, Strict
 
 # An argument that is no field is refused; a reader of records passes it over. Validators are built
-# when they are first used, which `--help` does not. Of a rule of two fields the input is all fields.
+# when they are first used, which `--help` does not. The input of a rule of two fields is all of
+# them, so errors do not show it.
 EXACT = ConfigDict(extra="forbid", defer_build=True, hide_input_in_errors=True)
 
 
