@@ -1,6 +1,7 @@
 """Per-domain perplexity of a run's model on held-out documents, its own or others."""
 
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +44,7 @@ def evaluate(config: EvaluateConfig) -> Json:
     """
     record, trained = records.load_config(config.run)
     corpus = record.corpus
-    own = records.from_here(record, trained).corpus.data
+    own = trained.corpus.data
     _check(config, own, corpus)
     _log.info("%s: reading %s", config.run, config.data or own)
     if config.data is None:
@@ -113,7 +114,7 @@ def _check(config: EvaluateConfig, own: str, corpus: CorpusRecord) -> None:
                     f"{config.run / records.EVALUATION} holds {', '.join(lost)} too. Name another "
                     "file for these domains (--out), or leave out domains (--domains)."
                 )
-    elif records.place_of(config.data) == records.place_of(own):
+    elif os.path.realpath(os.path.expanduser(config.data)) == os.path.realpath(own):
         raise ValueError(
             f"{config.run} was trained on {own}. Leave out data (--data) to measure what was held "
             "out of it."
@@ -128,7 +129,7 @@ def own_blocks(run: Path) -> Mapping[str, datasets.Dataset]:
     """Held-out blocks of a run's corpus, if it still is that one; domains may have come to it."""
     record, trained = records.load_config(run)
     trained_on = record.corpus
-    asked = replace(records.from_here(record, trained).corpus, domains=tuple(trained_on.domains))
+    asked = replace(trained.corpus, domains=tuple(trained_on.domains))
     # What "mix" reserves is not trained on.
     mix = [MIX] if MIX in trained.targets else []
     corpus = load_corpus(asked, targets=(*trained_on.targets, *mix))

@@ -267,7 +267,6 @@ class _Search:
                 "mixture. Train the proxy longer or with a smaller mu; of two domains with "
                 "--domain-max-grad-norm 0, for gradients of one norm have equal scores."
             )
-        proxy = records.from_here(recorded, proxy)
         search = cls(config, proxy, record)
         base = search.base(1.0, config.seeds[0])
         training.device_of(base.training.device)
@@ -513,7 +512,7 @@ class _Search:
             data=self.proxy.corpus.data,
             runs=tuple(job.name for each in self.begun for job in self.jobs_at(each).values()),
             groups=groups,
-            config=records.plain(config),
+            config=records.kept(config),
         )
 
     def _groups(self, points: Sequence[Point], best: Point) -> tuple[records.Group, ...]:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -143,16 +142,11 @@ def test_some_domains_of_other_text_go_where_they_are_told(run, other, tmp_path,
     assert records.read_json(tmp_path / "poetry.json") == result
     assert sorted(run.out.glob("evaluation*")) == []
     (tmp_path / "link").symlink_to(run.corpus.data)
-    record, corpus = records.read_json(run.out / "config.json"), Path(run.corpus.data)
-    assert record["folder"] == os.getcwd()
-    monkeypatch.setenv("HOME", str(corpus.parent))
     monkeypatch.chdir(tmp_path)
-    for own in (run.corpus.data, corpus.name, f"~/{corpus.name}"):
-        record["config"]["corpus"]["data"], record["folder"] = own, str(corpus.parent)
-        records.write_json(run.out / "config.json", record)
+    for own in (run.corpus.data, "link"):
         with pytest.raises(ValueError, match="--data"):
-            evaluate(replace(ask, data=str(tmp_path / "link")))
-        assert "code" in evaluate(EvaluateConfig(run.out, blocks=1, device="cpu"))["loss"]
+            evaluate(replace(ask, data=own))
+    assert "code" in evaluate(EvaluateConfig(run.out, blocks=1, device="cpu"))["loss"]
 
 
 def test_the_average_is_of_the_domains_that_are_named(run):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import GPT2Config
 
 from doge_fast.pipeline import records
 from doge_fast.pipeline.config import BaseConfig, CorpusConfig, ModelConfig, ProxyConfig
@@ -61,25 +62,39 @@ def test_the_same_run_resumes_wherever_it_lies_now(tmp_path):
 
 def test_a_path_is_the_same_however_it_is_said_and_no_word(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config = BaseConfig(out=Path("run"), weights="runs/proxy")
+    for folder in ("runs/proxy", "runs/other", "corpus", "tiny"):
+        (tmp_path / folder).mkdir(parents=True)
+    config = BaseConfig(out=tmp_path / "run", corpus=CorpusConfig("corpus"), weights="runs/proxy")
     records.open_run(config, corpus=CORPUS)
-    same = replace(config, weights=str(tmp_path / "runs" / "proxy"))
-    assert records.check_run(same)
-    # Relative paths of the corpus lead from where the run was begun, or from here.
-    (tmp_path / "corpus").mkdir()
-    of_corpus = replace(config, out=tmp_path / "of corpus", corpus=CorpusConfig("corpus"))
-    records.open_run(of_corpus, corpus=CORPUS)
+    _, begun = records.load_config(config.out)
+    assert begun.corpus.data == str(tmp_path / "corpus")
     monkeypatch.chdir(tmp_path / "corpus")
-    for data in ("corpus", "../corpus/", str(tmp_path / "corpus")):
-        assert records.check_run(replace(of_corpus, corpus=CorpusConfig(data)))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "link").symlink_to(tmp_path / "corpus")
+    there = replace(config, weights="../runs/proxy")
+    for data in ("../corpus/", str(tmp_path / "corpus"), "~/corpus", "../link"):
+        assert records.check_run(replace(there, corpus=CorpusConfig(data)))
     with pytest.raises(ValueError, match=r"corpus\.data"):
-        records.check_run(replace(of_corpus, corpus=CorpusConfig("..")))
+        records.check_run(replace(there, corpus=CorpusConfig("..")))
+    there = replace(there, corpus=CorpusConfig(begun.corpus.data))
+    for other in ("../runs/other", "proxy"):
+        with pytest.raises(ValueError, match="weights"):
+            records.check_run(replace(there, weights=other))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"model\.model"):
-        records.check_run(replace(of_corpus, model=ModelConfig("./tiny")))
-    for other in ("runs/other", "proxy"):
-        with pytest.raises(ValueError, match="weights"):
-            records.check_run(replace(config, weights=other))
+        records.check_run(replace(config, model=ModelConfig("./tiny")))
+
+
+def test_a_run_is_not_gone_on_with_when_its_model_has_changed(tmp_path):
+    shape = GPT2Config(n_layer=1, n_head=2, n_embd=16, activation_function="relu")
+    shape.save_pretrained(tmp_path / "shape")
+    config = BaseConfig(out=tmp_path / "run", model=ModelConfig(str(tmp_path / "shape")))
+    records.open_run(config, corpus=CORPUS)
+    assert records.check_run(config)
+    shape.activation_function = "silu"
+    shape.save_pretrained(tmp_path / "shape")
+    with pytest.raises(ValueError, match=r"begun with another model: the config.json of .*shape"):
+        records.check_run(config)
 
 
 def test_a_setting_that_came_later_counts_as_its_default(tmp_path):

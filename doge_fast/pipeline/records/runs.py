@@ -10,14 +10,15 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
+from functools import reduce
 from importlib import metadata
 from pathlib import Path
 from platform import python_version
 from typing import Any, Literal, TypeVar, get_args
 
 from doge_fast import atomic_file
+from doge_fast.pipeline.baselines import BASELINES
 from doge_fast.pipeline.config import Reading, StageConfig
 from doge_fast.pipeline.failures import FileFailure
 from doge_fast.pipeline.records.shapes import (
@@ -51,13 +52,14 @@ Config = TypeVar("Config", bound=StageConfig)
 
 # What does not change the numbers that a run computes.
 _NOT_COMPARED = ("out", "corpus.cache_dir", "training.max_skipped_steps")
-# Are paths.
-_RUNS = ("proxy", "reference")
-# May be paths, but for these words.
+# Inputs: paths, but for these words.
 _INPUTS: dict[str, Sequence[str]] = {
     "corpus.data": ("installed",),
     "corpus.tokenizer": ("train",),
     "model.model": tuple(SIZES),
+    "weights": tuple(BASELINES),
+    "proxy": (),
+    "reference": (),
 }
 # Says whether to run at all.
 _NOT_KEPT = ("dry_run",)
@@ -91,13 +93,12 @@ def check_run(config: StageConfig) -> ConfigRecord | None:
             f"{out} holds a {recorded.stage} run; this is the {config.stage} stage. Name another "
             "directory."
         )
-    kept, found, asked = map(_flat, map(_kept, (before, from_here(recorded, before), config)))
-    for name, words in _INPUTS.items():
-        # Said in several ways, or from another folder.
-        are_paths = found[name] not in words and asked[name] not in words
-        if are_paths and place_of(found[name]) == place_of(asked[name]):
-            kept[name] = asked[name]
-    check_same(out, kept, asked, _NOT_COMPARED)
+    check_same(out, kept(before), kept(config), _NOT_COMPARED)
+    if recorded.architecture_sha256 != _architecture_sha256(config):
+        raise ValueError(
+            f"{out} was begun with another model: the config.json of {config.model.model} has "
+            "changed since. Restore it, or name another directory."
+        )
     return recorded
 
 
@@ -114,9 +115,28 @@ def check_corpus(run: Path, recorded: CorpusRecord, corpus: CorpusRecord) -> Non
             )
 
 
-def _kept(config: StageConfig) -> Json:
-    """What config.json keeps of a stage's settings."""
-    return {name: value for name, value in plain(config).items() if name not in _NOT_KEPT}
+def kept(config: Any) -> Json:
+    """What a record keeps of a verb's settings; inputs that are there as their real paths.
+
+    So a run can be gone on with, and measured, from any folder.
+    """
+    fields = {name: value for name, value in plain(config).items() if name not in _NOT_KEPT}
+    for name, words in _INPUTS.items():
+        *groups, last = name.split(".")
+        inside = reduce(lambda value, group: value.get(group, {}), groups, fields)
+        value = inside.get(last)
+        if value is not None and value not in words:
+            path = os.path.expanduser(value)
+            inside[last] = os.path.realpath(path) if os.path.exists(path) else value
+    return fields
+
+
+def _architecture_sha256(config: StageConfig) -> str:
+    """Of the config.json of a model folder; empty for a size, and for an id of the Hub."""
+    path = Path(config.model.model)
+    file = path / CONFIG if path.is_dir() else path
+    is_file = config.model.model not in SIZES and file.is_file()
+    return _sha256(file.read_bytes()) if is_file else ""
 
 
 def open_run(
@@ -139,14 +159,14 @@ def open_run(
     """
     record = ConfigRecord(
         stage=config.stage,
-        config=_kept(config),
+        config=kept(config),
         corpus=corpus,
         versions=versions(),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         warnings=tuple(warnings),
         resolved=dict(resolved or {}),
         parameters=parameters,
-        folder=str(Path.cwd()),
+        architecture_sha256=_architecture_sha256(config),
     )
     config.out.mkdir(parents=True, exist_ok=True)
     write_json(config.out / CONFIG, {"schema_version": SCHEMA_VERSION, **plain(record)})
@@ -164,27 +184,6 @@ def load_config(run: Path) -> tuple[ConfigRecord, Any]:
     return record, check_shape(record.config, STAGES[record.stage], f"{run / CONFIG}, config")
 
 
-def from_here(record: ConfigRecord, config: Config) -> Config:
-    """A run's configuration with its inputs, which may be relative paths, as they are from here.
-
-    They are looked for where the run was begun and, if nothing is there, in this folder.
-    """
-    if not record.folder or Path(record.folder) == Path.cwd():
-        return config
-
-    def found(name: str, value: str) -> str:
-        path = os.path.join(record.folder, value)
-        return path if value not in _INPUTS[name] and os.path.exists(path) else value
-
-    corpus = replace(
-        config.corpus,
-        data=found("corpus.data", config.corpus.data),
-        tokenizer=found("corpus.tokenizer", config.corpus.tokenizer),
-    )
-    model = replace(config.model, model=found("model.model", config.model.model))
-    return replace(config, corpus=corpus, model=model)
-
-
 def check_same(out: Path, recorded: Json, asked: Json, ignored: Sequence[str]) -> None:
     """Raise ValueError where the configuration in `out` is another than the one asked for.
 
@@ -192,9 +191,7 @@ def check_same(out: Path, recorded: Json, asked: Json, ignored: Sequence[str]) -
     """
     before, now = _flat(recorded), _flat(asked)
     pairs = {name: (before.get(name, "absent"), now.get(name, "absent")) for name in before | now}
-    differing = [
-        name for name, pair in pairs.items() if name not in ignored and not _is_same(name, *pair)
-    ]
+    differing = [name for name, pair in pairs.items() if name not in ignored and pair[0] != pair[1]]
     if differing:
         first, *others = differing
         was, is_now = pairs[first]
@@ -203,19 +200,6 @@ def check_same(out: Path, recorded: Json, asked: Json, ignored: Sequence[str]) -
             f"{out} holds another run: the configuration's {first} is {was!r} there and {is_now!r} "
             f"here{also}. Name another directory, or repeat the recorded run to resume it."
         )
-
-
-def place_of(path: str) -> str:
-    """The one name of what a path leads to, however it is said."""
-    return os.path.realpath(os.path.expanduser(path))
-
-
-def _is_same(name: str, recorded: Any, asked: Any) -> bool:
-    """Equal, or one path said in two ways; a word without a slash, as `uniform`, is no path."""
-    are_texts = isinstance(recorded, str) and isinstance(asked, str)
-    if are_texts and (name in _RUNS or (os.sep in recorded and os.sep in asked)):
-        recorded, asked = place_of(recorded), place_of(asked)
-    return bool(recorded == asked)
 
 
 def _flat(value: Any, prefix: str = "") -> Json:

@@ -107,8 +107,8 @@ class ConfigRecord(WholeFile):
     resolved: dict[str, float] = field(default_factory=dict)
     parameters: CountOrZero = 0
     """Of the model; a tied weight counts once."""
-    folder: str = ""
-    """Where the run was begun, from which its relative paths lead."""
+    architecture_sha256: str = ""
+    """Of the config.json of a model that was given as a folder."""
 
 
 @dataclass(frozen=True)
