@@ -203,7 +203,7 @@ def _verb_of(words: Sequence[str]) -> tuple[str, list[str]]:
     if name not in VERBS:
         known = members or [each.split()[0] for each in VERBS]
         all_of_them = f"There are {', '.join(dict.fromkeys(known))}."
-        raise ValueError(f"{name} is no verb. {named.nearest(name, known, all_of_them)}")
+        raise failures.UserError(f"{name} is no verb. {named.nearest(name, known, all_of_them)}")
     return name, others[1:] if members else others
 
 

@@ -18,6 +18,7 @@ from doge_fast.pipeline import records, stage
 from doge_fast.pipeline.baselines import BASELINES
 from doge_fast.pipeline.config import BaseConfig
 from doge_fast.pipeline.domains import Corpus
+from doge_fast.pipeline.failures import UserError
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.run import Run
 from doge_fast.pipeline.stage import ExistingRun
@@ -41,7 +42,7 @@ def train_base(config: BaseConfig) -> Run:
         The run: its directory, weights and figures.
 
     Raises:
-        ValueError: the weights belong to other domains, the corpus is not what it should be, or
+        UserError: the weights belong to other domains, the corpus is not what it should be, or
             the directory holds another run, or one that began with other weights than these;
             nothing has been written.
 
@@ -75,10 +76,10 @@ def train_base(config: BaseConfig) -> Run:
 
 
 def _check_weights(config: BaseConfig, mean: dict[str, float], changes: list[Json]) -> None:
-    """Raise ValueError where the run has used other weights than are asked for."""
+    """Raise UserError where the run has used other weights than are asked for."""
     kept = records.read_weights(config.out)
     if (records.weights_by_name(kept), kept.get("stages", [])) != (mean, changes):
-        raise ValueError(
+        raise UserError(
             f"{config.out} began with other weights than {config.weights} has now; its "
             f"{records.WEIGHTS} holds them. Restore them, or start anew in another directory."
         )
@@ -125,7 +126,7 @@ def resolve_phases(config: BaseConfig, corpus: Corpus) -> tuple[Phase, ...]:
     """The weights and the steps at which they change, from a baseline's name, a file or a run.
 
     Raises:
-        ValueError: the file is not weights of exactly these domains, or a curriculum is asked
+        UserError: the file is not weights of exactly these domains, or a curriculum is asked
             for and the run has no steps for one of its phases.
     """
     if config.weights in BASELINES:
@@ -161,7 +162,7 @@ def _curriculum(config: BaseConfig, names: Sequence[str]) -> tuple[Phase, ...]:
         first, end = (last * each // config.stages for each in (part, part + 1))
         found = [line["alpha"] for line in lines if first < line["step"] <= end and "alpha" in line]
         if not found:
-            raise ValueError(
+            raise UserError(
                 f"A curriculum of {config.stages} stages needs weights logged in each; {run} has "
                 f"none in steps {first + 1} to {end} of {last}. Ask for fewer stages."
             )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from doge_fast.pipeline import cache
+from doge_fast.pipeline.failures import UserError
 from doge_fast.pipeline.wording import first_few
 
 _log = logging.getLogger("doge_fast")
@@ -76,12 +77,12 @@ def list_files(data: Path, chosen: Collection[str] | None) -> dict[str, list[Cor
             a column says the domain.
 
     Raises:
-        ValueError: something in the folder is neither text of one domain nor plainly something
+        UserError: something in the folder is neither text of one domain nor plainly something
             else.
     """
     if is_saved(data):
         if chosen is not None:
-            raise ValueError(
+            raise UserError(
                 f"{data} is one data set as save_to_disk leaves it: name the column that holds a "
                 "row's domain (--domain-column), or give every domain a folder."
             )
@@ -212,12 +213,12 @@ def _walk(folder: Path, around: Sequence[Path] = ()) -> Iterator[Path]:
     """All files below a folder, in the order of their paths; links are followed."""
     here = folder.resolve()
     if any(outer.is_relative_to(here) for outer in around):
-        raise ValueError(f"{folder} is a link to a folder around it.")
+        raise UserError(f"{folder} is a link to a folder around it.")
     for path in sorted(folder.iterdir()):
         if path.name.startswith(".") or path.is_file() or is_saved(path):
             yield path
         elif not path.is_dir():
-            raise ValueError(f"{path} is neither a file nor a folder.")
+            raise UserError(f"{path} is neither a file nor a folder.")
         else:
             yield from _walk(path, (*around, here))
 
@@ -252,13 +253,13 @@ def _check_domains(
     """Every entry of the folder is a domain."""
     shown = [entry for entry in sorted(data.iterdir()) if not entry.name.startswith(".")]
     if not files:
-        raise ValueError(
+        raise UserError(
             f"{data} must hold a folder or file per domain, of {KINDS_TOLD}; it holds "
             f"{', '.join(entry.name for entry in shown) or 'nothing'}."
         )
     empty = [entry for entry in shown if entry.is_dir() and entry.name not in files]
     if empty and not chosen:
-        raise ValueError(
+        raise UserError(
             f"{empty[0]} holds no file of {KINDS_TOLD}. Name the domains to train on (--domains) "
             "if it is none."
         )
@@ -267,7 +268,7 @@ def _check_domains(
             continue
         entry = data / own[0].path.relative_to(data).parts[0]
         if split_of(name) if entry.is_file() else name.lower() in _WORDS:
-            raise ValueError(
+            raise UserError(
                 f"{entry} names a split where a domain is expected: name the column that holds a "
                 "row's domain (--domain-column), or give every domain a folder."
             )

@@ -36,7 +36,7 @@ def demo(config: DemoConfig) -> list[str]:
         Lines to print: the tables, what the search came to, and where the page is.
 
     Raises:
-        ValueError: the corpus lacks the target.
+        UserError: the corpus lacks the target.
     """
     first = ProxyConfig(
         config.out / "proxy",

@@ -24,6 +24,7 @@ from doge_fast.pipeline import baselines, cache, named
 from doge_fast.pipeline.config import MIX, UNIVERSAL, CorpusConfig
 from doge_fast.pipeline.config.ranges import check
 from doge_fast.pipeline.corpus_files import tell_once
+from doge_fast.pipeline.failures import UserError
 from doge_fast.pipeline.packing import ALL, Packed, pack, select
 from doge_fast.pipeline.records.shapes import CorpusRecord, DomainSizes
 from doge_fast.pipeline.sources import Part, find_parts
@@ -153,7 +154,7 @@ def load_corpus(
         before_packing: called with the training domains and the tokenizer; may refuse.
 
     Raises:
-        ValueError: the text, a domain, a target, the tokenizer or a number in `config` cannot be
+        UserError: the text, a domain, a target, the tokenizer or a number in `config` cannot be
             had as asked. Nothing is written but finished cache entries.
     """
     check(config)
@@ -264,7 +265,7 @@ def _reserve(blocks: datasets.Dataset, name: str) -> tuple[datasets.Dataset, dat
     """Training blocks and the slice of them held out for "mix": runs spread over the domain."""
     count = max(_MIX_MIN_BLOCKS, int(len(blocks) * _MIX_SHARE))
     if len(blocks) < 2 * count:
-        raise ValueError(
+        raise UserError(
             f"The target mix holds out {count} training blocks of every domain; {name} has only "
             f"{len(blocks)}. Give it more text, a smaller block_size (--block-size), or another "
             "target."
@@ -283,18 +284,18 @@ def _choose_names(
 ) -> tuple[str, ...]:
     """Training domains in order: those asked for, or all found less the targets."""
     if twice := sorted({name for name in config.domains if config.domains.count(name) > 1}):
-        raise ValueError(f"A domain is named once; domains names {', '.join(twice)} twice.")
+        raise UserError(f"A domain is named once; domains names {', '.join(twice)} twice.")
     named.check("domains", config.domains, found, config.data)
     named.check("target", targets, found, config.data)
     names = config.domains or tuple(name for name in found if name not in targets)
     if not names:
-        raise ValueError(
+        raise UserError(
             f"Training needs a domain; {config.data} holds {', '.join(found) or 'none'} and the "
             f"targets are {', '.join(targets)}."
         )
     for word in (UNIVERSAL, MIX):
         if word in names:
-            raise ValueError(
+            raise UserError(
                 f'No domain may be named "{word}", a word of the target; {config.data} has one. '
                 "Rename it, or name the others with domains."
             )

@@ -22,6 +22,7 @@ from doge_fast.mixture.counts import Phase
 from doge_fast.pipeline import records, stage
 from doge_fast.pipeline.config import DoReMiConfig
 from doge_fast.pipeline.domains import Corpus
+from doge_fast.pipeline.failures import UserError
 from doge_fast.pipeline.model import open_model
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.run import Run
@@ -48,7 +49,7 @@ def learn_by_excess_loss(config: DoReMiConfig) -> Run:
         The run: its directory, weights and figures.
 
     Raises:
-        ValueError: the reference is not a finished base run on
+        UserError: the reference is not a finished base run on
             these domains with this tokenizer and block size; the corpus is not what it should
             be, or the directory holds another run; nothing has been written. Or the run is
             resumed and the reference is no longer the model that it began with.
@@ -157,10 +158,10 @@ class DoReMiTrainer(MixtureTrainer):
         return self.weights._asdict(), {_SHA256: self.against.record["model_sha256"]}
 
     def load_own_state(self, state: dict[str, Tensor], text: dict[str, str]) -> None:
-        """Raises ValueError where the reference is another model now."""
+        """Raises UserError where the reference is another model now."""
         before, now = text[_SHA256], self.against.record["model_sha256"]
         if before != now:
-            raise ValueError(
+            raise UserError(
                 f"{self.config.out} began with a reference model of hash {before[:12]}; that run's "
                 f"model has {now[:12]} now. Restore it, or start anew in another directory."
             )
@@ -210,13 +211,13 @@ def _open_reference(asked: DoReMiConfig) -> Reference:
     """The model of a finished base run, every domain of which has a weight.
 
     Raises:
-        ValueError: it is none, or one of other blocks, or, as far as that is known before the
+        UserError: it is none, or one of other blocks, or, as far as that is known before the
             corpus is read, of other domains or another tokenizer.
     """
     run, corpus = asked.reference, asked.corpus
     record, config = records.load_config(run)
     if record.stage != "base":
-        raise ValueError(
+        raise UserError(
             f"reference must be a base run; {run} holds a {record.stage} run. Train one with "
             "doge-fast base, at the reference weights."
         )
@@ -226,7 +227,7 @@ def _open_reference(asked: DoReMiConfig) -> Reference:
     if corpus.tokenizer != "train":
         _check_text(run, tuple(weights), open_tokenizer(corpus, {}))
     if absent := [name for name, weight in weights.items() if weight <= 0]:
-        raise ValueError(
+        raise UserError(
             f"Every domain needs a weight above zero in the reference run; {run} has none for "
             f"{', '.join(absent)}. Leave it out of domains in both runs, or train another "
             "reference."
@@ -257,7 +258,7 @@ def _check_text(run: Path, names: Sequence[str], tokenizer: PreTrainedTokenizerF
 
 def _check_same(run: Path, what: str, there: str | int, here: str | int) -> None:
     if there != here:
-        raise ValueError(
+        raise UserError(
             f"The reference {run} was trained with {what} {str(there)[:12]}; this corpus has "
             f"{str(here)[:12]}. Give both the same data, domains, targets, tokenizer and "
             "block_size (--block-size)."

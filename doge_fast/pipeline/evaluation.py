@@ -13,6 +13,7 @@ from doge_fast.pipeline import failures, health, named, ranks, records, tables, 
 from doge_fast.pipeline.config import MIX, CorpusConfig, EvaluateConfig
 from doge_fast.pipeline.config.ranges import check
 from doge_fast.pipeline.domains import load_corpus
+from doge_fast.pipeline.failures import UserError
 from doge_fast.pipeline.model import open_model
 from doge_fast.pipeline.records import CorpusRecord, Json
 from doge_fast.pipeline.trainer import held_out_losses
@@ -36,7 +37,7 @@ def evaluate(config: EvaluateConfig) -> Json:
         What the file holds; see `records.evaluation`.
 
     Raises:
-        ValueError: the run is not complete, a domain is unknown, the file is one of the run's
+        UserError: the run is not complete, a domain is unknown, the file is one of the run's
             records, or the corpus is no longer the one that the model was trained on.
         Diverged: a perplexity is not finite; nothing has been written.
 
@@ -110,18 +111,18 @@ def _check(config: EvaluateConfig, own: str, corpus: CorpusRecord) -> None:
         if config.out is None and config.domains and (config.run / records.EVALUATION).exists():
             measured = records.load_evaluation(config.run).loss
             if lost := [name for name in measured if name not in config.domains]:
-                raise ValueError(
+                raise UserError(
                     f"{config.run / records.EVALUATION} holds {', '.join(lost)} too. Name another "
                     "file for these domains (--out), or leave out domains (--domains)."
                 )
     elif os.path.realpath(os.path.expanduser(config.data)) == os.path.realpath(own):
-        raise ValueError(
+        raise UserError(
             f"{config.run} was trained on {own}. Leave out data (--data) to measure what was held "
             "out of it."
         )
     if config.out is not None:
         if config.out.is_dir():
-            raise ValueError(f"out must be a file; {config.out} is a directory. Name one in it.")
+            raise UserError(f"out must be a file; {config.out} is a directory. Name one in it.")
         records.check_out(config.out, [])
 
 

@@ -1,8 +1,8 @@
 """What ends a verb: an exit code, and what is printed.
 
-Code raises what its docstrings say, and never asks who called. The command line asks here, once. An
-error that this package raises is its sentence; one of the operating system has its own words, after
-the file; any other one has its traceback.
+Code raises what its docstrings say, and never asks who called. The command line asks here, once. A
+`UserError` is its sentence; an error of the operating system has its own words, after the file; any
+other one has its traceback.
 """
 
 import os
@@ -27,8 +27,16 @@ NO_CHECKPOINT = "No checkpoint has been written; the same command begins anew."
 _NAMED_WRONG = (FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError)
 
 
-class FileFailure(ValueError):
+class UserError(ValueError):
+    """What was typed or given is not right; the text is a sentence for who gave it."""
+
+    code = USAGE
+
+
+class FileFailure(UserError):
     """A file cannot be read or written, or is not what a program leaves there."""
+
+    code = WORLD
 
 
 class Terminated(BaseException):
@@ -63,6 +71,15 @@ def reading(file: str | os.PathLike[str]) -> Iterator[None]:
 
 
 @contextmanager
+def given_to_core() -> Iterator[None]:
+    """What the optimizer's side refuses here was typed or given."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+@contextmanager
 def writing(file: Path, *, makes_directory: bool = True) -> Iterator[None]:
     """Write a file that somebody named; an OSError in it names this file."""
     try:
@@ -80,12 +97,8 @@ def ending_of(error: BaseException, directory: Path | None = None) -> Ending:
 
     `directory` is where the verb writes, for errors that name no file.
     """
-    if isinstance(error, FileFailure):
-        return Ending(WORLD, str(error))
-    if isinstance(error, ValidationError):
-        return Ending(USAGE, str(error))
-    if isinstance(error, ValueError | RuntimeError) and _is_raised_here(error):
-        return Ending(USAGE if isinstance(error, ValueError) else WORLD, str(error))
+    if isinstance(error, UserError | ValidationError):
+        return Ending(getattr(error, "code", USAGE), str(error))
     where = "" if directory is None else f"{directory}: "
     if isinstance(error, OSError) and error.errno:
         code = USAGE if isinstance(error, _NAMED_WRONG) else WORLD
@@ -93,12 +106,6 @@ def ending_of(error: BaseException, directory: Path | None = None) -> Ending:
         return Ending(code, f"{where if file is None else f'{file}: '}{error.strerror}.")
     text = "".join(traceback.format_exception(error)).rstrip()
     return Ending(WORLD, f"{where}{type(error).__name__}: {one_line(error)}\n{text}")
-
-
-def _is_raised_here(error: BaseException) -> bool:
-    """Whether a function of this package raised it, so that its text is for the user."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__", "")).split(".")[0] == "doge_fast"
 
 
 def one_line(error: BaseException) -> str:

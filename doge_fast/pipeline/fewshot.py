@@ -20,6 +20,7 @@ from lm_eval.tasks import TaskManager
 from doge_fast.pipeline import records, tables, training
 from doge_fast.pipeline.config import EvaluateConfig
 from doge_fast.pipeline.config.ranges import check
+from doge_fast.pipeline.failures import UserError, reading
 
 # Source: DoGE, Table fewshot.
 PAPER_TASKS = ("copa", "sciq", "logiqa", "piqa", "wic", "winogrande")
@@ -47,7 +48,7 @@ def few_shot(config: EvaluateConfig) -> dict[str, Any]:
         What fewshot.json holds; see `records.few_shot`.
 
     Raises:
-        ValueError: the run is not complete; a task is unknown or has no accuracy; or fewshot.json
+        UserError: the run is not complete; a task is unknown or has no accuracy; or fewshot.json
             holds accuracies of other tasks. What lm-eval and datasets raise passes.
 
     Source: DoGE, section universal-exp, Table fewshot (5 shots).
@@ -59,13 +60,15 @@ def few_shot(config: EvaluateConfig) -> dict[str, Any]:
     file = config.run / records.FEWSHOT
     known = records.read_json(file).get("tasks", {}) if file.exists() else {}
     if lost := known.keys() - set(names):
-        raise ValueError(
+        raise UserError(
             f"{file} holds {', '.join(sorted(lost))} too. Ask for these as well (--tasks), or move "
             "the file away."
         )
     manager = TaskManager()
+    if not names:
+        raise UserError(f"tasks names no task; the paper's are {','.join(PAPER_TASKS)}.")
     if unknown := [name for name in names if name not in manager.all_subtasks]:
-        raise ValueError(f"lm-eval has no task {unknown[0]!r}; `lm-eval ls tasks` lists all.")
+        raise UserError(f"lm-eval has no single task {unknown[0]!r}; `lm-eval ls tasks` lists all.")
     model = HFLM(
         pretrained=str(config.run / records.MODEL),
         backend="causal",
@@ -114,8 +117,15 @@ def _task(name: str, folder: Path | None) -> Any:
     if folder is None:
         return name
     files = {split: str(folder / name / f"{split}.jsonl") for split in ("train", "validation")}
+    if lost := [file for file in files.values() if not Path(file).is_file()]:
+        raise UserError(f"task_data needs {', '.join(files.values())}; {lost[0]} does not exist.")
+
+    def documents(**_: Any) -> datasets.DatasetDict:
+        with reading(folder / name):
+            return datasets.load_dataset("json", data_files=files)
+
     changes = {
-        "custom_dataset": lambda **_: datasets.load_dataset("json", data_files=files),
+        "custom_dataset": documents,
         "training_split": "train",
         "validation_split": "validation",
         **dict.fromkeys(("test_split", "fewshot_split")),
@@ -128,7 +138,7 @@ def _scores(name: str, found: Mapping[str, Any], model: HFLM) -> dict[str, Any]:
     """One task's part of fewshot.json."""
     scores, samples, task = (found[part][name] for part in ("results", "samples", "configs"))
     if task["output_type"] != "multiple_choice" or "acc,none" not in scores:
-        raise ValueError(
+        raise UserError(
             f"{name} does not choose among given answers. Run lm-eval itself on the run's model/."
         )
     measured: dict[str, float | None] = {}

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from doge_fast.pipeline.corpus_files import CorpusFile
-from doge_fast.pipeline.failures import FileFailure, reading
+from doge_fast.pipeline.failures import FileFailure, UserError, reading
 
 Row = Mapping[str, Any]
 ABSENT = object()
@@ -113,7 +113,7 @@ def roots_of(names: Sequence[str], columns: Iterable[str]) -> list[str]:
     roots = (column if column in names else column.partition(".")[0] for column in columns)
     kept = [name for name in dict.fromkeys(roots) if name in names]
     if twice := [name for name in kept if names.count(name) > 1]:
-        raise ValueError(f"the column {twice[0]!r} is there twice")
+        raise UserError(f"the column {twice[0]!r} is there twice")
     return kept
 
 

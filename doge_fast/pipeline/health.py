@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from doge_fast.pipeline.failures import WORLD, UserError
+
 # Steps between looks at the counts, which make a host wait for its device.
 LOOK_EVERY = 16
 WAY_OUT = (
@@ -19,8 +21,10 @@ WAY_OUT = (
 )
 
 
-class Diverged(RuntimeError):
+class Diverged(UserError):
     """The training computes no numbers any more, and its result would mean nothing."""
+
+    code = WORLD
 
 
 def diverged(run: Path, what: str) -> Diverged:

@@ -31,6 +31,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 from doge_fast.pipeline import cache
+from doge_fast.pipeline.failures import FileFailure
 
 _log = logging.getLogger("doge_fast")
 
@@ -81,7 +82,7 @@ def load(*, stdlib: Path | None = None, site: Path | None = None) -> dict[str, l
     less than 50 kB are left out. `stdlib` and `site` are folders, by default those of this Python.
 
     Raises:
-        RuntimeError: fewer than two domains are found, as in an environment without sources.
+        FileFailure: fewer than two domains are found, as in an environment without sources.
     """
     stdlib = stdlib or Path(sysconfig.get_path("stdlib"))
     site = site or Path(sysconfig.get_path("purelib"))
@@ -93,7 +94,7 @@ def load(*, stdlib: Path | None = None, site: Path | None = None) -> dict[str, l
         if len(texts) >= _MIN_DOCUMENTS and sum(map(len, texts)) >= _MIN_DOMAIN_CHARS
     }
     if len(found) < 2:
-        raise RuntimeError(
+        raise FileFailure(
             f"A mixture needs two domains; this Python environment has text for {len(found)} "
             f"({', '.join(found)}). Pass a directory of your own as data (--data)."
         )

@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from doge_fast.pipeline import hub
 from doge_fast.pipeline.config import ModelConfig
-from doge_fast.pipeline.failures import FileFailure, one_line, reading
+from doge_fast.pipeline.failures import FileFailure, UserError, one_line, reading
 from doge_fast.pipeline.sizes import SIZES, Size
 from doge_fast.pipeline.tokenizer import end_of_text_id, vocabulary_size
 from doge_fast.pipeline.wording import first_few
@@ -54,7 +54,7 @@ def build_model(
         The model, in float32 (a pretrained one too).
 
     Raises:
-        ValueError: the name is no size, folder or Hub id; heads do not divide the width; a
+        UserError: the name is no size, folder or Hub id; heads do not divide the width; a
             pretrained model has another vocabulary; the model has fewer positions than a block
             has tokens; it is not causal.
 
@@ -65,7 +65,7 @@ def build_model(
     if config.pretrained:
         known = architecture.get_text_config().vocab_size
         if known < vocab_size:
-            raise ValueError(
+            raise UserError(
                 f"{config.model} knows {known} tokens and the corpus's tokenizer has {vocab_size}. "
                 "Continue pretraining with the model's own tokenizer: "
                 f"tokenizer={config.model!r} (--tokenizer {shlex.quote(config.model)})."
@@ -111,7 +111,7 @@ def check_model(config: ModelConfig, *, block_size: int) -> Any:
     text = architecture.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     if positions is not None and positions < block_size:
-        raise ValueError(
+        raise UserError(
             f"{config.model} has {positions} positions, fewer than the {block_size} tokens of a "
             f"block. Pass block_size={positions} (--block-size {positions}) or less."
         )
@@ -129,12 +129,12 @@ def _check_heads(name: str, architecture: Any) -> None:
     if heads is None or width is None:
         return
     if heads < 1 or (width % heads and getattr(architecture, "head_dim", None) is None):
-        raise ValueError(
+        raise UserError(
             f"{name}: the width (embed_dim, hidden_size) must be a multiple of the number of heads "
             f"(num_heads, num_attention_heads); got {width} and {heads}."
         )
     if heads % (keys := getattr(architecture, "num_key_value_heads", None) or heads):
-        raise ValueError(
+        raise UserError(
             f"{name}: num_attention_heads must be a multiple of num_key_value_heads; its "
             f"config.json has {heads} and {keys}."
         )
@@ -230,14 +230,14 @@ def load_architecture(name: str) -> Any:
     """The configuration of transformers in a folder, in its config.json or on the Hub.
 
     Raises:
-        ValueError: there is none.
+        UserError: there is none.
     """
     is_here = any(file.is_file() for file in (Path(name), Path(name, "config.json")))
     try:
         return hub.from_pretrained(AutoConfig.from_pretrained, name)
     except Exception as error:
         # Whatever it stumbles over is in the file.
-        reason, kind = one_line(error), FileFailure if is_here else ValueError
+        reason, kind = one_line(error), FileFailure if is_here else UserError
         raise kind(
             f"model must be a size of the family ({', '.join(SIZES)}), or a folder or Hub id whose "
             f"config.json AutoConfig opens; got {name!r} ({reason})."
@@ -248,18 +248,18 @@ def _check_pretrained(config: ModelConfig) -> None:
     if not config.pretrained:
         return
     if config.model in SIZES:
-        raise ValueError(
+        raise UserError(
             "pretrained=True (--pretrained) needs a folder or Hub id to load weights from; got the "
             f"size {config.model!r}, which has none. Leave it out to train from scratch."
         )
     path = Path(config.model).expanduser()
     if path.is_dir() and not (any(path.glob("*.safetensors")) or any(path.glob("*.bin"))):
-        raise ValueError(
+        raise UserError(
             "pretrained=True (--pretrained) needs a folder with weights (model.safetensors); "
             f"{config.model} holds none. Name another, or leave it out to train from scratch."
         )
     if path.is_file():
-        raise ValueError(
+        raise UserError(
             "pretrained=True (--pretrained) needs the folder that holds the weights too; got the "
             f"file {config.model!r}. Name the folder, or leave it out."
         )
@@ -289,7 +289,7 @@ def _check_causal(name: str, model: PreTrainedModel, block_size: int) -> None:
     # What is the same arithmetic on the same numbers differs by rounding at most: experts get
     # other batches with the last token. One of eight tokens weighs far more than that.
     if leak > 64 * torch.finfo(logits_LV.dtype).eps * logits_LV.abs().max():
-        raise ValueError(
+        raise UserError(
             f"Training needs a causal language model; in {name} (model type "
             f"{model.config.model_type}) a later token changes what is predicted at an earlier "
             "one, so it would see what it is to predict. Name a causal one, or set is_decoder to "

@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterable, Sequence
 from decimal import Decimal
 from typing import Any
 
+from doge_fast.pipeline.failures import UserError
+
 # Control characters, line ends, what turns the direction of writing, halves of characters:
 # a terminal, a page or another framework's file would obey them.
 _INVISIBLE = re.compile(
@@ -32,7 +34,7 @@ def visible(text: str) -> str:
 
 
 def check_visible(names: Iterable[str], where: str) -> None:
-    """Raise ValueError where a name that `where` gives cannot be seen whole, or told from another.
+    """Raise UserError where a name that `where` gives cannot be seen whole, or told from another.
 
     Two cannot be told apart that differ by normalisation, an invisible character or a space.
     """
@@ -43,23 +45,23 @@ def check_visible(names: Iterable[str], where: str) -> None:
         visible_ones = (each for each in letters if unicodedata.category(each) != "Cf")
         seen = " ".join("".join(visible_ones).split())
         if not seen or _INVISIBLE.search(name):
-            raise ValueError(
+            raise UserError(
                 f"A domain's name must be of characters that are written; {where} has {name!a}. "
                 "Rename it."
             )
         other = alike.setdefault(seen, name)
         if other != name:
-            raise ValueError(
+            raise UserError(
                 f"Domains need names that can be told apart; {where} has {other!a} and {name!a}, "
                 "which look alike. Rename one."
             )
 
 
 def check(what: str, names: Iterable[str], known: Collection[str], where: str) -> None:
-    """Raise ValueError where `names`, which `what` gives, has one that is no domain of `where`."""
+    """Raise UserError where `names`, which `what` gives, has one that is no domain of `where`."""
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise ValueError(
+        raise UserError(
             f"{what} must name domains of {where}, which are {', '.join(known)}; "
             f"{', '.join(unknown)} is not among them."
         )
@@ -81,19 +83,19 @@ def numbers(words: Sequence[str], what: str) -> dict[str, float]:
     """{name: number} of the NAME=NUMBER words of an option; a name may hold "=".
 
     Raises:
-        ValueError: a word is not such, or names a domain twice.
+        UserError: a word is not such, or names a domain twice.
     """
     found: dict[str, float] = {}
     for word in words:
         name, _, text = (part.strip() for part in word.rpartition("="))
         if not name or name in found:
-            raise ValueError(f"{what} must be NAME=NUMBER, each name once; got {' '.join(words)}.")
+            raise UserError(f"{what} must be NAME=NUMBER, each name once; got {' '.join(words)}.")
         found[name] = number(text, word, what)
     return found
 
 
 def float_of(text: str) -> float:
-    """The number that people write so, "10k", "1.5B" and "30%" too; ValueError for other text."""
+    """The number that people write so, "10k", "1.5B" and "30%" too; UserError for other text."""
     exponent = _EXPONENTS.get(text[-1:].lower())
     if exponent is None:
         return float(text)
@@ -103,23 +105,23 @@ def float_of(text: str) -> float:
 
 
 def number_as(kind: type, text: str) -> Any:
-    """The int or float that people write so; ValueError for other text."""
+    """The int or float that people write so; UserError for other text."""
     try:
         # Exact beyond 2^53, where a float is not.
         return kind(int(text))
     except (ValueError, OverflowError):
         value = float_of(text)
     if kind is int and not value.is_integer():
-        raise ValueError(f"{text} is no whole number")
+        raise UserError(f"{text} is no whole number")
     return kind(value)
 
 
 def number(text: str, word: str, what: str) -> float:
-    """The number that the text of a word is; ValueError where it is none, or NaN."""
+    """The number that the text of a word is; UserError where it is none, or NaN."""
     try:
         value = float_of(text)
     except ValueError:
         value = math.nan
     if math.isnan(value):
-        raise ValueError(f"{what} must be a number, or NAME=NUMBER; got {word!r}.")
+        raise UserError(f"{what} must be a number, or NAME=NUMBER; got {word!r}.")
     return value

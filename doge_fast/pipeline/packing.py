@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 from doge_fast import atomic_file
 from doge_fast.pipeline import cache, progress
 from doge_fast.pipeline.config import CorpusConfig
-from doge_fast.pipeline.failures import FileFailure, reading
+from doge_fast.pipeline.failures import FileFailure, UserError, reading
 from doge_fast.pipeline.sources import ROWS, WITHOUT_DOMAIN, WITHOUT_TEXT, Counts, Part
 from doge_fast.pipeline.tokenizer import (
     end_of_text_id,
@@ -84,7 +84,7 @@ def pack(
         counted}; what to know before believing a number.)
 
     Raises:
-        ValueError: a domain has too little text.
+        UserError: a domain has too little text.
         FileFailure: the cache no longer holds what was written.
     """
     fraction = None if part.is_divided else config.validation_fraction
@@ -189,7 +189,7 @@ def _check_enough(config: CorpusConfig, streams: "Streams") -> None:
         if is_needed and stream.tokens < config.block_size:
             is_named = stream.documents or config.domain_column is None
             there = f"{stream.tokens} tokens" if is_named else f"no text in {config.data}"
-            raise ValueError(
+            raise UserError(
                 f"A domain needs a block of {config.block_size} tokens in every split; the "
                 f"{'validation' if held_out else 'train'} split of {name} has {there}. Give it "
                 "more text, a smaller block_size (--block-size) or another validation_fraction "
@@ -254,7 +254,7 @@ def _holdout_borders(config: CorpusConfig, part: Part, names: Sequence[str]) -> 
             borders[name] = int(config.validation_fraction * 2**64)
             continue
         if len(found) == 1:
-            raise ValueError(
+            raise UserError(
                 f"A domain without a validation split holds out documents; {name} has only one. "
                 "Give it a validation file, more documents (a text file is cut at blank lines), or "
                 "leave it out (--domains)."

@@ -18,6 +18,7 @@ from doge_fast.integrations.transformers import DoGETrainer
 from doge_fast.pipeline import stage
 from doge_fast.pipeline.config import ProxyConfig, parse_target
 from doge_fast.pipeline.domains import Batch, Corpus, mix_sampler, proxy_batch
+from doge_fast.pipeline.failures import UserError, given_to_core
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.run import Run
 from doge_fast.pipeline.stage import ExistingRun
@@ -43,7 +44,7 @@ def learn_weights(config: ProxyConfig) -> Run:
         The run: its directory, weights and figures.
 
     Raises:
-        ValueError: the corpus is not what it should be, or the directory holds another run;
+        UserError: the corpus is not what it should be, or the directory holds another run;
             nothing has been written.
         Diverged: the training computes no numbers any more; there are no weights.
 
@@ -67,7 +68,8 @@ def prepare(config: ProxyConfig, existing: ExistingRun) -> "ProxyTrainer":
 
     def check(model: nn.Module, *_: object) -> None:
         if selection is not None:
-            resolve(selection, model.parameters(), dict(model.named_parameters()))
+            with given_to_core():
+                resolve(selection, model.parameters(), dict(model.named_parameters()))
 
     corpus, model = stage.corpus_and_model(config, existing, check=check)
     if len(corpus.names) == 1:
@@ -198,7 +200,7 @@ def _read_selection(path: Path) -> list[str]:
     try:
         names = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"selection must be a JSON file; {path} is not ({error}).") from None
+        raise UserError(f"selection must be a JSON file; {path} is not ({error}).") from None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"selection must be a JSON list of parameter names; {path} is not.")
+        raise UserError(f"selection must be a JSON list of parameter names; {path} is not.")
     return names

@@ -5,6 +5,8 @@ A variable that is empty, as a script leaves one of a cluster that it is not on,
 
 import os
 
+from doge_fast.pipeline.failures import UserError
+
 
 def number() -> int:
     """How many there are."""
@@ -22,9 +24,9 @@ def is_first() -> bool:
 
 
 def refuse_several(what: str) -> None:
-    """Raise ValueError if there are several and `what` is for one."""
+    """Raise UserError if there are several and `what` is for one."""
     if number() > 1:
-        raise ValueError(
+        raise UserError(
             f"{what} takes one process, and a launcher has started {number()}. Start it without "
             "torchrun; proxy, temperature, base, doremi, select and evaluate take several."
         )

@@ -44,7 +44,7 @@ def rehearse(config: ProxyConfig | BaseConfig) -> str:
         Text for a terminal.
 
     Raises:
-        ValueError: what the run would refuse.
+        UserError: what the run would refuse.
     """
     config = replace(config, dry_run=False)
     existing = stage.existing_run(config)

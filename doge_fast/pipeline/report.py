@@ -31,7 +31,7 @@ def write_report(config: ReportConfig) -> Path:
     plan says; other ones share all but weights and seed.
 
     Raises:
-        ValueError: as `open_study`; nothing has been written.
+        UserError: as `open_study`; nothing has been written.
 
     Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), tab:universal_ppl, tab:dw and tab:ood-dw.
     """
@@ -52,7 +52,7 @@ def terminal_table(runs: Sequence[Path]) -> str:
     """The same page as aligned plain text: ASCII but for the names, with * where the page is bold.
 
     Raises:
-        ValueError: as `write_report`.
+        UserError: as `write_report`.
     """
     page = page_of(runs)
     blocks = [f"{page.title}\n{wrapped(page.question)}", *map(wrapped, page.headlines)]

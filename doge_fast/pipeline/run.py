@@ -42,7 +42,7 @@ class Run:
             budget_tokens: > 0, of the training that the weights are for; None: no epochs.
 
         Raises:
-            ValueError: the budget is not > 0.
+            UserError: the budget is not > 0.
         """
         return describe(self.record, budget_tokens=budget_tokens)
 

@@ -17,6 +17,7 @@ from doge_fast.mixture.counts import Phase
 from doge_fast.pipeline import baselines, records, stage, tables
 from doge_fast.pipeline.config import SelectConfig
 from doge_fast.pipeline.domains import Batch
+from doge_fast.pipeline.failures import UserError, given_to_core
 from doge_fast.pipeline.stage import ExistingRun
 from doge_fast.pipeline.trainer import MixtureTrainer, from_first
 from doge_fast.weights import weights_file
@@ -37,7 +38,7 @@ def measure_cancellation(config: SelectConfig) -> Path:
         The run directory.
 
     Raises:
-        ValueError: a strategy asks for more parameters than there
+        UserError: a strategy asks for more parameters than there
             are, the corpus is not what it should be, or the directory holds another run; nothing
             has been written. Or the training has diverged, and there is nothing to rank.
 
@@ -54,11 +55,12 @@ def measure_cancellation(config: SelectConfig) -> Path:
 
 
 def check_strategies(strategies: Sequence[str]) -> None:
-    """Raise ValueError unless they are distinct, each lowN or highN, and at least one."""
-    for strategy in strategies:
-        parse_strategy(strategy)
+    """Raise UserError unless they are distinct, each lowN or highN, and at least one."""
+    with given_to_core():
+        for strategy in strategies:
+            parse_strategy(strategy)
     if not strategies or len(set(strategies)) < len(strategies):
-        raise ValueError(
+        raise UserError(
             f"strategies must be distinct, and at least one; got {' '.join(strategies) or 'none'}."
         )
 
@@ -70,7 +72,7 @@ def prepare(config: SelectConfig, existing: ExistingRun) -> "SelectionTrainer":
         number = sum(param.requires_grad for param in model.parameters())
         for strategy in config.strategies:
             if parse_strategy(strategy)[1] > number:
-                raise ValueError(
+                raise UserError(
                     f"{strategy} selects more parameters than the {number} of "
                     f"{config.model.model}. Name others with strategies, as --strategies low10 "
                     "high10."

@@ -21,7 +21,7 @@ import numpy as np
 from doge_fast.pipeline import cache, corpus_files, file_rows, hub, local_corpus, named, progress
 from doge_fast.pipeline.config import CorpusConfig
 from doge_fast.pipeline.corpus_files import CorpusFile
-from doge_fast.pipeline.failures import one_line, reading
+from doge_fast.pipeline.failures import UserError, one_line, reading
 from doge_fast.pipeline.file_rows import ABSENT, Row, named_rows, roots_of, value_of
 from doge_fast.pipeline.wording import first_few
 
@@ -84,7 +84,7 @@ class Part:
         """(domain, text) of every row, None where it has none.
 
         Raises:
-            ValueError: no row has a column, or one holds something else.
+            UserError: no row has a column, or one holds something else.
         """
         # {option: column} of which no row has had a value so far.
         unseen = {"text_column": self.text_column}
@@ -102,7 +102,7 @@ class Part:
             corpus_files.tell_once(f"{shard.where} holds no row.")
             return
         for option, column in unseen.items():
-            raise ValueError(
+            raise UserError(
                 f'{shard.where} has no column "{column}"; its columns are {_columns_of(row)}. Name '
                 f"the right one with {option} (--{option.replace('_', '-')})."
             )
@@ -119,7 +119,7 @@ def find_parts(config: CorpusConfig, targets: Sequence[str]) -> dict[str, Part]:
     elif config.domain_column is not None:
         parts = _column_parts(config, _files_part(config, None, _files_of_rows(path)), chosen)
     elif path.is_file():
-        raise ValueError(
+        raise UserError(
             f"{path} is one file: name the column that holds a row's domain (--domain-column), or "
             "give a directory with one folder or file per domain."
         )
@@ -153,11 +153,11 @@ def _files_of_rows(path: Path) -> Sequence[CorpusFile]:
     if path.is_dir():
         found = corpus_files.list_files(path, None)
         if not found:
-            raise ValueError(f"{path} holds no file of rows, of {corpus_files.KINDS_TOLD}.")
+            raise UserError(f"{path} holds no file of rows, of {corpus_files.KINDS_TOLD}.")
         return found[""]
     kind = corpus_files.kind_of(path)
     if kind is None or kind == "text":
-        raise ValueError(
+        raise UserError(
             f"A file with a column of domains (--domain-column) ends in {corpus_files.KINDS_TOLD} "
             f"and is no .txt; this is {path}."
         )
@@ -171,7 +171,7 @@ def _files_part(config: CorpusConfig, domain: str | None, files: Sequence[Corpus
         splits.setdefault(file.split, []).append(file)
     if "train" not in splits:
         paths = first_few([str(file.path) for file in files])
-        raise ValueError(f"Training needs files that no name holds out; there are only {paths}.")
+        raise UserError(f"Training needs files that no name holds out; there are only {paths}.")
     chars, stamp = file_rows.TEXT_DOCUMENT_CHARS, corpus_files.stamp_of(files)
     if list(splits) == ["train"]:
         chars = file_rows.text_document_chars(files)
@@ -218,7 +218,7 @@ def _name_of(row: Row, column: str, where: str) -> str | None:
     if _is_nothing(value) or (isinstance(value, str) and not value.strip()):
         return None
     if isinstance(value, Mapping | list | bytes):
-        raise ValueError(
+        raise UserError(
             f'The column "{column}" must hold a name; {where} holds {value!r:.60}. Name another '
             "with domain_column (--domain-column); dots reach into structs."
         )
@@ -230,7 +230,7 @@ def _text_of(row: Row, column: str, where: str) -> str | None:
     if _is_nothing(value):
         return None
     if not isinstance(value, str):
-        raise ValueError(
+        raise UserError(
             f'The column "{column}" must hold text; {where} holds {value!r:.60}. Name the right '
             "one with text_column (--text-column)."
         )
@@ -262,7 +262,7 @@ def _names_in_rows(config: CorpusConfig, part: Part) -> list[str]:
         documents = progress.over(part.documents(counts=counts), "finding domains")
         names = {name for name, _ in documents}
         if not names:
-            raise ValueError(
+            raise UserError(
                 f'The column "{config.domain_column}" of {config.data} names no domain: of '
                 f"{counts[ROWS]} rows {counts[WITHOUT_TEXT]} have no text, and "
                 f"{counts[WITHOUT_DOMAIN]} others have nothing in it. Name the right one with "
@@ -301,7 +301,7 @@ def _hub_part(config: CorpusConfig, name: str | None) -> Part:
         read = functools.partial(_hub_rows, where, found[split], _columns(config, name))
         shards.setdefault(kind, []).append(Shard(where, read))
     if "train" not in shards:
-        raise ValueError(f"{where} needs a train split; it has {', '.join(found)}.")
+        raise UserError(f"{where} needs a train split; it has {', '.join(found)}.")
     held = "validation" if "validation" in shards else "test"
     if others := [split for split, kind in splits.items() if kind not in ("train", held)]:
         _log.info("%s: not read are the splits %s.", where, ", ".join(others))
@@ -335,6 +335,6 @@ def _from_hub(data: str) -> Iterator[None]:
         with hub.asked_once():
             yield
     except Exception as error:
-        raise ValueError(
+        raise UserError(
             f"{data} is neither a path here nor a data set that could be opened: {one_line(error)}."
         ) from error

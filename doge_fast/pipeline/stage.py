@@ -22,7 +22,7 @@ from doge_fast.pipeline import baselines, domains, ranks, records, training
 from doge_fast.pipeline.config import StageConfig
 from doge_fast.pipeline.config.ranges import check
 from doge_fast.pipeline.domains import Corpus
-from doge_fast.pipeline.failures import FileFailure
+from doge_fast.pipeline.failures import FileFailure, UserError
 from doge_fast.pipeline.model import build_model, check_model, without_bars
 from doge_fast.pipeline.records import ConfigRecord
 from doge_fast.pipeline.trainer import RecordedTrainer, from_first
@@ -34,7 +34,7 @@ def is_finished(config: StageConfig) -> bool:
     """Whether a run came to its end; looks at what it left in its directory, last of all.
 
     Raises:
-        ValueError: it did, and what it left is damaged.
+        UserError: it did, and what it left is damaged.
     """
     # A result that is damaged is no result.
     run = config.out
@@ -55,14 +55,14 @@ def existing_run(config: StageConfig) -> ExistingRun:
     """Look for the inputs, and at the directory; reads no corpus and writes nothing.
 
     Raises:
-        ValueError: an input is not there, or the directory holds another run.
+        UserError: an input is not there, or the directory holds another run.
     """
     if getattr(config, "dry_run", False):
-        raise ValueError("A dry run trains nothing: call rehearsal.rehearse, or leave out dry_run.")
+        raise UserError("A dry run trains nothing: call rehearsal.rehearse, or leave out dry_run.")
     check(config)
     training.device_of(config.training.device)
     if getattr(config, "batch_size", 0) % ranks.number():
-        raise ValueError(
+        raise UserError(
             f"batch_size must be a multiple of the {ranks.number()} processes that share it; got "
             f"{cast(Any, config).batch_size}."
         )
@@ -91,7 +91,7 @@ def corpus_and_model(
             tokenizer; may refuse.
 
     Raises:
-        ValueError: as `load_corpus` and `build_model`; or a run that is resumed began with
+        UserError: as `load_corpus` and `build_model`; or a run that is resumed began with
             another corpus.
     """
     made: list[PreTrainedModel] = []

@@ -32,6 +32,7 @@ from doge_fast.pipeline.config import (
 )
 from doge_fast.pipeline.config.ranges import check
 from doge_fast.pipeline.evaluation import evaluate, own_blocks
+from doge_fast.pipeline.failures import UserError
 from doge_fast.pipeline.health import Diverged
 from doge_fast.pipeline.model import check_model
 from doge_fast.pipeline.records import Json
@@ -70,7 +71,7 @@ def temperature(config: TemperatureConfig) -> Run:
         temperature, and all that was measured), runs/, mixtures/ and report.html.
 
     Raises:
-        ValueError: the run is no complete proxy, has one domain or equal weights, or its text has
+        UserError: the run is no complete proxy, has one domain or equal weights, or its text has
             changed, or `config.only` names no run to make; nothing has been trained.
         Diverged: every base model diverged, or one that `config.only` names.
     """
@@ -84,7 +85,7 @@ def temperature(config: TemperatureConfig) -> Run:
         known = {job.name: job for each in begun for job in search.jobs_at(each).values()}
         for name in (name for name in config.only if name not in known):
             near = named.nearest(name, known, f"The first is {next(iter(known))}.")
-            raise ValueError(
+            raise UserError(
                 f"only must name runs of the plan, which --plan lists; {name} is none. {near}"
             )
         jobs = [job for job in known.values() if job.name in config.only]
@@ -252,17 +253,17 @@ class _Search:
         check(config)
         recorded, proxy = records.load_config(config.proxy)
         if recorded.stage != "proxy":
-            raise ValueError(
+            raise UserError(
                 f"{config.proxy} is a {recorded.stage} run; name the directory of a proxy."
             )
         records.check_finished(config.proxy)
         record = records.read_weights(config.proxy)
         weights = records.weights_by_name(record)
         if len(weights) == 1:
-            raise ValueError(f"{config.proxy} has one domain: every temperature gives it all.")
+            raise UserError(f"{config.proxy} has one domain: every temperature gives it all.")
         positive = [value for value in weights.values() if value > 0]
         if math.log(max(positive) / min(positive)) < 1e-6:
-            raise ValueError(
+            raise UserError(
                 f"The weights of {config.proxy} are equal: every temperature gives the same "
                 "mixture. Train the proxy longer or with a smaller mu; of two domains with "
                 "--domain-max-grad-norm 0, for gradients of one norm have equal scores."
@@ -271,7 +272,7 @@ class _Search:
         base = search.base(1.0, config.seeds[0])
         training.device_of(base.training.device)
         if base.batch_size % ranks.number():
-            raise ValueError(
+            raise UserError(
                 f"A step of the base models has as many blocks as one of {config.proxy}, "
                 f"{base.batch_size}, which {ranks.number()} processes cannot share. Start another "
                 "number of them."
@@ -281,7 +282,7 @@ class _Search:
         for inverse in search.begun:
             kept = records.weights_by_name(records.read_weights(search._mixture(inverse)))
             if not records.is_same_mixture(kept, sharpened(weights, inverse)):
-                raise ValueError(
+                raise UserError(
                     f"{search.out} has measured along other weights than {config.proxy} has now: "
                     "that was trained again. Name another --out."
                 )

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from doge_fast.pipeline import cache, hub, progress
 from doge_fast.pipeline.config import CorpusConfig
-from doge_fast.pipeline.failures import FileFailure, one_line
+from doge_fast.pipeline.failures import FileFailure, UserError, one_line
 from doge_fast.pipeline.sources import Part
 
 _log = logging.getLogger("doge_fast")
@@ -29,7 +29,7 @@ def open_tokenizer(config: CorpusConfig, parts: Groups) -> PreTrainedTokenizerFa
     """The tokenizer that `config` names, or one trained on these domains.
 
     Raises:
-        ValueError: it does not open, is no fast one, or has no end-of-text token.
+        UserError: it does not open, is no fast one, or has no end-of-text token.
     """
     name = config.tokenizer
     if name == "train":
@@ -38,10 +38,10 @@ def open_tokenizer(config: CorpusConfig, parts: Groups) -> PreTrainedTokenizerFa
         tokenizer = hub.from_pretrained(AutoTokenizer.from_pretrained, name)
     except Exception as error:
         # Whatever it stumbles over is in the file.
-        kind = FileFailure if Path(name).expanduser().exists() else ValueError
+        kind = FileFailure if Path(name).expanduser().exists() else UserError
         raise kind(f"The tokenizer {name} does not open: {one_line(error)}.") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ValueError(f"Packing needs a fast tokenizer, a tokenizer.json; {name} has none.")
+        raise UserError(f"Packing needs a fast tokenizer, a tokenizer.json; {name} has none.")
     end_of_text_id(tokenizer)
     return tokenizer
 
@@ -50,7 +50,7 @@ def end_of_text_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """The token between documents: the tokenizer's eos_token, or <|endoftext|>."""
     found = tokenizer.eos_token_id
     if found is None and (found := tokenizer.get_vocab().get(END_OF_TEXT)) is None:
-        raise ValueError(
+        raise UserError(
             f"Documents are joined by an end-of-text token; the tokenizer "
             f"{tokenizer.name_or_path} has neither an eos_token nor {END_OF_TEXT}."
         )

@@ -37,7 +37,7 @@ from doge_fast.mixture.counts import Phase
 from doge_fast.pipeline import domains, failures, health, progress, ranks, records, training
 from doge_fast.pipeline.config import StageConfig
 from doge_fast.pipeline.domains import Batch, Batches, BlockSampler, Corpus
-from doge_fast.pipeline.failures import FileFailure
+from doge_fast.pipeline.failures import FileFailure, UserError
 from doge_fast.pipeline.named import visible
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.wording import first_few
@@ -504,7 +504,7 @@ def held_out_losses(
     """
     counts = {name: min(num_blocks or len(blocks), len(blocks)) for name, blocks in domains.items()}
     if not all(counts.values()):
-        raise ValueError(f"A held-out loss needs at least one block of every domain; got {counts}.")
+        raise UserError(f"A held-out loss needs at least one block of every domain; got {counts}.")
     device = next(model.parameters()).device
     chunks = []
     for name, blocks in domains.items():

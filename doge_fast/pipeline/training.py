@@ -9,6 +9,7 @@ from transformers import TrainingArguments
 
 from doge_fast.pipeline import ranks, records
 from doge_fast.pipeline.config import TrainingConfig
+from doge_fast.pipeline.failures import UserError
 
 
 def training_arguments(config: TrainingConfig, out: Path) -> TrainingArguments:
@@ -17,7 +18,7 @@ def training_arguments(config: TrainingConfig, out: Path) -> TrainingArguments:
     Nothing leaves the machine.
 
     Raises:
-        ValueError: the device is absent.
+        UserError: the device is absent.
 
     Source: DoGE, appendix model-archs.
     """
@@ -72,9 +73,9 @@ def device_of(name: str) -> torch.device:
     """The device that a name means here: auto is a GPU if there is one.
 
     Raises:
-        ValueError: torch sees no GPU.
+        UserError: torch sees no GPU.
     """
     has_gpu = torch.cuda.is_available()
     if name == "cuda" and not has_gpu:
-        raise ValueError("device is cuda, and torch sees no GPU here. Pass device=cpu or auto.")
+        raise UserError("device is cuda, and torch sees no GPU here. Pass device=cpu or auto.")
     return torch.device("cuda" if has_gpu and name != "cpu" else "cpu")

@@ -264,7 +264,7 @@ def profile(config: ProfileConfig) -> Profile:
     Writes `config.json` where it is asked for.
 
     Raises:
-        ValueError: an unknown model, a device that is not there.
+        UserError: an unknown model, a device that is not there.
     """
     check(config)
     config = replace(config, device=cast(Device, device_of(config.device).type))

@@ -206,7 +206,7 @@ def test_a_task_without_choices_is_refused(ask, tmp_path):
 
 
 def test_an_unknown_task_is_refused(ask):
-    with pytest.raises(ValueError, match="no task 'copper'"):
+    with pytest.raises(ValueError, match="no single task 'copper'"):
         few_shot(ask(tasks=("copper",)))
 
 

@@ -123,7 +123,7 @@ def test_what_cannot_be_read_is_left_out(roots):
 
 def test_an_environment_without_sources_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(local_corpus, "topics", {})
-    with pytest.raises(RuntimeError, match="two domains"):
+    with pytest.raises(ValueError, match="two domains"):
         local_corpus.load(stdlib=tmp_path, site=tmp_path)
 
 

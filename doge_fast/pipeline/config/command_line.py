@@ -19,6 +19,7 @@ from tyro.conf import Positional
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from doge_fast.pipeline import named
+from doge_fast.pipeline.failures import UserError
 
 _AS_PEOPLE_WRITE = ConstructorRegistry()
 _FILE = "With --config FILE fields come from YAML, JSON or a run's config.json too; options win."
@@ -28,7 +29,7 @@ def parse(words: Sequence[str], config: type, *, verb: str) -> Any:
     """The dataclass that the words after a verb make; `--config FILE` among them is read here.
 
     Raises:
-        ValueError: the file is not what it should be.
+        UserError: the file is not what it should be.
         SystemExit: help was asked for, or an option is wrong; tyro has printed what.
     """
     of_file = argparse.ArgumentParser(f"doge-fast {verb}", add_help=False, allow_abbrev=False)
@@ -60,13 +61,13 @@ def read_file(path: Path, verb: str) -> dict[str, Any]:
     try:
         record = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is neither YAML nor JSON: {error}") from None
+        raise UserError(f"{path} is neither YAML nor JSON: {error}") from None
     if not isinstance(record, dict):
-        raise ValueError(f"{path} must hold a mapping of fields.")
+        raise UserError(f"{path} must hold a mapping of fields.")
     if not isinstance(record.get("config"), dict):
         return record
     if record.get("stage") != verb:
-        raise ValueError(f"{path} is the record of a {record.get('stage')} run, not of {verb}.")
+        raise UserError(f"{path} is the record of a {record.get('stage')} run, not of {verb}.")
     return dict(record["config"])
 
 
@@ -127,7 +128,7 @@ def _as_people_write(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] |
     def values_of(words: list[str]) -> Any:
         # The word behind the option may be a variable that is not set.
         if not words:
-            raise ValueError("it takes at least one value")
+            raise UserError("it takes at least one value")
         return tuple(map(value_of, words)) if is_several else value_of(words[0])
 
     name = kind.__name__.upper()

@@ -37,7 +37,7 @@ def check(config: Any) -> None:
     command line before it loads torch; devices and what the corpus holds are looked at later.
 
     Raises:
-        ValueError: a path that must be there is not.
+        UserError: a path that must be there is not.
     """
     for value in vars(config).values():
         if dataclasses.is_dataclass(value):

@@ -9,6 +9,7 @@ from tyro.conf import Positional
 
 from doge_fast.pipeline.config.ranges import EXACT, Count, Device, Positive, Seed
 from doge_fast.pipeline.config.stages import check_is_run, check_place
+from doge_fast.pipeline.failures import UserError
 from doge_fast.pipeline.sizes import SIZES
 
 
@@ -81,9 +82,9 @@ class TemperatureConfig:
     def __post_init__(self) -> None:
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             told = ", ".join(map(str, self.seeds)) or "none"
-            raise ValueError(f"seeds must be distinct, and at least one; got {told}.")
+            raise UserError(f"seeds must be distinct, and at least one; got {told}.")
         if self.plan and self.only:
-            raise ValueError("--plan prints the commands of all runs; leave out --only.")
+            raise UserError("--plan prints the commands of all runs; leave out --only.")
 
     def _check(self) -> None:
         check_is_run("proxy", self.proxy)

@@ -24,6 +24,7 @@ from doge_fast.pipeline.config.ranges import (
     Seed,
     Share,
 )
+from doge_fast.pipeline.failures import UserError
 from doge_fast.pipeline.sizes import SIZES
 from doge_fast.weights.defaults import DOMAIN_MAX_GRAD_NORM
 
@@ -43,7 +44,7 @@ def parse_target(names: Sequence[str]) -> Target:
     `names` is this word alone; or "mix" and held-out domains, each NAME or NAME=WEIGHT.
 
     Raises:
-        ValueError: no name, one twice, that word with others, or a weight that is no number
+        UserError: no name, one twice, that word with others, or a weight that is no number
             greater than zero.
     """
     if tuple(names) == (UNIVERSAL,):
@@ -53,9 +54,9 @@ def parse_target(names: Sequence[str]) -> Target:
         name, weight = target_of(item)
         tau[name] = named.float_of(weight or "1")
         if not 0 < tau[name] < math.inf:
-            raise ValueError(f"A target's weight must be a number greater than zero; got {item!r}.")
+            raise UserError(f"A target's weight must be a number greater than zero; got {item!r}.")
     if not tau or len(tau) < len(names) or not tau.keys().isdisjoint(("", UNIVERSAL)):
-        raise ValueError(
+        raise UserError(
             "target must be universal alone, or distinct names, each NAME or NAME=WEIGHT; got "
             f"{' '.join(names)!r}."
         )
@@ -73,20 +74,20 @@ def target_of(item: str) -> tuple[str, str]:
 
 
 def check_place(what: str, value: str, words: Collection[str]) -> None:
-    """Raise ValueError unless it is one of the words, a path that is there, or may be a Hub id."""
+    """Raise UserError unless it is one of the words, a path that is there, or may be a Hub id."""
     hub = _HUB_DATA if what == "data" else _HUB_MODEL
     # No name is the present folder, to pathlib.
     is_there = value != "" and Path(value).expanduser().exists()
     if not (is_there or value in words or re.fullmatch(hub, value)):
-        raise ValueError(
+        raise UserError(
             f"{what} must be {', '.join(words)}, a Hub id or a path; {value!r} does not exist."
         )
 
 
 def check_is_run(what: str, run: Path) -> None:
-    """Raise ValueError unless it is a run directory."""
+    """Raise UserError unless it is a run directory."""
     if not (run / "config.json").exists():
-        raise ValueError(f"{what}: {run} is not a run directory: it holds no config.json.")
+        raise UserError(f"{what}: {run} is not a run directory: it holds no config.json.")
 
 
 @dataclass(frozen=True, config=EXACT)
@@ -122,11 +123,11 @@ class CorpusConfig:
     def __post_init__(self) -> None:
         limit = self.max_tokens_per_domain
         if limit is not None and limit < self.block_size:
-            raise ValueError(
+            raise UserError(
                 f"max_tokens_per_domain must hold a block of {self.block_size}; it is {limit}."
             )
         if self.tokenizer == "train" and self.vocab_size < 257:
-            raise ValueError(
+            raise UserError(
                 "A trained tokenizer needs vocab_size >= 257, every byte and the end of text; "
                 f"it is {self.vocab_size}."
             )
@@ -186,12 +187,12 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         if self.min_learning_rate > self.learning_rate:
-            raise ValueError(
+            raise UserError(
                 "min_learning_rate must be at most learning_rate; got "
                 f"{self.min_learning_rate} and {self.learning_rate}."
             )
         if self.warmup_steps is not None and self.warmup_steps >= self.steps:
-            raise ValueError(
+            raise UserError(
                 f"warmup_steps must be less than steps; got {self.warmup_steps} of {self.steps}."
             )
 
@@ -225,12 +226,12 @@ class _Stage:
     def __post_init__(self) -> None:
         name = self.model.model
         if self.model.pretrained and self.corpus.tokenizer == "train" and name not in SIZES:
-            raise ValueError(
+            raise UserError(
                 "A pretrained model knows its own tokens by their numbers, and a new tokenizer has "
                 f"others. Pass tokenizer={name!r} (--tokenizer {shlex.quote(name)})."
             )
         if self.corpus.validation_fraction == 1:
-            raise ValueError("validation_fraction must be less than 1 where a model is trained.")
+            raise UserError("validation_fraction must be less than 1 where a model is trained.")
 
     def _check(self) -> None:
         corpus, cache_dir = self.corpus, self.corpus.cache_dir or os.environ.get("DOGE_FAST_CACHE")
@@ -244,7 +245,7 @@ class _Stage:
             path = Path(place).expanduser().resolve()
             is_seen = data in path.parents and path.relative_to(data).parts[0][0] != "."
             if is_read and (path == data or is_seen):
-                raise ValueError(
+                raise UserError(
                     f"{name} must lie outside the corpus, of which it would be a domain; {place} "
                     f"is in {corpus.data}. Name another directory, or the domains to train on."
                 )
@@ -303,7 +304,7 @@ class ProxyConfig(_Stage):
         if self.score == "aligned":
             has_default = self.domain_max_grad_norm == DOMAIN_MAX_GRAD_NORM
             if self.mu is not None or not has_default or self.sequences_per_domain < 2:
-                raise ValueError(
+                raise UserError(
                     "score aligned has no mu and clips no domain: leave mu and "
                     "domain_max_grad_norm as they are. It compares two halves of each domain's "
                     "blocks: sequences_per_domain must be 2 or more."
@@ -312,7 +313,7 @@ class ProxyConfig(_Stage):
     def _check(self) -> None:
         super()._check()
         if self.selection is not None and not self.selection.is_file():
-            raise ValueError(f"selection must be a JSON file; {self.selection} is not there.")
+            raise UserError(f"selection must be a JSON file; {self.selection} is not there.")
 
 
 @dataclass(frozen=True, config=EXACT)
@@ -345,7 +346,7 @@ class BaseConfig(_Stage):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.stages > self.training.steps:
-            raise ValueError(
+            raise UserError(
                 f"stages must be at most the {self.training.steps} steps of the run; got "
                 f"{self.stages}."
             )
@@ -355,13 +356,13 @@ class BaseConfig(_Stage):
         weights, is_baseline = Path(self.weights), self.weights in BASELINES
         is_given = "=" in self.weights or (self.weights and weights.exists())
         if not (is_baseline or is_given):
-            raise ValueError(
+            raise UserError(
                 f"weights must be {' or '.join(BASELINES)}, a weights.json, the run directory of a "
                 f"proxy, or NAME=NUMBER,...; {self.weights!r} is none of them, and no such path "
                 "exists."
             )
         if self.stages > 1 and (is_baseline or not (weights / "metrics.jsonl").exists()):
-            raise ValueError(
+            raise UserError(
                 f"stages={self.stages} needs the run directory of a proxy, whose weights changed "
                 f"from step to step; got weights={self.weights!r}."
             )

@@ -10,6 +10,7 @@ from tyro.conf import Positional
 
 from doge_fast.pipeline.config.ranges import EXACT, Count, CountOrZero, Device, Positive, Seed
 from doge_fast.pipeline.config.stages import TasksConfig, check_is_run, check_place
+from doge_fast.pipeline.failures import UserError
 from doge_fast.pipeline.sizes import SIZES
 
 Paths = Annotated[tuple[Path, ...], MinLen(1)]
@@ -51,10 +52,10 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         if self.data is not None and self.out is None:
-            raise ValueError("data (--data) needs a file for what is measured: name it with --out.")
+            raise UserError("data (--data) needs a file for what is measured: name it with --out.")
         asked = {name: getattr(self, name) for name in ("data", "domains", "blocks", "out")}
         if self.tasks.tasks and (unused := [f"--{name}" for name, value in asked.items() if value]):
-            raise ValueError(
+            raise UserError(
                 "Tasks (--tasks) have documents of their own, and their accuracies go to the run's "
                 f"fewshot.json. Leave out {', '.join(unused)}, or the tasks."
             )

@@ -21,6 +21,7 @@ from annotated_types import Le
 
 from doge_fast.pipeline import named
 from doge_fast.pipeline.config.ranges import Count, Seed
+from doge_fast.pipeline.failures import UserError
 
 Key = TypeVar("Key")
 Rows = Literal["blocks", "documents"]
@@ -36,10 +37,10 @@ REMOTE = "://"
 
 
 def normalised(weights: Mapping[Key, float | Fraction]) -> dict[Key, Fraction]:
-    """w_j / sum_i w_i, exactly, of weights >= 0; ValueError where all are zero."""
+    """w_j / sum_i w_i, exactly, of weights >= 0; UserError where all are zero."""
     total = sum((Fraction(weight) for weight in weights.values()), Fraction(0))
     if not total:
-        raise ValueError(f"At least one weight must be above zero; all {len(weights)} are zero.")
+        raise UserError(f"At least one weight must be above zero; all {len(weights)} are zero.")
     return {key: Fraction(weight) / total for key, weight in weights.items()}
 
 
@@ -58,10 +59,10 @@ def largest_remainder(weights: Mapping[Key, float | Fraction], decimals: int) ->
         {key: Decimal >= 0}, in the order of `weights`.
 
     Raises:
-        ValueError: `decimals` is out of its range, or all weights are zero.
+        UserError: `decimals` is out of its range, or all weights are zero.
     """
     if not 1 <= decimals <= MAX_DECIMALS:
-        raise ValueError(
+        raise UserError(
             f"decimals must be 1 to {MAX_DECIMALS}, the precision of float64; got {decimals}."
         )
     scale = 10**decimals
@@ -122,10 +123,10 @@ class Blend:
         return list(self.paths["train"].get(name, ()))
 
     def one_path(self, name: str) -> str:
-        """The path of a domain, for a framework that takes one; ValueError where it has several."""
+        """The path of a domain, for a framework that takes one; UserError where it has several."""
         paths = self.paths_of(name)
         if len(paths) != 1:
-            raise ValueError(
+            raise UserError(
                 f"This target takes one path per domain; {name} has {len(paths)}: "
                 f"{', '.join(paths)}. Merge them, or make each a domain."
             )
@@ -136,7 +137,7 @@ class Blend:
 
         A domain of several paths shares its weight by the size of the files. Validation and test
         sets take the training shares of the domains they have; a split without paths has none.
-        ValueError where a size is not known or a share rounds to zero, or no domain of the split
+        UserError where a size is not known or a share rounds to zero, or no domain of the split
         has a weight.
         """
         given = self.paths[split]
@@ -147,26 +148,26 @@ class Blend:
             parts = _parts_of(name, given.get(name, ()))
             exact |= {(name, path): self.parts[name] * part for path, part in parts.items()}
         if not exact:
-            raise ValueError(
+            raise UserError(
                 f"The {split} paths are of domains without a weight: {', '.join(given)}."
             )
         rounded = largest_remainder(exact, self.decimals)
         lost = [path for (_, path), share in rounded.items() if not share]
         if lost:
-            raise ValueError(
+            raise UserError(
                 f"The share of {', '.join(lost)} rounds to 0 at {self.decimals} decimals. "
                 "Raise decimals, or merge it with the domain's other paths."
             )
         return [(share, path) for (_, path), share in rounded.items()]
 
     def require(self, name: str, why: str) -> None:
-        """Refuse, with a ValueError, where a setting that this target needs was not given."""
+        """Refuse, with a UserError, where a setting that this target needs was not given."""
         if getattr(self, name) is None:
-            raise ValueError(f"This target needs {name}: {why}.")
+            raise UserError(f"This target needs {name}: {why}.")
 
 
 def listed_paths(split: Split, given: Paths, names: Collection[str]) -> dict[str, list[str]]:
-    """{domain: its paths}; ValueError where they are none, or one is there twice."""
+    """{domain: its paths}; UserError where they are none, or one is there twice."""
     named.check("paths", given, names, "the weights")
     found = {name: _listed(name, paths) for name, paths in given.items()}
     owners: dict[str, str] = {}
@@ -175,7 +176,7 @@ def listed_paths(split: Split, given: Paths, names: Collection[str]) -> dict[str
             owner = owners.setdefault(_normal(path), name)
             # It would count for both.
             if owner != name:
-                raise ValueError(
+                raise UserError(
                     f"A path belongs to one domain; {path} is given to {owner}, {name} ({split})."
                 )
     return found
@@ -190,14 +191,14 @@ def _listed(name: str, given: Any) -> list[str]:
     paths = [given] if isinstance(given, str) else given
     is_listed = isinstance(paths, Sequence) and len(paths) > 0
     if not is_listed or not all(isinstance(path, str) and path for path in paths):
-        raise ValueError(f"A domain needs a path, or a list of them; {name} has {given!r}.")
+        raise UserError(f"A domain needs a path, or a list of them; {name} has {given!r}.")
     for path in paths:
         if named.visible(path) != path:
-            raise ValueError(
+            raise UserError(
                 f"A path must be of characters that are written; {name} has {path!a}. Rename it."
             )
     if len(set(map(_normal, paths))) < len(paths):
-        raise ValueError(f"The paths of {name} name one twice: {', '.join(paths)}.")
+        raise UserError(f"The paths of {name} name one twice: {', '.join(paths)}.")
     return list(paths)
 
 
@@ -211,7 +212,7 @@ def _parts_of(name: str, paths: Sequence[str]) -> dict[str, Fraction]:
         here = [file for file in (Path(path), Path(f"{path}.bin")) if file.is_file()]
         sizes[path] = here[0].stat().st_size if here and REMOTE not in path else 0
     if unseen := [path for path, size in sizes.items() if not size]:
-        raise ValueError(
+        raise UserError(
             f"{name} has {len(paths)} paths, and this target needs a weight for each; the number "
             f"of tokens in each is not known ({', '.join(unseen)} cannot be read here). Merge "
             "them, or make each a domain, with its part of the weight."
@@ -229,21 +230,21 @@ def name_of_file(path: str, reader: str, *, is_pattern: bool, can_escape: bool =
     `can_escape`: the reader takes escaped names.
 
     Raises:
-        ValueError: it would read another file than the one that is named.
+        UserError: it would read another file than the one that is named.
     """
     is_here = Path(path).exists()
     if is_here and REMOTE in path:
-        raise ValueError(f"{path} is a file here and an address to {reader}. Rename it.")
+        raise UserError(f"{path} is a file here and an address to {reader}. Rename it.")
     if "::" in path:
-        raise ValueError(f"{path} has ::, which chains addresses for {reader}. Rename it.")
+        raise UserError(f"{path} has ::, which chains addresses for {reader}. Rename it.")
     if not _MAGIC.search(path) or (is_pattern and not is_here):
         return path
     if can_escape and is_here:
         return glob.escape(path)
     told = f"{path} has one of * ? [, which are a pattern for {reader}"
     if is_here:
-        raise ValueError(f"{told}: it would read other files. Rename it, or link to it.")
-    raise ValueError(f"{told}, and is no file here. Name the files one by one (NAME=PATH ...).")
+        raise UserError(f"{told}: it would read other files. Rename it, or link to it.")
+    raise UserError(f"{told}, and is no file here. Name the files one by one (NAME=PATH ...).")
 
 
 @dataclass(frozen=True)
@@ -255,7 +256,7 @@ class Target:
     title: str
     """What is printed, in a few words."""
     write: Callable[[Blend], str | Mapping[str, object]]
-    """The text, or the words of its template and their values. Raises ValueError
+    """The text, or the words of its template and their values. Raises UserError
     for what the framework would not take."""
     template: str = ""
     """Text with $words."""

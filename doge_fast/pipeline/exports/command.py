@@ -7,6 +7,7 @@ from doge_fast import atomic_file
 from doge_fast.pipeline import failures, named, records
 from doge_fast.pipeline.config import ExportConfig
 from doge_fast.pipeline.exports.registry import export, listing
+from doge_fast.pipeline.failures import UserError
 
 _LOG = logging.getLogger(__name__)
 
@@ -16,7 +17,7 @@ def run(config: ExportConfig) -> list[str]:
     if config.list:
         return [listing()]
     if config.file is None or not config.to:
-        raise ValueError(
+        raise UserError(
             "export needs a file, and --to TARGET to write it for; --list says which targets there "
             "are."
         )
@@ -57,7 +58,7 @@ def _paths(words: Sequence[str], flag: str, names: Sequence[str]) -> dict[str, l
         name = max(known, key=len) if known else word.partition("=")[0]
         path = word[len(name) + 1 :]
         if not (name and path):
-            raise ValueError(
+            raise UserError(
                 f"--{flag} takes NAME=PATH ...; got {word!r}. A file of many goes to --config, as "
                 f"{flag.replace('-', '_')}: [NAME=PATH, ...]."
             )

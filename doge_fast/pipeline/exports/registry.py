@@ -26,6 +26,7 @@ from doge_fast.pipeline.exports.blend import (
     normalised,
 )
 from doge_fast.pipeline.exports.writers import WRITERS
+from doge_fast.pipeline.failures import UserError
 from doge_fast.pipeline.records.weights import check_fields
 from doge_fast.pipeline.wording import first_few
 
@@ -56,7 +57,7 @@ def _find(name: str) -> Target:
     known, name = targets(), _ALSO.get(name, name)
     if name not in known:
         near = named.nearest(name, known, f"There are {', '.join(known)}.")
-        raise ValueError(
+        raise UserError(
             f"There is no target {name!r}. {near} doge-fast export --list explains them."
         )
     return known[name]
@@ -100,12 +101,12 @@ def export(
         The text, what was left out, and what the numbers mean.
 
     Raises:
-        ValueError: there is no such target, a domain has no path, a path no domain, or the target
+        UserError: there is no such target, a domain has no path, a path no domain, or the target
             would not take what it was given; the text says what to do.
     """
     target, record = _find(to), _record(weights)
     if rows is not None and rows not in target.rows:
-        raise ValueError(
+        raise UserError(
             f"{target.name} counts {' or '.join(target.rows)}, by its own decision; rows={rows!r} "
             "cannot change that. Leave it out."
         )
@@ -116,7 +117,7 @@ def export(
     named.check("mean_doc_tokens", given_lengths, entries, "the weights")
     for name, tokens in given_lengths.items():
         if not (math.isfinite(tokens) and tokens > 0):
-            raise ValueError(f"mean_doc_tokens must be above 0; that of {name} is {tokens}.")
+            raise UserError(f"mean_doc_tokens must be above 0; that of {name} is {tokens}.")
     if rows == "documents":
         lengths = _lengths(parts, entries, given_lengths)
         parts = by_document(parts, lengths)
@@ -133,7 +134,7 @@ def export(
     )
     missing = [name for name in blend.shares() if name not in blend.paths["train"]]
     if target.takes and missing:
-        raise ValueError(
+        raise UserError(
             f"Every domain with a weight needs a path; there is none for {', '.join(missing)}. "
             "Give them as paths={name: path} (--paths NAME=PATH ...)."
         )
@@ -189,7 +190,7 @@ def _lengths(
         found[name] = float(length or 0)
     missing = [name for name, length in found.items() if not length]
     if missing:
-        raise ValueError(
+        raise UserError(
             "This framework draws documents, and learned weights are shares of tokens: to convert "
             "them it takes the mean tokens of a document, which the file does not have for "
             f"{', '.join(missing)} (of text files that doge_fast cut into pieces there is none). "

@@ -13,6 +13,7 @@ import yaml
 
 from doge_fast.pipeline.baselines import MAX_EPOCHS
 from doge_fast.pipeline.exports.blend import REMOTE, Blend, Split, name_of_file
+from doge_fast.pipeline.failures import UserError
 
 # Megatron's: prefixes of indexed data sets, each after its weight. Weights count samples, which are
 # sequences of one length, so shares of tokens are taken as they are.
@@ -28,7 +29,7 @@ def _prefixes(blend: Blend, split: Split = "train") -> list[tuple[str, str]]:
     found = []
     for share, path in blend.weighted_paths(split):
         if re.search(r"\s", path):
-            raise ValueError(
+            raise UserError(
                 "Megatron splits its lists at white space, and then reads none of the weights; "
                 f"{path!r} has white space. Rename it, or link to it from a path without white "
                 "space."
@@ -36,7 +37,7 @@ def _prefixes(blend: Blend, split: Split = "train") -> list[tuple[str, str]]:
         found.append((_plain(share), path.removesuffix(".bin").removesuffix(".idx")))
     counts = Counter(prefix for _, prefix in found)
     if twice := sorted(prefix for prefix, count in counts.items() if count > 1):
-        raise ValueError(
+        raise UserError(
             f"A .bin and its .idx are one path, their prefix; {', '.join(twice)} is given twice. "
             "Name it once."
         )
@@ -101,7 +102,7 @@ def _reader_of(paths: Sequence[str]) -> str | None:
         kept = ["", *(suffix for suffix in suffixes if suffix not in _PACKED)]
         readers.add(_READERS.get(kept[-1]))
     if len(readers) > 1:
-        raise ValueError(f"The files of a domain must be of one kind; {', '.join(paths)} are not.")
+        raise UserError(f"The files of a domain must be of one kind; {', '.join(paths)} are not.")
     return readers.pop()
 
 
@@ -109,7 +110,7 @@ def _opened(paths: Sequence[str]) -> str:
     """What load_dataset opens a domain by: a reader and its files, or one folder or Hub id."""
     reader = _reader_of(paths)
     if reader is None and len(paths) > 1:
-        raise ValueError(
+        raise UserError(
             f"load_dataset takes one directory or Hub id; got {', '.join(paths)}. Name files "
             "(jsonl, parquet, csv, txt, arrow), or make each a domain."
         )
@@ -160,7 +161,7 @@ def _torchtitan(blend: Blend) -> dict[str, object]:
     ]
     names = {name.lower() for name in blend.shares()}
     if len(names) < len(sources):
-        raise ValueError(
+        raise UserError(
             "torchtitan knows data sets by their names in lower case, and two of these are then "
             f"the same: {', '.join(blend.shares())}. Rename one (doge-fast export --to json)."
         )

@@ -16,7 +16,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from doge_fast import atomic_file
-from doge_fast.pipeline.failures import FileFailure
+from doge_fast.pipeline.failures import FileFailure, UserError
 from doge_fast.pipeline.records.manifest import read_manifest, write_manifest
 from doge_fast.pipeline.records.runs import (
     CHECKPOINTS,
@@ -107,7 +107,7 @@ def resume_checkpoint(run: Path) -> Path | None:
         try:
             written = read_manifest(checkpoint)
             if written.get("step") != step_of(checkpoint):
-                raise ValueError(f"its manifest is not of step {step_of(checkpoint)}")
+                raise UserError(f"its manifest is not of step {step_of(checkpoint)}")
             resume_metrics(run, written.get(METRICS))
         except ValueError as error:
             damaged.append(f"{checkpoint.name} is damaged: {str(error).rstrip('.')}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from doge_fast import atomic_file
-from doge_fast.pipeline.failures import FileFailure
+from doge_fast.pipeline.failures import FileFailure, UserError
 from doge_fast.pipeline.records.runs import Json, load, read_json
 from doge_fast.pipeline.records.shapes import MANIFEST, ManifestRecord
 from doge_fast.weights.weights_file import SCHEMA_VERSION, write_json
@@ -46,7 +46,7 @@ def read_manifest(folder: Path, *, is_hashed: bool = True) -> Json:
     `is_hashed=False` looks at sizes alone, which takes no time.
 
     Raises:
-        ValueError: what is wrong with which file.
+        UserError: what is wrong with which file.
     """
     try:
         load(folder, ManifestRecord)
@@ -54,7 +54,7 @@ def read_manifest(folder: Path, *, is_hashed: bool = True) -> Json:
         for name, entry in record["files"].items():
             _check(folder / name, name, entry, is_hashed=is_hashed)
     except OSError as error:
-        raise ValueError(f"{error.filename} cannot be read: {error.strerror}") from None
+        raise UserError(f"{error.filename} cannot be read: {error.strerror}") from None
     return record
 
 
@@ -78,9 +78,9 @@ def check_model(run: Path, *, is_hashed: bool = True) -> bool:
 
 
 def check_finished(run: Path) -> None:
-    """Raise ValueError where a run has no model yet, or a damaged one; reads all of it."""
+    """Raise UserError where a run has no model yet, or a damaged one; reads all of it."""
     if not check_model(run):
-        raise ValueError(
+        raise UserError(
             f"{run} has no {MODEL}/: its run is not complete. Repeat the command that began it; it "
             "resumes. Runs of select leave none."
         )
@@ -88,12 +88,12 @@ def check_finished(run: Path) -> None:
 
 def _check(file: Path, name: str, entry: Json, *, is_hashed: bool) -> None:
     if not file.is_file():
-        raise ValueError(f"{name} is missing")
+        raise UserError(f"{name} is missing")
     size, expected = file.stat().st_size, entry.get("bytes")
     if size != expected:
-        raise ValueError(f"{name} has {size} bytes, and {expected} were written")
+        raise UserError(f"{name} has {size} bytes, and {expected} were written")
     if is_hashed and _digest(file) != entry.get("sha256"):
-        raise ValueError(f"{name} is not what was written: its sha256 differs")
+        raise UserError(f"{name} is not what was written: its sha256 differs")
 
 
 def _files(folder: Path) -> list[Path]:

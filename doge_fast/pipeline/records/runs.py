@@ -11,7 +11,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from functools import reduce
 from importlib import metadata
 from pathlib import Path
 from platform import python_version
@@ -20,7 +19,7 @@ from typing import Any, Literal, TypeVar, get_args
 from doge_fast import atomic_file
 from doge_fast.pipeline.baselines import BASELINES
 from doge_fast.pipeline.config import Reading, StageConfig
-from doge_fast.pipeline.failures import FileFailure
+from doge_fast.pipeline.failures import FileFailure, UserError
 from doge_fast.pipeline.records.shapes import (
     CANCELLATION,
     CONFIG,
@@ -57,6 +56,7 @@ _INPUTS: dict[str, Sequence[str]] = {
     "corpus.data": ("installed",),
     "corpus.tokenizer": ("train",),
     "model.model": tuple(SIZES),
+    "model": tuple(SIZES),
     "weights": tuple(BASELINES),
     "proxy": (),
     "reference": (),
@@ -79,23 +79,23 @@ def check_run(config: StageConfig) -> ConfigRecord | None:
     when the run was made counts as its default. None: the run is a new one.
 
     Raises:
-        ValueError: it is a file, holds files but no config.json, or holds another run.
+        UserError: it is a file, holds files but no config.json, or holds another run.
     """
     out = config.out
     if out.exists() and not out.is_dir():
-        raise ValueError(f"A run needs a directory; {out} is a file. Name another one.")
+        raise UserError(f"A run needs a directory; {out} is a file. Name another one.")
     if not (out / CONFIG).exists():
         check_empty(out)
         return None
     recorded, before = load_config(out)
     if recorded.stage != config.stage:
-        raise ValueError(
+        raise UserError(
             f"{out} holds a {recorded.stage} run; this is the {config.stage} stage. Name another "
             "directory."
         )
     check_same(out, kept(before), kept(config), _NOT_COMPARED)
     if recorded.architecture_sha256 != _architecture_sha256(config):
-        raise ValueError(
+        raise UserError(
             f"{out} was begun with another model: the config.json of {config.model.model} has "
             "changed since. Restore it, or name another directory."
         )
@@ -103,12 +103,12 @@ def check_run(config: StageConfig) -> ConfigRecord | None:
 
 
 def check_corpus(run: Path, recorded: CorpusRecord, corpus: CorpusRecord) -> None:
-    """Raise ValueError where a run, by the corpus in its config.json, was made of another one."""
+    """Raise UserError where a run, by the corpus in its config.json, was made of another one."""
     before, now = _flat(plain(recorded)), _flat(plain(corpus))
     for name in before | now:
         if before.get(name) != now.get(name):
             was, is_now = (str(each.get(name, "absent"))[:12] for each in (before, now))
-            raise ValueError(
+            raise UserError(
                 f"{run} was made of another corpus: {name} is {was} there and {is_now} now (a "
                 "digest is of the text and its order). Restore the files of the corpus, or begin "
                 "in another directory."
@@ -122,10 +122,11 @@ def kept(config: Any) -> Json:
     """
     fields = {name: value for name, value in plain(config).items() if name not in _NOT_KEPT}
     for name, words in _INPUTS.items():
-        *groups, last = name.split(".")
-        inside = reduce(lambda value, group: value.get(group, {}), groups, fields)
-        value = inside.get(last)
-        if value is not None and value not in words:
+        group, _, last = name.rpartition(".")
+        # A search names its model itself, and no corpus.
+        inside: Any = fields.get(group) if group else fields
+        value = inside.get(last) if isinstance(inside, dict) else None
+        if isinstance(value, str) and value not in words:
             path = os.path.expanduser(value)
             inside[last] = os.path.realpath(path) if os.path.exists(path) else value
     return fields
@@ -178,14 +179,14 @@ def load_config(run: Path) -> tuple[ConfigRecord, Any]:
     Settings that the file lacks have their defaults; those that there are no more are left out.
 
     Raises:
-        ValueError: it is absent or damaged.
+        UserError: it is absent or damaged.
     """
     record = load(run, ConfigRecord)
     return record, check_shape(record.config, STAGES[record.stage], f"{run / CONFIG}, config")
 
 
 def check_same(out: Path, recorded: Json, asked: Json, ignored: Sequence[str]) -> None:
-    """Raise ValueError where the configuration in `out` is another than the one asked for.
+    """Raise UserError where the configuration in `out` is another than the one asked for.
 
     `ignored` are dotted names of what may differ.
     """
@@ -196,7 +197,7 @@ def check_same(out: Path, recorded: Json, asked: Json, ignored: Sequence[str]) -
         first, *others = differing
         was, is_now = pairs[first]
         also = f" (also {first_few(others, 3)})" if others else ""
-        raise ValueError(
+        raise UserError(
             f"{out} holds another run: the configuration's {first} is {was!r} there and {is_now!r} "
             f"here{also}. Name another directory, or repeat the recorded run to resume it."
         )
@@ -222,11 +223,11 @@ def versions() -> dict[str, str]:
 
 
 def read_json(path: Path, way_out: str = WAY_OUT) -> Json:
-    """The object that the file holds; ValueError where it is absent or holds another thing."""
+    """The object that the file holds; UserError where it is absent or holds another thing."""
     try:
         value = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
-        raise ValueError(f"{path} does not exist.") from None
+        raise UserError(f"{path} does not exist.") from None
     except (ValueError, RecursionError) as error:
         raise FileFailure(f"{path} must hold JSON and does not: {error}. {way_out}") from None
     if not isinstance(value, dict):
@@ -242,11 +243,11 @@ def load(folder: Path, kind: type[Loaded]) -> Loaded:
     """A record of a directory, of a schema that is known and with all that a reader asks for.
 
     Raises:
-        ValueError: there is none, or it is damaged.
+        UserError: there is none, or it is damaged.
     """
     path = folder / kind.file
     if not path.exists():
-        raise ValueError(kind.absent.format(folder))
+        raise UserError(kind.absent.format(folder))
     record = read_json(path)
     if kind.has_schema:
         check_schema(record, path)
@@ -273,7 +274,7 @@ def check_empty(out: Path, missing: str = CONFIG) -> None:
         if not (is_torn or (entry.name == CHECKPOINTS and all(hidden))):
             held.append(entry.name)
     if held:
-        raise ValueError(
+        raise UserError(
             f"A new run needs an empty directory; {out} holds {first_few(held, 3)}, and no "
             f"{missing}. Name another directory."
         )
@@ -318,7 +319,7 @@ def resume_metrics(run: Path, written: Any) -> None:
             starts from the beginning.
 
     Raises:
-        ValueError: the file is not what it was; it is left as it is.
+        UserError: the file is not what it was; it is left as it is.
     """
     path = run / METRICS
     content = path.read_bytes() if path.exists() else b""
@@ -327,10 +328,10 @@ def resume_metrics(run: Path, written: Any) -> None:
         known = written if isinstance(written, dict) else {}
         size, lines = known.get("bytes"), known.get("lines")
         if not isinstance(size, int) or not isinstance(lines, int):
-            raise ValueError(f"its manifest does not say what {METRICS} held")
+            raise UserError(f"its manifest does not say what {METRICS} held")
         kept = content[:size]
         if _sha256(kept) != known.get("sha256"):
-            raise ValueError(_difference(content, lines))
+            raise UserError(_difference(content, lines))
     # Whatever came after the checkpoint goes, a torn last line with it.
     if kept != content:
         atomic_file.write(path, kept)
@@ -357,7 +358,7 @@ def read_metrics(run: Path, *, kind: Literal["train", "eval"] | None = None) -> 
     """The lines of metrics.jsonl in order, of one kind or all; a torn last line is left out.
 
     Raises:
-        ValueError: there is no such file, or a line before the last is not a metrics line.
+        UserError: there is no such file, or a line before the last is not a metrics line.
     """
     return [line for line, _ in _read(run) if kind in (None, line["kind"])]
 
@@ -370,7 +371,7 @@ def read_lines(run: Path) -> list[MetricsLine]:
 def _read(run: Path) -> list[tuple[Json, MetricsLine]]:
     path = run / METRICS
     if not path.exists():
-        raise ValueError(f"{path} does not exist: the run in {run} has not logged a step.")
+        raise UserError(f"{path} does not exist: the run in {run} has not logged a step.")
     lines: list[tuple[Json, MetricsLine]] = []
     # What follows the last line break was torn by a kill.
     for n, text in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
@@ -393,7 +394,7 @@ def _read(run: Path) -> list[tuple[Json, MetricsLine]]:
 
 
 def _refuse_constant(word: str) -> None:
-    raise ValueError(f"{word} is no number of JSON")
+    raise UserError(f"{word} is no number of JSON")
 
 
 def evaluation(
@@ -432,7 +433,7 @@ def exp_or_inf(value: float) -> float:
 
 
 def load_evaluation(run: Path) -> EvaluationRecord:
-    """evaluation.json of a run directory; ValueError where it is absent or damaged."""
+    """evaluation.json of a run directory; UserError where it is absent or damaged."""
     found = load(run, EvaluationRecord)
     if not found.loss.keys() == found.blocks.keys() == found.perplexity.keys():
         raise FileFailure(
@@ -443,7 +444,7 @@ def load_evaluation(run: Path) -> EvaluationRecord:
 
 
 def load_cancellation(run: Path) -> CancellationRecord:
-    """cancellation.json of a run directory; ValueError where it is absent or damaged."""
+    """cancellation.json of a run directory; UserError where it is absent or damaged."""
     found = load(run, CancellationRecord)
     if lost := [reading for reading in get_args(Reading) if reading not in found.scores]:
         raise FileFailure(
@@ -492,7 +493,7 @@ def write_experiment(out: Path, record: ExperimentRecord) -> None:
     """Write experiment.json.
 
     Raises:
-        ValueError: as `check_experiment`.
+        UserError: as `check_experiment`.
     """
     check_experiment(out, record)
     out.mkdir(parents=True, exist_ok=True)
@@ -501,7 +502,7 @@ def write_experiment(out: Path, record: ExperimentRecord) -> None:
 
 
 def check_experiment(out: Path, record: ExperimentRecord) -> None:
-    """Raise ValueError where a directory holds another search, or something else.
+    """Raise UserError where a directory holds another search, or something else.
 
     Runs may be added to a search, by more seeds. Nothing else that decides them may change.
     """
@@ -513,7 +514,7 @@ def check_experiment(out: Path, record: ExperimentRecord) -> None:
     known = load(out, ExperimentRecord)
     check_same(out, known.config, record.config, _FREE)
     if missing := [name for name in known.runs if name not in record.runs]:
-        raise ValueError(
+        raise UserError(
             f"{out} holds a search with further runs, as {missing[0]}. Name another directory, or "
             "ask for its seeds too."
         )

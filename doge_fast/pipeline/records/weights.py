@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from doge_fast.pipeline import named
-from doge_fast.pipeline.failures import FileFailure
+from doge_fast.pipeline.failures import FileFailure, UserError
 from doge_fast.pipeline.records.runs import METRICS, WEIGHTS, Json, check_schema, read_json
 from doge_fast.pipeline.records.shapes import (
     CONFIG,
@@ -46,7 +46,7 @@ def write_weights(path: Path, weights: Mapping[str, Any]) -> None:
     """Write {"method", "domains": [{"name", "weight", ...}], ...} to a file or run directory.
 
     Raises:
-        ValueError: as `read_weights`; nothing is written.
+        UserError: as `read_weights`; nothing is written.
     """
     file = weights_path(path)
     _check_weights({"schema_version": SCHEMA_VERSION, **weights}, str(file))
@@ -54,7 +54,7 @@ def write_weights(path: Path, weights: Mapping[str, Any]) -> None:
 
 
 def check_out(out: Path, read: Iterable[Path]) -> None:
-    """Raise ValueError where `out` is what is read, or what a run keeps of itself.
+    """Raise UserError where `out` is what is read, or what a run keeps of itself.
 
     `read` are files, and run directories whose weights.json is read.
     """
@@ -62,7 +62,7 @@ def check_out(out: Path, read: Iterable[Path]) -> None:
     is_source = os.path.realpath(out) in sources
     is_record = out.name in _OWN and (out.parent / CONFIG).exists()
     if is_source or is_record:
-        raise ValueError(
+        raise UserError(
             f"out must be a file of its own; {out} is "
             f"{'what is read here' if is_source else 'in a run directory, and a record of it'}. "
             "Name another."
@@ -81,7 +81,7 @@ def read_weights(source: str | Path, *, domains: Sequence[str] | None = None) ->
         The record with all its fields; "domains" in the order of `domains` where that is given.
 
     Raises:
-        ValueError: the file is absent or not JSON; its schema is unknown; a domain has no
+        UserError: the file is absent or not JSON; its schema is unknown; a domain has no
             name, occurs twice or has a weight that is not a finite number >= 0; the weights
             do not sum to 1 (within 1e-5); another known field is not what it should be; the
             domains are not `domains`.
@@ -96,9 +96,9 @@ def read_weights(source: str | Path, *, domains: Sequence[str] | None = None) ->
             _check_weights(record, file)
         except FileFailure as error:
             # No file is damaged.
-            raise ValueError(str(error)) from None
+            raise UserError(str(error)) from None
     elif not os.path.lexists(file):
-        raise ValueError(
+        raise UserError(
             f"{file} does not exist. Name a weights.json, a run that holds one, or the weights "
             "themselves, as web=0.7,code=0.3."
         )
@@ -120,7 +120,7 @@ def read_weights(source: str | Path, *, domains: Sequence[str] | None = None) ->
     if missing or extra:
         parts = [f"no weight for {', '.join(missing)}"] if missing else []
         parts += [f"weights for {', '.join(extra)}, which are not trained on"] if extra else []
-        raise ValueError(
+        raise UserError(
             f"{file} must weigh exactly the domains of this corpus ({', '.join(domains)}); it has "
             f"{' and '.join(parts)}. Train on the domains of the file (--domains "
             f"{shlex.join(by_name)}), or name another."
@@ -176,7 +176,7 @@ def check_fields(record: Mapping[str, Any], where: str) -> None:
 
     Raises:
         FileFailure: one does not, or a domain occurs twice; the sentence names it.
-        ValueError: a name cannot be seen whole.
+        UserError: a name cannot be seen whole.
     """
     entries = record.get("domains")
     if isinstance(entries, list):

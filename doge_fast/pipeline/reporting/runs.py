@@ -13,7 +13,7 @@ from doge_fast.pipeline import records
 from doge_fast.pipeline.config import ModelConfig, TrainingConfig
 from doge_fast.pipeline.config.ranges import Count
 from doge_fast.pipeline.config.stages import target_of
-from doge_fast.pipeline.failures import FileFailure
+from doge_fast.pipeline.failures import FileFailure, UserError
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.wording import listed
 
@@ -154,7 +154,7 @@ class RecordedRun:
 def open_runs(runs: Sequence[Path]) -> list[RecordedRun]:
     """Every run that `runs` names or holds, once, in order."""
     if not runs:
-        raise ValueError("A report needs at least one run directory; none was named.")
+        raise UserError("A report needs at least one run directory; none was named.")
     paths = (path.resolve() for named in runs for path in _run_directories(Path(named)))
     return [_read_run(path) for path in dict.fromkeys(paths)]
 
@@ -162,7 +162,7 @@ def open_runs(runs: Sequence[Path]) -> list[RecordedRun]:
 def _run_directories(path: Path) -> list[Path]:
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
-        raise ValueError(f"A run is a directory; {path} {what}. Name directories that hold runs.")
+        raise UserError(f"A run is a directory; {path} {what}. Name directories that hold runs.")
     if (path / records.CONFIG).exists():
         return [path]
     found = []
@@ -174,7 +174,7 @@ def _run_directories(path: Path) -> list[Path]:
         if is_run or records.METRICS in names:
             found.append(folder)
     if not found:
-        raise ValueError(
+        raise UserError(
             f"{path} is not a run directory and holds none: neither it nor a folder in it has a "
             f"{records.CONFIG} that a proxy or base run wrote."
         )

@@ -72,7 +72,7 @@ def page_of(runs: Sequence[Path]) -> Page:
     """The page of an experiment's directory, or of run directories, as far as there are runs.
 
     Raises:
-        ValueError: as `open_study`.
+        UserError: as `open_study`.
     """
     study = open_study(runs)
     sections = (

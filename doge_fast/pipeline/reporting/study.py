@@ -15,6 +15,7 @@ import numpy as np
 from doge_fast.pipeline import records
 from doge_fast.pipeline.config import MIX, UNIVERSAL
 from doge_fast.pipeline.config.stages import target_of
+from doge_fast.pipeline.failures import UserError
 from doge_fast.pipeline.records.movement import Floats, Movement, movement_of
 from doge_fast.pipeline.reporting.runs import LEARNING, RecordedRun, open_runs
 from doge_fast.pipeline.reporting.statistics import Line, Losses, Stat, stat_of, weight_text
@@ -270,7 +271,7 @@ def open_study(runs: Sequence[Path]) -> Study:
     """Read an experiment's directory, or run directories.
 
     Raises:
-        ValueError: none is named, one is not a run and holds none, two have one name, none learns
+        UserError: none is named, one is not a run and holds none, two have one name, none learns
             weights or trains at them, base models differ in more than weights and seed, or a
             record is not what it should be.
     """
@@ -278,18 +279,18 @@ def open_study(runs: Sequence[Path]) -> Study:
     if len(runs) == 1 and (path := Path(runs[0]) / records.EXPERIMENT).exists():
         runs = [path.parent / records.RUNS]
         if not any(runs[0].glob("*/config.json")):
-            raise ValueError(f"No run of the experiment in {path.parent} has begun.")
+            raise UserError(f"No run of the experiment in {path.parent} has begun.")
         plan = records.load(path.parent, records.ExperimentRecord)
         if plan.settings.proxy and _is_searched(Path(plan.settings.proxy), path.parent):
             runs = [*runs, Path(plan.settings.proxy)]
     found = open_runs(runs)
     if all(run.record.stage == "select" for run in found):
-        raise ValueError(
+        raise UserError(
             "A report needs a run that learns weights or trains at them; got runs of select alone."
         )
     opened = {run.name: run for run in found}
     if twice := [run.path for run in found if opened[run.name] is not run]:
-        raise ValueError(
+        raise UserError(
             f"Runs of one report need names of their own; {twice[0]} shares its name. Rename it."
         )
     # Such as differ in nothing but their seed, or in their weights.
@@ -386,7 +387,7 @@ def _refuse_one_seed(runs: Sequence[RecordedRun]) -> None:
     for run in runs:
         other = by_seed.setdefault(run.asked.training.seed, run)
         if other is not run:
-            raise ValueError(
+            raise UserError(
                 f"{other.name} and {run.name} are of one arm and have one seed, "
                 f"{run.asked.training.seed}. Name one of them, or train one with another --seed."
             )
@@ -401,7 +402,7 @@ def _comparable(alike: Collection[list[RecordedRun]]) -> list[RecordedRun]:
         if group[0].record.stage == "base" and not {run.name for run in group} <= references
     ]
     if len(bases) > 1:
-        raise ValueError(
+        raise UserError(
             "Base models of one report share corpus, model, settings and number of tokens; "
             f"{bases[0][0].name} and {bases[1][0].name} do not. Name the runs of one comparison."
         )

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from doge_fast.pipeline import named, records
+from doge_fast.pipeline.failures import UserError
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.weights.summary import check_budget, tokens_of
 from doge_fast.pipeline.wording import listed
@@ -49,7 +50,7 @@ def constrain(
         temperature are those of other weights, and are left out.
 
     Raises:
-        ValueError: a domain is unknown; a bound is out of its range or a floor above a cap, the
+        UserError: a domain is unknown; a bound is out of its range or a floor above a cap, the
             domain named; tokens or the budget are not known; or no point of the simplex lies
             within the bounds, saying how much is missing.
     """
@@ -91,7 +92,7 @@ def _bounds(bound: Bound, names: Mapping[str, float], what: str) -> dict[str, fl
     own = {name: value for name, value in given.items() if value is not None}
     for name, value in own.items():
         if not (value > 0 if what == "max_epochs" else 0 <= value <= 1):
-            raise ValueError(f"{what} must be {rule}; that of {name} is {value:g}.")
+            raise UserError(f"{what} must be {rule}; that of {name} is {value:g}.")
     return dict.fromkeys(names, nothing) | own
 
 
@@ -101,12 +102,12 @@ def _epoch_caps(
     """weight <= max_epochs * tokens / budget; 1 where that is no bound."""
     limited = {name: limit for name, limit in limits.items() if limit < math.inf}
     if limited and budget_tokens is None:
-        raise ValueError(
+        raise UserError(
             "max_epochs needs the length of the training; pass its tokens as budget_tokens "
             "(--budget-tokens)."
         )
     if unknown := [name for name in limited if available[name] is None]:
-        raise ValueError(
+        raise UserError(
             "max_epochs needs the number of tokens of each domain; the file has none for "
             f"{listed(unknown)}. Pass tokens (--tokens NAME=NUMBER)."
         )
@@ -120,13 +121,13 @@ def _check_feasible(
     """What `projection.project` would refuse, in terms of domains."""
     for name, floor in floors.items():
         if floor > highest[name]:
-            raise ValueError(
+            raise UserError(
                 f"The floor of {name}, {floor:g}, is above {highest[name]:.4g}, the most that its "
                 "cap and max_epochs allow. Lower it, or allow more."
             )
     least = math.fsum(floors.values())
     if least > 1 + BOUNDS_TOLERANCE:
-        raise ValueError(
+        raise UserError(
             f"Floors must leave room for all domains; they sum to {least:.6g}, {least - 1:.4g} too "
             "much. Lower them."
         )
@@ -135,7 +136,7 @@ def _check_feasible(
     if most < 1 - BOUNDS_TOLERANCE:
         empty = [name for name, weight in weights.items() if weight == 0 and not floors[name]]
         zero = f"; {listed(empty)} has weight zero and takes none without a floor" if empty else ""
-        raise ValueError(
+        raise UserError(
             "The bounds must leave room for the whole training; together domains may take "
             f"{most:.6g} of it, {1 - most:.4g} is missing{zero}. Raise caps or max_epochs, or give "
             "more tokens or a smaller budget."

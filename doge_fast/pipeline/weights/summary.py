@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from doge_fast.pipeline import baselines, named, records
+from doge_fast.pipeline.failures import UserError
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.tables import Table, as_ascii, table_of, text
 from doge_fast.pipeline.wording import count_text, plural
@@ -101,11 +102,11 @@ class WeightsSummary:
 def read_all(paths: Sequence[Path]) -> dict[str, Json]:
     """{path: record}, in order; at least one, and none twice, which is a slip of the hand."""
     if not paths:
-        raise ValueError("Name a weights.json, or a run directory that holds one.")
+        raise UserError("Name a weights.json, or a run directory that holds one.")
     files = [records.weights_path(path) for path in paths]
     twice = [str(path) for path, file in zip(paths, files, strict=True) if files.count(file) > 1]
     if twice:
-        raise ValueError(f"A file is named once; {twice[0]} is named twice.")
+        raise UserError(f"A file is named once; {twice[0]} is named twice.")
     return {str(path): records.read_weights(path) for path in paths}
 
 
@@ -127,7 +128,7 @@ def describe(
             Given for all domains, they decide the priors too.
 
     Raises:
-        ValueError: the budget is not > 0, a number of tokens not >= 1, or `tokens` names a domain
+        UserError: the budget is not > 0, a number of tokens not >= 1, or `tokens` names a domain
             that the record does not have.
     """
     check_budget(budget_tokens)
@@ -159,9 +160,9 @@ def describe(
 
 
 def check_budget(budget_tokens: float | None) -> None:
-    """Raise ValueError unless it is a number > 0, or None."""
+    """Raise UserError unless it is a number > 0, or None."""
     if budget_tokens is not None and not 0 < budget_tokens < math.inf:
-        raise ValueError(
+        raise UserError(
             f"budget_tokens must be a number of tokens greater than zero; got {budget_tokens:g}."
         )
 
@@ -172,7 +173,7 @@ def tokens_of(record: Mapping[str, Any], given: Mapping[str, float] | None) -> d
     named.check("tokens", given or {}, found, "the weights")
     for name, value in (given or {}).items():
         if not 1 <= value < math.inf:
-            raise ValueError(f"tokens of a domain must be a number >= 1; {name} has {value:g}.")
+            raise UserError(f"tokens of a domain must be a number >= 1; {name} has {value:g}.")
     return found | dict(given or {})
 
 
@@ -212,12 +213,12 @@ def average(mixtures: Mapping[str, Mapping[str, Any]]) -> Json:
         sources with seed, steps and weights of each.
 
     Raises:
-        ValueError: fewer than two records, other domains in one of them, or another target or
+        UserError: fewer than two records, other domains in one of them, or another target or
             tokenizer.
     """
     found = list(mixtures.values())
     if len(found) < 2:
-        raise ValueError(
+        raise UserError(
             f"An average needs two weight files or more; got {len(found)}. Name one for each seed."
         )
     weights = {source: records.weights_by_name(record) for source, record in mixtures.items()}
@@ -258,7 +259,7 @@ def _check_comparable(
     for source, by_name in others:
         if by_name.keys() != expected.keys():
             missing, extra = expected.keys() - by_name.keys(), by_name.keys() - expected.keys()
-            raise ValueError(
+            raise UserError(
                 f"An average is over weights of the same domains; compared with {first}, {source} "
                 f"lacks {', '.join(sorted(missing)) or 'none'} and adds "
                 f"{', '.join(sorted(extra)) or 'none'}. Leave it out, or train on the same domains."
@@ -267,7 +268,7 @@ def _check_comparable(
         known = [(source, r[field]) for source, r in mixtures.items() if r.get(field) is not None]
         for source, value in known:
             if value != known[0][1]:
-                raise ValueError(
+                raise UserError(
                     f"An average needs weights with the same {field}; it is {known[0][1]!r} in "
                     f"{known[0][0]} and {value!r} in {source}. Average those that agree."
                 )

@@ -15,6 +15,7 @@ from doge_fast.pipeline.config import (
     WeightsConstrainConfig,
     WeightsShowConfig,
 )
+from doge_fast.pipeline.failures import UserError
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.tables import text
 from doge_fast.pipeline.weights import bounds, summary
@@ -105,7 +106,7 @@ def _bound(items: Sequence[str], what: str, record: Mapping[str, Any]) -> dict[s
     """A number for every domain, those named by their own."""
     alone = [item for item in items if "=" not in item]
     if len(alone) > 1:
-        raise ValueError(
+        raise UserError(
             f"{what} must be one number for all domains and NAME=NUMBER for some; got "
             f"{' '.join(items)}."
         )
