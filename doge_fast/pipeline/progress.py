@@ -1,5 +1,7 @@
-"""The one style of progress bar, shown where somebody looks and only of what takes a while."""
+"""How far a verb has come: a bar on a terminal, and a line of the log now and then elsewhere."""
 
+import logging
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -8,16 +10,36 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from doge_fast.pipeline import ranks
 from doge_fast.pipeline.named import visible
 
-# None: no bar where stderr is no terminal, and none is left of a bar below another.
-_STYLE: dict[str, Any] = {
-    "disable": None if ranks.is_first() else True,
-    "leave": None,
-    "dynamic_ncols": True,
-}
+LINE_SECONDS = 180.0
+"""Between two lines of a log."""
+_LINE = "{desc}: {n_fmt} of {total_fmt} {unit}s, {elapsed}, {remaining} left, {rate_fmt}{postfix}"
+
+_log = logging.getLogger("doge_fast")
+
+
+class _LogLines:
+    """A stream for tqdm: what it draws is a line of the log."""
+
+    def write(self, drawn: str) -> None:
+        if line := drawn.strip():
+            _log.info("%s", line)
+
+    def flush(self) -> None:
+        """Nothing waits."""
+
+
+def _style(delay: float) -> dict[str, Any]:
+    if not ranks.is_first():
+        return {"disable": True}
+    if sys.stderr.isatty():
+        # None is left of a bar below another.
+        return {"leave": None, "dynamic_ncols": True, "delay": delay}
+    every = dict.fromkeys(("mininterval", "maxinterval", "delay"), LINE_SECONDS)
+    return {"file": _LogLines(), "leave": False, "bar_format": _LINE, **every}
 
 
 def bar(total: int, what: str, unit: str, *, initial: int = 0) -> Any:
-    """A bar that is moved by hand; its `update`, `set_postfix_str` and `close` are tqdm's.
+    """A bar that is moved by hand; its `update`, `set_postfix` and `close` are tqdm's.
 
     Args:
         total: of units.
@@ -26,9 +48,9 @@ def bar(total: int, what: str, unit: str, *, initial: int = 0) -> Any:
         initial: units that are done already.
     """
     options = {"total": total, "initial": initial, "desc": visible(what), "unit": unit}
-    return tqdm(**options, **_STYLE)
+    return tqdm(**options, **_style(delay=0))
 
 
 def over(documents: Iterable[Any], what: str) -> Iterator[Any]:
     """`documents`, with a bar once they have taken a second."""
-    yield from tqdm(documents, desc=visible(what), unit=" documents", delay=1, **_STYLE)
+    yield from tqdm(documents, desc=visible(what), unit="document", **_style(delay=1))

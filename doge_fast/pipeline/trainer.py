@@ -362,7 +362,8 @@ class Recorder(TrainerCallback):
         patience = trainer.config.training.max_skipped_steps
         self.lost = health.LostSteps(patience, trainer.args.device)
         self._bar: Any = None
-        # What stands behind the bar: the domain that has most of the weight.
+        # What stands behind the bar: tokens a second, and the domain that has most of the weight.
+        self._speed: dict[str, str] = {}
         self._largest: dict[str, str] = {}
         # Lines for metrics.jsonl, whose tensors are read at the next flush.
         self._pending: list[dict[str, Any]] = []
@@ -431,7 +432,7 @@ class Recorder(TrainerCallback):
             self.flush()
             assert trainer.step_loss is not None
             loss = {"loss": f"{float(trainer.step_loss):.3f}"}
-            self._bar.set_postfix(loss | self._largest, refresh=False)
+            self._bar.set_postfix(loss | self._speed | self._largest, refresh=False)
         self._bar.update()
 
     def on_save(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
@@ -471,14 +472,17 @@ class Recorder(TrainerCallback):
 
     def _add_line(self, step: int) -> None:
         now = time.monotonic()
+        seconds = (now - self._last_line) / (step - self._last_step)
         line = {
             "step": step,
             "kind": "train",
             "lr": self.trainer.step_lr,
             **self.trainer.line(step),
-            "seconds": (now - self._last_line) / (step - self._last_step),
+            "seconds": seconds,
         }
         self._pending.append(line)
+        tokens_per_step = sum(self.trainer.tokens(step).values()) / step
+        self._speed = {"tokens/s": f"{tokens_per_step / max(seconds, 1e-9):.3g}"}
         self._last_line, self._last_step = now, step
 
 
