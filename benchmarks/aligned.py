@@ -245,7 +245,7 @@ def learned(question: Question, variant: Variant, seed: int, out: Path) -> Array
     halves = {f"{name}{HALF}": name for name in (*names, *targets)}
     doubled = {
         part: {**getattr(corpus, part), **{h: getattr(corpus, part)[n] for h, n in halves.items()}}
-        for part in ("train", "validation", "documents", "document_tokens", "digests")
+        for part in ("train", "validation", "packed")
     }
     own, other = (tuple(f"{name}{HALF}" for name in group) for group in (names, targets))
     corpus = replace(corpus, names=(*names, *own), targets=(*targets, *other), **doubled)

@@ -51,6 +51,11 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+# torch's compiler warns of itself.
+@pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated:DeprecationWarning",
+    "ignore:.*torch.jit.script_method:DeprecationWarning",
+)
 @pytest.mark.parametrize(
     "page",
     # The tutorial is a whole study; the others take more than four seconds.
