@@ -51,6 +51,7 @@ def alternated(
     before: Call | None = None,
     seconds: float = math.inf,
     hide_host: bool = False,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Milliseconds of each warmed-up call in each round, in an order that changes.
 
@@ -62,6 +63,7 @@ def alternated(
         seconds: no round begins after that, except the first `MIN_ROUNDS`.
         hide_host: measure a GPU's time alone, as of an operator in a full queue. Otherwise the
             host's time to queue the work counts too, as in a step.
+        clock: seconds, on a CPU; `time.process_time` leaves out what other processes take.
     """
     names = list(calls)
     times: dict[str, list[float]] = {name: [] for name in names}
@@ -78,7 +80,7 @@ def alternated(
             shift = i // 2 % len(names)
             order = names[shift:] + names[:shift]
             for name in order if i % 2 else reversed(order):
-                times[name].append(timed_ms(calls[name], device, before, cycles[name]))
+                times[name].append(timed_ms(calls[name], device, before, cycles[name], clock))
     finally:
         if was_enabled:
             gc.enable()
@@ -90,6 +92,7 @@ def timed_ms(
     device: torch.device | str = "cpu",
     before: Call | None = None,
     sleep_cycles: int = 0,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> float:
     """Milliseconds of one call, the device's queue drained before and after.
 
@@ -101,9 +104,9 @@ def timed_ms(
     if before is not None:
         before()
     if torch.device(device).type != "cuda":
-        start = time.perf_counter()
+        start = clock()
         call()
-        return (time.perf_counter() - start) * 1e3
+        return (clock() - start) * 1e3
     return _between_events(call, device, sleep_cycles)
 
 

@@ -15,7 +15,6 @@ import torch
 from doge_fast.alternation import Call, alternated, quartiles
 from doge_fast.kernels.gram import gram
 from doge_fast.kernels.weighted_sum import weighted_sum
-from doge_fast.pipeline.failures import UserError
 
 REPEATS = 9
 # torch.dot goes through BLAS, whose sizes are 32-bit.
@@ -50,7 +49,7 @@ def bandwidth(device: torch.device | str, num_bytes: int | None = None) -> Bandw
         # Larger than any cache; small beside the memory of anything that trains.
         num_bytes = 256 << 20 if device.type == "cpu" else 1 << 30
     if num_bytes < 64:
-        raise UserError(
+        raise ValueError(
             f"num_bytes must be at least 64; got {num_bytes}. Leave it out for the standard size."
         )
     return _measured(device, num_bytes, torch.get_num_threads())

@@ -1,11 +1,12 @@
 """What is timed computes the right thing, and cold; models have the size that they are named by."""
 
+import functools
 import math
 
 import pytest
 import torch
 
-from benchmarks import cases, models, operators, optimizer_step, peers, problems, protocol
+from benchmarks import anchor, cases, models, operators, optimizer_step, peers, problems, protocol
 from benchmarks.models import PAPER, Shape
 from benchmarks.problems import MATRIX, Arena
 from benchmarks.steps import Problem
@@ -54,6 +55,18 @@ def test_step_with_a_wrong_gradient_is_not_timed(place, factor, monkeypatch):
     monkeypatch.setattr(exchange, "weighted_gradients", wrong)
     with pytest.raises(RuntimeError, match="timed"):
         optimizer_step.measure(PROBLEM, "cpu", pairs=2)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_anchor_is_the_fastest_of_what_was_tried(monkeypatch):
+    # Compiling by inductor takes a minute.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(anchor, "TRIALS", 2)
+    row = anchor.measure(Problem(TINY, 3, 6, mode="stacked", bar=1e9), "cpu", pairs=3)
+    assert row["candidates_ms"][row["plain"]] == min(row["candidates_ms"].values())
+    assert row["gradient_error"] < 1e-5
+    assert row["verdict"] == "met"
+    assert "over the fastest plain step: stacked" in anchor.line(row)
 
 
 def test_samples_that_fit_the_cache_are_made_cold():
