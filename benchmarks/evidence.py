@@ -2,7 +2,7 @@
 
     python -m benchmarks.evidence pack experiments/ood benchmarks/results/evidence-ood.json
     python -m benchmarks.evidence unpack benchmarks/results/evidence-ood.json experiments/ood-again
-    doge-fast report --runs experiments/ood-again
+    doge-fast report experiments/ood-again
     python -m benchmarks.evidence compare experiments/universal
     python -m benchmarks.evidence compare benchmarks/results/evidence-temperature-hidden.json
 

@@ -217,7 +217,7 @@ def commands(args: argparse.Namespace, more: Sequence[str]) -> list[Words]:
             runs = EXPERIMENTS[args.name](to, *filter(None, [target]))
             compared.setdefault(plain(f"report-{target}").strip("-"), []).extend(runs)
     return [(*words, "--out", run) for words, run in to.runs.items()] + [
-        ("report", "--runs", *dict.fromkeys(runs), "--out", f"{args.out}/{page}.html")
+        ("report", *dict.fromkeys(runs), "--out", f"{args.out}/{page}.html")
         for page, runs in compared.items()
     ]
 

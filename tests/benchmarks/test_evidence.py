@@ -24,7 +24,7 @@ def test_kept_records_make_the_tables_of_the_experiment(tmp_path, capsys):
     assert evidence.main(["pack", str(experiment), str(kept)]) == 0
     assert evidence.main(["unpack", str(kept), str(again)]) == 0
     capsys.readouterr()
-    assert cli.main(["report", "--runs", str(again)]) == 0
+    assert cli.main(["report", str(again)]) == 0
     assert capsys.readouterr().out.startswith(terminal_table([experiment]))
 
 

@@ -196,7 +196,7 @@ def test_a_run_that_may_not_be_read_is_not_left_out_of_a_report(tmp_path, monkey
     monkeypatch.setattr(
         os.path, "lexists", lambda path: hidden not in Path(path).parents and os.path.exists(path)
     )
-    said = answer(["report", "--runs", str(tmp_path)], capsys)
+    said = answer(["report", str(tmp_path)], capsys)
     assert said.code == failures.WORLD
     assert f"{hidden}: Permission denied." in said.err
 
@@ -206,7 +206,7 @@ def test_names_of_a_record_are_shown_escaped_in_page_and_terminal(tmp_path, caps
     names = ("a\x1b[31mb", "\u202egnp", "plain")
     tokens = dict.fromkeys(names, 100_000)
     run = write_proxy(tmp_path / "run", domains=names, tokens=tokens, is_finished=False)
-    said = answer(["report", "--runs", str(run)], capsys)
+    said = answer(["report", str(run)], capsys)
     assert said.code == 0
     page = (run / "report.html").read_text(encoding="utf-8")
     for text in (said.out, said.err, page):

@@ -69,7 +69,7 @@ PROXY_X, HERE, HOME = ProxyConfig(Path("x")), Path("a"), Path.home()
                 mu=0.05,
             ),
         ),
-        ("report --runs a b", ReportConfig(runs=(HERE, Path("b")))),
+        ("report a b", ReportConfig(runs=(HERE, Path("b")))),
         ("evaluate a --domains x y", EvaluateConfig(run=HERE, domains=("x", "y"))),
         (
             "base --out 'x y' --pretrained --weights 'a b=1' --stages=3",
@@ -83,7 +83,7 @@ PROXY_X, HERE, HOME = ProxyConfig(Path("x")), Path("a"), Path.home()
         ("proxy --out x --steps 1.5e3", replace(PROXY_X, training=TrainingConfig(steps=1500))),
         ("weights show a --budget-tokens 1.5b", WeightsShowConfig((HERE,), budget_tokens=1.5e9)),
         ("proxy --out x --mu 2 --mu None", PROXY_X),
-        ("report --runs ~/a --out=~/b", ReportConfig((HOME / "a",), out=HOME / "b")),
+        ("report ~/a --out=~/b", ReportConfig((HOME / "a",), out=HOME / "b")),
     ],
 )
 def test_flags_are_the_fields(words, expected):

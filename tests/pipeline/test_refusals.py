@@ -28,7 +28,7 @@ COMMANDS = {
     "ROWS": TRAINED.replace("--data corpus", "--data {} --domain-column source"),
     "EVALUATE": "evaluate runs/base --device cpu",
     "TASKS": "evaluate runs/base --device cpu --task-data tasks --tasks",
-    "REPORT": "report --runs runs --out page/report.html",
+    "REPORT": "report runs --out page/report.html",
 }
 
 

@@ -70,9 +70,9 @@ class EvaluateConfig:
 class ReportConfig:
     """One page with figures and tables of runs."""
 
-    examples: ClassVar = ("--runs runs",)
+    examples: ClassVar = ("runs",)
 
-    runs: Paths
+    runs: Positional[Paths]
     """Run directories of proxies and base models; or one directory that contains them; or that of
     a search."""
     out: Path | None = None
