@@ -24,6 +24,7 @@ from doge_fast.pipeline.run import Run
 from doge_fast.pipeline.stage import ExistingRun
 from doge_fast.pipeline.trainer import ByName, RecordedTrainer, from_first
 from doge_fast.step.parameters import resolve
+from doge_fast.weights.diagnosis import have_equal_scores
 from doge_fast.weights.objective import Objective
 from doge_fast.weights.scores import cosine
 
@@ -86,6 +87,14 @@ def prepare(config: ProxyConfig, existing: ExistingRun) -> "ProxyTrainer":
         _log.warning(
             "%s: where all domains are targets alike, uniform weights are the aligned ones: there "
             "is nothing to learn. Name a target, or use the paper's score.",
+            config.out,
+        )
+    if config.score != "aligned" and have_equal_scores(
+        len(corpus.names), config.domain_max_grad_norm, is_universal=objective.has_equal_targets
+    ):
+        _log.warning(
+            "%s: two domains whose gradients are clipped to one norm have equal scores, and stay "
+            "at uniform weights whatever mu is. Use --domain-max-grad-norm 0.",
             config.out,
         )
     return ProxyTrainer(config, corpus, model, objective=objective, mu=mu, selection=selection)

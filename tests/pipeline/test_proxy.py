@@ -203,6 +203,19 @@ def test_a_run_resumes_at_the_default_that_it_began_with(proxy, monkeypatch):
     assert records.read_weights(learn_weights(config).path)["mu"] == began
 
 
+@pytest.mark.parametrize(("norm", "is_said"), [(1.0, True), (0, False)])
+def test_two_domains_of_equal_scores_are_told_before_the_first_step(
+    proxy, caplog, monkeypatch, norm, is_said
+):
+    def first_step(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ProxyTrainer, "go_on", first_step)
+    with pytest.raises(KeyboardInterrupt):
+        learn_weights(proxy(domains=NAMES[:2], domain_max_grad_norm=norm))
+    assert ("have equal scores" in caplog.text) is is_said
+
+
 def test_one_domain_leaves_nothing_to_learn(proxy, caplog):
     run = learn_weights(proxy(domains=("code",), steps=2))
     assert run.weights == {"code": 1.0}
