@@ -73,7 +73,9 @@ def rehearse(config: ProxyConfig | BaseConfig) -> str:
 def _settings(trainer: ProxyTrainer | MixtureTrainer) -> list[tuple[str, str]]:
     """The stage's own."""
     if isinstance(trainer, ProxyTrainer):
-        return [("target", ", ".join(trainer.config.target)), ("mu", f"{trainer.mu:g}")]
+        # The aligned rule has no mu.
+        rule = ("mu", f"{trainer.mu:g}") if trainer.mu else ("score", trainer.config.score)
+        return [("target", ", ".join(trainer.config.target)), rule]
     phases = f", {len(trainer.phases)} phases" if len(trainer.phases) > 1 else ""
     return [("weights", cast(BaseConfig, trainer.config).weights + phases)]
 

@@ -14,8 +14,9 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from doge_fast.pipeline import failures, named, ranks, records, stage, training
@@ -39,6 +40,7 @@ from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.report import write_report
 from doge_fast.pipeline.reporting.statistics import PairedDifference, paired_difference
 from doge_fast.pipeline.run import Run
+from doge_fast.pipeline.wording import count_text, plural
 
 _LEAST_STEPS = 200
 _FIRST = (0.0, 1.0, 2.0)
@@ -94,6 +96,8 @@ def temperature(config: TemperatureConfig) -> Run:
             search.make(left)
             search.check_made(left)
         return Run(search.out)
+    if found:
+        _log.info("%s", search.cost())
     while found:
         search.begin(found)
         search.make([job for each in found.values() for job in each])
@@ -110,7 +114,8 @@ def plan_lines(config: TemperatureConfig, command: str) -> list[str]:
         for job in jobs
     ]
     next_step = "then --plan again: what follows depends on these" if lines else "weights, report"
-    return [*lines, f"{command}  # {next_step}"]
+    cost = [f"# {_Search.of(config).cost()}"] if lines else []
+    return [*cost, *lines, f"{command}  # {next_step}"]
 
 
 def sharpened(weights: Mapping[str, float], inverse: float) -> dict[str, float]:
@@ -362,11 +367,33 @@ class _Search:
                 }
                 records.write_weights(self._mixture(inverse), record)
 
+    @property
+    def most_runs(self) -> int:
+        """Base models, with all seeds."""
+        return self.config.most_runs * len(self.config.seeds)
+
+    def cost(self) -> str:
+        """What the whole search takes at most, in a sentence."""
+        config, base = self.config, self.base(1.0, self.config.seeds[0])
+        steps = base.training.steps
+        tokens = self.most_runs * steps * base.batch_size * base.corpus.block_size
+        text = (
+            f"at most {self.most_runs} base models ({plural(config.most_runs, 'temperature')}, "
+            f"{plural(len(config.seeds), 'seed')}) of {steps} steps: {count_text(tokens)} tokens"
+        )
+        timed = [line.seconds for line in records.read_lines(config.proxy)]
+        seconds = [each for each in timed if each is not None]
+        if seconds and config.model is None:
+            whole = timedelta(seconds=round(median(seconds) * steps * self.most_runs))
+            text += f", {whole} at the time of the proxy's steps"
+        return text
+
     def make(self, jobs: Sequence[Job]) -> None:
         """Train and measure models, one after the other."""
-        for number, job in enumerate(jobs, start=1):
+        made = sum(self._is_made(job) for each in self.begun for job in self.jobs_at(each).values())
+        for number, job in enumerate(jobs, start=made + 1):
             self.wait()
-            _log.info("run %d of %d: %s", number, len(jobs), job.name)
+            _log.info("run %d of at most %d: %s", number, self.most_runs, job.name)
             try:
                 job.make()
             except Diverged as error:

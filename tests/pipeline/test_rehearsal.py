@@ -41,6 +41,11 @@ def test_a_dry_run_of_a_proxy(proxy):
     assert "a step on cpu" in told
 
 
+def test_a_dry_run_of_the_aligned_rule(proxy):
+    told = said_in(rehearse(proxy(target=("verse",), score="aligned", dry_run=True)))
+    assert "target verse score aligned" in told
+
+
 def test_a_dry_run_of_a_base_run_leaves_a_killed_one_as_it_is(base, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     config = base(steps=9, save_every=3, stages=1, weights="natural")

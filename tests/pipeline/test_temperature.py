@@ -1,6 +1,7 @@
 """The distance along a proxy's direction: which temperatures are tried, and what is written."""
 
 import json
+import logging
 import math
 import shutil
 from dataclasses import replace
@@ -110,14 +111,21 @@ def test_the_lowest_measured_loss_is_written(learned):
     assert cli.main(["weights", "show", str(run.path)]) == 0
 
 
-def test_runs_are_planned_and_made_one_by_one(learned, capsys):
+def test_runs_are_planned_and_made_one_by_one(learned, capsys, caplog):
     words = ["temperature", str(learned), "--steps", "2", "--seeds", "0", "--most-runs", "3"]
     whole = [*words, "--out", str(learned.parent / "whole")]
-    assert cli.main(whole) == 0
+    with caplog.at_level(logging.INFO, "doge_fast"):
+        assert cli.main(whole) == 0
+    assert [each for each in caplog.messages if each.startswith("run ")] == [
+        f"run {number} of at most 3: base-{number - 1}-seed0" for number in (1, 2, 3)
+    ]
+    assert any(each.startswith("at most 3 base models") for each in caplog.messages)
     words += ["--out", str(learned.parent / "parts")]
     capsys.readouterr()
     assert cli.main([*words, "--plan"]) == 0
-    *lines, last = capsys.readouterr().out.splitlines()
+    cost, *lines, last = capsys.readouterr().out.splitlines()
+    assert cost.startswith("# at most 3 base models (3 temperatures, 1 seed) of 2 steps: ")
+    assert cost.endswith("at the time of the proxy's steps")
     names = [line.split("  #")[0].split()[-1] for line in lines]
     assert names == ["base-0-seed0", "base-1-seed0", "base-2-seed0"]
     assert "--only" not in last
