@@ -14,14 +14,17 @@ LINE_SECONDS = 180.0
 """Between two lines of a log."""
 _LINE = "{desc}: {n_fmt} of {total_fmt} {unit}s, {elapsed}, {remaining} left, {rate_fmt}{postfix}"
 
+# How tqdm goes back to a bar above.
+_UP = "\x1b[A"
+
 _log = logging.getLogger("doge_fast")
 
 
 class _LogLines:
-    """A stream for tqdm: what it draws is a line of the log."""
+    """A stream for tqdm: what it draws is a line of the log, and where it moves to is nothing."""
 
     def write(self, drawn: str) -> None:
-        if line := drawn.strip():
+        if line := drawn.replace(_UP, "").strip():
             _log.info("%s", line)
 
     def flush(self) -> None:
