@@ -18,7 +18,8 @@ from doge_fast import reference
 from doge_fast.alternation import Call
 from doge_fast.kernels import accumulate, gram, implementations, segment_sum, weighted_sum
 from doge_fast.kernels.dispatch import IMPLEMENTATIONS, OPERATORS
-from doge_fast.weights.reweight import StepSettings, new_state, reweight
+from doge_fast.weights.reweight import StepSettings, reweight
+from doge_fast.weights.rule import new_state
 
 # Relative to the largest entry, against float64: what the library promises.
 GRAM_TOLERANCE = 1e-6

@@ -28,8 +28,7 @@ from torch import Tensor
 
 from doge_fast.weights import scores
 from doge_fast.weights.defaults import DOMAIN_MAX_GRAD_NORM
-from doge_fast.weights.reweight import state_views
-from doge_fast.weights.rule import LastStep, Matrices, Names, UpdateRule
+from doge_fast.weights.rule import LastStep, Matrices, Names, UpdateRule, state_views
 
 WAITING_STEPS = 20
 """Steps before the first move: of fewer, the mean matrix is mostly noise."""

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from doge_fast import DoGEOptimizer, reference
 from doge_fast.weights.aligned import WAITING_STEPS, AlignedSettings, align
-from doge_fast.weights.reweight import new_state, state_views
-from doge_fast.weights.rule import Matrices, Names
+from doge_fast.weights.rule import Matrices, Names, new_state, state_views
 
 DOMAINS = ("a", "b", "c")
 SIZE, INPUTS, OUTPUTS = 8, 6, 3
