@@ -96,6 +96,7 @@ def train(
         {"domains_per_step": 2},
         {"kind": "two optimizers"},
         {"score": "aligned", "micro_batches": 2, "max_grad_norm": 0.1},
+        {"score": "aligned", "mode": "linear", "micro_batches": 2},
     ],
     ids=lambda options: ", ".join(map(str, options.values())) or "plain",
 )

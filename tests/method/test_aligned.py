@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from doge_fast import DoGEOptimizer, reference
+from doge_fast.losses import domain_losses, linear_domain_losses
 from doge_fast.weights.aligned import WAITING_STEPS, AlignedSettings, align
 from doge_fast.weights.rule import Matrices, Names, new_state, state_views
+from tests.method.architectures import VOCABULARY, Tiny
 
 DOMAINS = ("a", "b", "c")
 SIZE, INPUTS, OUTPUTS = 8, 6, 3
@@ -155,6 +157,42 @@ def test_a_stacked_pass_halves_each_domain_itself():
         optimizer.zero_grad()
     _, other = train(steps, target)
     torch.testing.assert_close(optimizer.alpha, other.alpha, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_halves_of_a_stacked_head_are_those_of_all_logits(passes):
+    """Of an odd batch too, whose larger half changes from pass to pass."""
+    rows = []
+    for is_fused in (True, False):
+        torch.manual_seed(0)
+        model = Tiny(tied=True).double()
+        optimizer = DoGEOptimizer(
+            torch.optim.AdamW(model.parameters()),
+            domains=["a", "b"],
+            score="aligned",
+            micro_batches=None,
+        )
+        sizes, ids = {"a": 2, "b": 3}, torch.arange(20).view(5, 4) % VOCABULARY
+        for _ in range(passes):
+            with optimizer.stacked(model, sizes):
+                stacked_model = optimizer._step._stacked_model
+                assert stacked_model is not None
+                assert stacked_model.batch is not None
+                # All rows are filled together, from one product of each layer where sizes agree.
+                assert len(stacked_model.batch.runs) == 1
+                hidden = model.hidden(ids)
+                losses_D = (
+                    linear_domain_losses(hidden, model.head.weight, ids, sizes)
+                    if is_fused
+                    else domain_losses(model.head(hidden), ids, sizes)
+                )
+                assert losses_D.shape == (2,)
+                losses_D.sum().backward()
+        rows.append([block.rows_BN.clone() for block in optimizer.buffer.blocks])
+        optimizer.combine()
+        assert optimizer._weights._first_R._vector.tolist() == [0.5, 1 / 3 if passes == 1 else 0.5]
+    for ours, theirs in zip(*rows, strict=True):
+        assert (ours - theirs).abs().max() <= 1e-14 * theirs.abs().max()
 
 
 @pytest.mark.parametrize("target", ["universal", {"a": 2.0, "b": 2.0, "c": 2.0}])
