@@ -9,12 +9,13 @@ import json
 import logging
 import math
 import statistics
+import textwrap
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ from doge_fast.pipeline.model import build_model, load_architecture
 from doge_fast.pipeline.records import check_out
 from doge_fast.pipeline.sizes import SIZES
 from doge_fast.pipeline.training import device_of
-from doge_fast.profiling.roofline import Bandwidth, bandwidth
+from doge_fast.profiling.roofline import Bandwidth, Traffic, bandwidth
 from doge_fast.weights.weights_file import plain
 
 _log = logging.getLogger(__name__)
@@ -44,18 +45,6 @@ WARM_UP = 2
 # Those of the family that are made for CPUs.
 SMALL_VOCABULARY, PAPER_VOCABULARY = 4096, 50_304
 SMALL = ("micro", "tiny", "mini", "small")
-
-
-class Traffic(NamedTuple):
-    """Bytes that must be read and written."""
-
-    read: int
-    written: int
-
-    def seconds(self, limits: Bandwidth) -> float:
-        """The time this takes at the measured limits; what is read beside a write is a copy."""
-        copied = min(self.read, self.written)
-        return float(2 * copied / limits.copy + (self.read - copied) / limits.read)
 
 
 class ProfiledStep:
@@ -406,7 +395,9 @@ def table(measured: Profile) -> str:
         f"reads {measured.read_bandwidth / 1e9:.1f} GB/s, copies "
         f"{measured.copy_bandwidth / 1e9:.1f} GB/s (quartiles within "
         f"{100 * measured.bandwidth_spread:.0f} %)",
-        "operators: " + ", ".join(f"{k} {v}" for k, v in measured.implementations.items()),
+        textwrap.fill(
+            "operators: " + ", ".join(map(" ".join, measured.implementations.items())), 100
+        ),
         "",
         tables.text(tables.table_of(header, rows)),
     ]

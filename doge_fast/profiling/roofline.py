@@ -1,4 +1,4 @@
-"""What a device's memory can do, measured: the bandwidth that operators are compared with.
+"""What a device's memory can do, measured, and the least that a step's rows ask of it.
 
 Nothing is read from a data sheet. A read is the fastest of a few ways to touch every byte of a
 buffer far larger than the caches, a copy the fastest of a few ways to write them elsewhere; a copy
@@ -15,6 +15,7 @@ import torch
 from doge_fast.alternation import Call, alternated, quartiles
 from doge_fast.kernels.gram import gram
 from doge_fast.kernels.weighted_sum import weighted_sum
+from doge_fast.weights.rule import UpdateRule
 
 REPEATS = 9
 # torch.dot goes through BLAS, whose sizes are 32-bit.
@@ -30,6 +31,42 @@ class Bandwidth(NamedTuple):
     """Reading and writing, both counted."""
     spread: float
     """How far the quartiles of a read or a copy lie apart, the farther, over its median."""
+
+
+class Traffic(NamedTuple):
+    """Bytes that must be read and written."""
+
+    read: int
+    written: int
+
+    def seconds(self, limits: Bandwidth) -> float:
+        """The time this takes at the measured limits; writing takes as long as in a copy."""
+        alone = max(0, self.read - self.written)
+        return float((self.read + self.written - alone) / limits.copy + alone / limits.read)
+
+
+def rows_traffic(
+    rule: type[UpdateRule], num_domains: int, *, row_bytes: int, gradient_bytes: int
+) -> dict[str, Traffic]:
+    """The least that a rule moves of its rows in a step without targets, by phase.
+
+    A stacked pass writes the rows. With gradients of their own, as of `domain(name)`,
+    `accumulate` reads these beside.
+
+    Args:
+        rule: what decides the number of rows, and whether second moments are read with them.
+        num_domains: K.
+        row_bytes: of one row.
+        gradient_bytes: of one gradient of the model, and of its second moments.
+    """
+    rows = num_domains * row_bytes * (2 if rule.has_halves else 1)
+    # Second moments, and later the combined gradient for its norm.
+    more = gradient_bytes if rule.is_preconditioned else 0
+    return {
+        "accumulate": Traffic(0, rows),
+        "gram": Traffic(rows + more, 0),
+        "weighted_sum": Traffic(rows + more, gradient_bytes),
+    }
 
 
 def bandwidth(device: torch.device | str, num_bytes: int | None = None) -> Bandwidth:

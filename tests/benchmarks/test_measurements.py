@@ -1,7 +1,9 @@
 """What is timed computes the right thing, and cold; models have the size that they are named by."""
 
 import functools
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,11 @@ from benchmarks.models import PAPER, Shape
 from benchmarks.problems import MATRIX, Arena
 from benchmarks.steps import Problem
 from doge_fast.distributed import exchange
+from doge_fast.profiling.roofline import Bandwidth, Traffic, rows_traffic
+from doge_fast.weights.aligned import Aligned
+from doge_fast.weights.reweight import MirrorStep
 
+RESULTS = Path(optimizer_step.__file__).parent / "results"
 TINY = Shape(1, 2, 32, 64, 16)
 PROBLEM = Problem(TINY, 3, 6)
 
@@ -79,6 +85,40 @@ def test_models_have_the_size_that_the_paper_names():
     for name, shape in PAPER.items():
         nominal = float(name.removesuffix("M")) * 1e6
         assert models.num_parameters(shape) == pytest.approx(nominal, rel=0.02)
+
+
+def test_the_table_of_the_aligned_rule_on_a_gpu_follows_from_bytes():
+    """From the record of an H100, the model of bytes, and the sizes of the paper's 124M."""
+    record = json.loads(next(RESULTS.glob("gpu-nvidia-h100-*-steps.json")).read_text("utf-8"))
+    limits = Bandwidth(1e9 * record["read_gb_per_s"], 1e9 * record["copy_gb_per_s"], 0.0)
+    shape, gradient_bytes = PAPER["124M"], 4 * models.num_parameters(PAPER["124M"])
+    embeddings = (shape.vocab_size + shape.sequence) * shape.width
+    row_bytes = gradient_bytes // 2 + 2 * embeddings
+    page = (RESULTS.parent / "README.md").read_text("utf-8")
+    for row in record["sections"]["steps"]["rows"]:
+        if (row["model"], row["mode"]) != ("124M", "stacked"):
+            continue
+        num_domains = row["domains"]
+        paper, aligned = (
+            rows_traffic(
+                rule, num_domains, row_bytes=row_bytes, gradient_bytes=gradient_bytes
+            ).values()
+            for rule in (MirrorStep, Aligned)
+        )
+        moved = [sum(map(sum, phases)) / 1e9 for phases in (paper, aligned)]
+        times = [1e3 * sum(each.seconds(limits) for each in part) for part in (paper, aligned)]
+        more = times[1] - times[0]
+        rows = num_domains * row_bytes / 1e9
+        line = f"| {num_domains} | {rows:.1f} | {2 * rows:.1f} | {moved[0]:.1f} | {moved[1]:.1f} | "
+        assert f"{line}{more:.1f} | {1 + more / row['variant_ms']:.3f} |" in page
+
+
+def test_what_is_written_alone_takes_time():
+    limits = Bandwidth(read=4.0, copy=2.0, spread=0.0)
+    assert Traffic(0, 8).seconds(limits) == 4.0
+    assert Traffic(8, 0).seconds(limits) == 2.0
+    assert Traffic(12, 4).seconds(limits) == 4.0 + 2.0
+    assert Traffic(4, 12).seconds(limits) == 8.0
 
 
 @pytest.mark.exhaustive

@@ -1,6 +1,7 @@
 """Steps on the fake device beside a twin on the CPU; tests/method/test_fake_cuda.py starts them."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -8,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from benchmarks import models, protocol, steps
 from benchmarks.models import Shape
 from doge_fast import DoGEOptimizer
 from doge_fast.distributed import exchange
 from doge_fast.losses import domain_losses, linear_domain_losses
+from doge_fast.profiling.roofline import rows_traffic
 from doge_fast.weights.aligned import Aligned
 from doge_fast.weights.reweight import MirrorStep
 from tests import fake_cuda, gpu_steps
@@ -151,6 +154,49 @@ def test_over_plain_training_a_step_holds_its_rows_and_about_a_gradient(mode, dt
     gradient = 4 * models.num_parameters(problem.shape)
     rows = 7 * gradient / (2 if dtype else 1)
     assert rows <= peaks[1] - peaks[0] <= rows + 1.1 * gradient
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(values) if isinstance(each, Tensor)]
+
+
+@pytest.mark.parametrize("rule", [MirrorStep, Aligned])
+def test_a_stacked_step_moves_the_bytes_of_the_model(rule):
+    """Counted where operators are called; the model says what they cost on a GPU."""
+    model = Tiny().to("cuda:1")
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    score = {"score": "aligned"} if rule is Aligned else {}
+    optimizer = DoGEOptimizer(inner, domains=list(SIZES), **score)
+    ids = torch.arange(8 * LENGTH, device="cuda:1").view(8, LENGTH) % VOCABULARY
+    sizes = dict.fromkeys(SIZES, 2)
+    for _ in range(3):
+        with Dispatched() as dispatched:
+            with optimizer.stacked(model, sizes):
+                domain_losses(model(ids[:6]), ids[:6], sizes).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    storages = {block.rows_BN.untyped_storage().data_ptr() for block in optimizer.buffer.blocks}
+    counted: Counter[str] = Counter()
+    for function, args, kwargs, _ in dispatched.calls:
+        arguments = function._schema.arguments
+        named = dict(zip((each.name for each in arguments), args, strict=False)) | kwargs
+        written = tensors_in([named.get(each.name) for each in arguments if each.is_write])
+        name = function.overloadpacket.__name__
+        counted[f"{name} reads"] += sum(x.nbytes for x in tensors_in(named)) - sum(
+            x.nbytes for x in written
+        )
+        counted[f"{name} writes"] += sum(x.nbytes for x in written)
+        counted["rows"] += sum(
+            x.nbytes for x in written if x.untyped_storage().data_ptr() in storages
+        )
+    gradient = sum(p.nbytes for p in model.parameters())
+    least = rows_traffic(rule, len(SIZES), row_bytes=gradient, gradient_bytes=gradient)
+    coefficients = optimizer.last.coefficients.nbytes
+    assert counted["rows"] == least["accumulate"].written
+    assert counted["gram reads"] == least["gram"].read
+    read = counted["weighted_sum reads"] - coefficients + counted["_foreach_norm reads"]
+    assert read == least["weighted_sum"].read
+    assert counted["weighted_sum writes"] == least["weighted_sum"].written
 
 
 def read_on_the_host(gram: Tensor) -> Tensor:
