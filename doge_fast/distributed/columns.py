@@ -20,7 +20,13 @@ from torch import Tensor
 from torch import distributed as dist
 
 from doge_fast.distributed.exchange import Columns, Exchange
-from doge_fast.distributed.process_group import Agreement, Communicator, Report, all_gather
+from doge_fast.distributed.process_group import (
+    Agreement,
+    Communicator,
+    Report,
+    all_gather,
+    first_shares_of,
+)
 from doge_fast.flat_buffer import ALIGNMENT, Block, grad_dtype_of, on_device
 from doge_fast.kernels import weighted_sum
 from doge_fast.metric import Metric
@@ -74,6 +80,9 @@ class ColumnExchange(Exchange):
         values = [_checksum(param) for param in report.params] if report.is_first else None
         settings = {**report.settings, "the values of the parameters": values}
         counts_nB2, agreement = self._communicator.agree(names, report._replace(settings=settings))
+        if self._num_halves == 2:
+            counts_nB2 = _in_two_halves(counts_nB2)
+            agreement = agreement._replace(first_shares=first_shares_of(names, counts_nB2))
         # The dtype in which each block's rows are sent.
         self._dtypes = [dtype for dtype in agreement.dtypes if dtype is not None]
         # Pieces of this step: the number on each rank, the share of each in its row, and the rows
@@ -168,6 +177,19 @@ class ColumnExchange(Exchange):
     def release(self) -> None:
         """Free the memory of the sums."""
         self._sums = []
+
+
+def _in_two_halves(counts_nB2: Tensor) -> Tensor:
+    """The counts, where ranks that all have the same half of a domain take turns.
+
+    So a domain that few ranks have, each in one piece, has two halves. Those ranks send one piece
+    of it each, in whatever row; which half it belongs to is decided here.
+    """
+    has_one_half_B = (counts_nB2.sum(0) == 0).any(1)
+    is_there_nB = counts_nB2.sum(2) > 0
+    is_second_nB = is_there_nB & (is_there_nB.cumsum(0) % 2 == 0)
+    turns_nB = has_one_half_B & is_second_nB
+    return torch.where(turns_nB[:, :, None], counts_nB2.flip(2), counts_nB2)
 
 
 def _buckets_of(

@@ -83,14 +83,8 @@ class Communicator:
         words = [*chain(*counts_B2), *codes]
         counts_nC, codes_nU = torch.split(self._gather(words), lengths, dim=1)
         counts_nB2 = counts_nC.view(self.num_ranks, -1, 2)
-        totals_B2 = counts_nB2.sum(0).tolist()
-        first_shares = {
-            name: first / (first + second)
-            for name, (first, second) in zip(names, totals_B2, strict=True)
-            if first + second > 0
-        }
         dtypes = [_widest(codes) for codes in codes_nU.int().T.tolist()]
-        return counts_nB2, Agreement(first_shares, dtypes)
+        return counts_nB2, Agreement(first_shares_of(names, counts_nB2), dtypes)
 
     def _compare(self, settings: Mapping[str, object]) -> None:
         """Raise the same RuntimeError on all ranks if a setting differs."""
@@ -147,6 +141,16 @@ def _cpu_group_of(group: ProcessGroup) -> ProcessGroup:
     if "cpu:" in config or config in ("gloo", "mpi"):
         return group
     return group_of(dist.get_process_group_ranks(group), group, "gloo")
+
+
+def first_shares_of(names: Sequence[str], counts_nB2: Tensor) -> dict[str, float]:
+    """As `Agreement.first_shares`, from every rank's counts of halves."""
+    totals_B2 = counts_nB2.sum(0).tolist()
+    return {
+        name: first / (first + second)
+        for name, (first, second) in zip(names, totals_B2, strict=True)
+        if first + second > 0
+    }
 
 
 def _widest(codes: Sequence[int]) -> torch.dtype | None:

@@ -31,7 +31,7 @@ def trained(wrap: Wrap, inner: str, halves: tuple[tuple[int, ...], ...]) -> tupl
         rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     mine = halves[rank]
     # The ranks that share a half of the examples.
-    sharing = [r for r in range(num_ranks) if mine[0] in halves[r]]
+    sharing = [r for r in range(num_ranks) if mine and mine[0] in halves[r]]
     model = small_model()
     wrapped = wrap(model)
     optimizer = DoGEOptimizer(
@@ -39,7 +39,7 @@ def trained(wrap: Wrap, inner: str, halves: tuple[tuple[int, ...], ...]) -> tupl
         domains=list("abc"),
         target={"d": 1.0, "a": 0.2},
         score="aligned",
-        micro_batches=len(mine),
+        micro_batches=len(halves[0]),
     )
     for step in range(STEPS):
         for half in mine:
@@ -60,9 +60,11 @@ def trained(wrap: Wrap, inner: str, halves: tuple[tuple[int, ...], ...]) -> tupl
         pytest.param(ddp, "adamw", ((0, 1), (1, 0)), id="ranks"),
         pytest.param(ddp, "muon and adamw", ((0, 1), (1, 0)), id="several optimizers"),
         pytest.param(ddp, "adamw", ((0,), (1,)), id="a half on each rank"),
+        # Both would give the first half.
+        pytest.param(ddp, "adamw", ((0,), (), (1,)), id="two ranks of one parity"),
         pytest.param(sharded, "adamw", ((0, 1), (0, 1)), id="shards"),
     ],
 )
 def test_ranks_align_as_one_process(ranks, wrap, inner, halves):
     one = trained(bare, inner, ((0, 1),))
-    assert_ranks_are(one, ranks.run(2, trained, wrap, inner, halves))
+    assert_ranks_are(one, ranks.run(len(halves), trained, wrap, inner, halves))
