@@ -7,25 +7,30 @@ The checks see the whole step, from the first domain to the end of `step()`. The
 import math
 from collections.abc import Mapping
 from functools import partial
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from doge_fast import DoGEOptimizer
-from tests.models import take_step
 
 DOMAINS = ["a", "b", "c"]
 
 
-def model_and_optimizer(device: str) -> tuple[nn.Module, DoGEOptimizer]:
+def model_and_optimizer(
+    device: str, score: Literal["paper", "aligned"] = "paper"
+) -> tuple[nn.Module, DoGEOptimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8)).to(device)
     # A rate on the device, which a graph reads when it is replayed.
     inner = torch.optim.AdamW(
         model.named_parameters(), lr=torch.tensor(1e-3, device=device), fused=True, capturable=True
     )
-    return model, DoGEOptimizer(inner, domains=DOMAINS, mu=0.1, max_grad_norm=1.0)
+    rule: dict[str, Any] = {"mu": 0.1}
+    if score == "aligned":
+        rule = {"score": "aligned", "micro_batches": 2, "target": "a"}
+    return model, DoGEOptimizer(inner, domains=DOMAINS, max_grad_norm=1.0, **rule)
 
 
 def batches(step: int, device: str) -> dict[str, Tensor]:
@@ -34,7 +39,13 @@ def batches(step: int, device: str) -> dict[str, Tensor]:
 
 
 def train(model: nn.Module, optimizer: DoGEOptimizer, data: Mapping[str, Tensor]) -> None:
-    take_step(optimizer, data, lambda name: model(data[name]).square().mean())
+    number = optimizer.micro_batches or 1
+    for part in range(number):
+        for name, batch in data.items():
+            with optimizer.domain(name):
+                model(batch.chunk(number)[part]).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def step_waits_for_nothing(device: str) -> None:
@@ -50,9 +61,11 @@ def step_waits_for_nothing(device: str) -> None:
     assert optimizer.num_steps == 4
 
 
-def captured_step_is_the_step(device: str) -> None:
-    eager_model, eager = model_and_optimizer(device)
-    model, optimizer = model_and_optimizer(device)
+def captured_step_is_the_step(
+    device: str, score: Literal["paper", "aligned"] = "paper", steps: int = 8
+) -> None:
+    eager_model, eager = model_and_optimizer(device, score)
+    model, optimizer = model_and_optimizer(device, score)
     data = batches(0, device)
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -64,14 +77,15 @@ def captured_step_is_the_step(device: str) -> None:
             train(model, optimizer, data)
     with torch.cuda.graph(graph, stream=stream):
         train(model, optimizer, data)
-    for step in range(8):
+    for step in range(steps):
         if step >= 3:
             for name, batch in batches(step, device).items():
                 data[name].copy_(batch)
             graph.replay()
         train(eager_model, eager, batches(step, device))
     torch.testing.assert_close(optimizer.alpha, eager.alpha, rtol=1e-12, atol=0)
-    assert optimizer.num_steps == eager.num_steps == 8
+    assert (optimizer.alpha - 1 / len(DOMAINS)).abs().max() > 1e-6
+    assert optimizer.num_steps == eager.num_steps == steps
     for param, expected in zip(model.parameters(), eager_model.parameters(), strict=True):
         torch.testing.assert_close(param, expected)
 
@@ -123,6 +137,8 @@ def step_that_the_host_skips_cannot_be_captured(device: str) -> None:
 CHECKS = (
     step_waits_for_nothing,
     captured_step_is_the_step,
+    # Its weights move after twenty steps.
+    partial(captured_step_is_the_step, score="aligned", steps=24),
     skipped_first_step_leaves_no_momentum,
     partial(skipped_first_step_leaves_no_momentum, dampening=0.5),
     new_learning_rate_cannot_be_captured,

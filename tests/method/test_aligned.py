@@ -32,7 +32,7 @@ def model_and_optimizer(
     model.to(arguments.pop("params_dtype", torch.float64))
     inner = arguments.pop("inner", torch.optim.AdamW)
     optimizer = DoGEOptimizer(
-        inner(model.parameters(), lr=1e-2),
+        inner(model.named_parameters(), lr=1e-2),
         domains=DOMAINS,
         target=target,
         score="aligned",
@@ -88,7 +88,10 @@ def train(steps: int, target: Any, **arguments: Any) -> tuple[nn.Module, DoGEOpt
 class Twin:
     """The same training with the reference."""
 
-    def __init__(self, target: Mapping[str, float], num_parts: int, inner: Any) -> None:
+    def __init__(
+        self, target: Mapping[str, float], num_parts: int, inner: Any, *, is_selective: bool
+    ) -> None:
+        self.is_selective = is_selective
         self.model, optimizer = model_and_optimizer(target, inner=inner)
         self.names, self.inner, self.num_parts = optimizer.names, optimizer.inner, num_parts
         optimizer.release()
@@ -113,6 +116,9 @@ class Twin:
         if all("exp_avg_sq" in state for state in states):
             moments = torch.cat([state["exp_avg_sq"].flatten() for state in states])
             metric_N = torch.where(moments > 0, 1 / (moments.sqrt() + 1e-8), 0.0)
+        if self.is_selective:
+            # The other columns enter no product.
+            metric_N[params[0].numel() :] = 0
         self.alpha_K, gradient_N, self.mean_RR = reference.aligned_step(
             *(halves_2RN, self.alpha_K, self.mean_RR, self.num_steps),
             **{"tau_R": self.tau_R, "first_R": first_R, "metric_N": metric_N},
@@ -125,19 +131,26 @@ class Twin:
 
 
 @pytest.mark.parametrize(
-    ("target", "num_parts", "inner"),
+    ("target", "num_parts", "inner", "selection"),
     [
-        *((target, parts, torch.optim.AdamW) for target in TARGETS.values() for parts in (2, 3, 4)),
+        *(
+            (target, parts, torch.optim.AdamW, None)
+            for target in TARGETS.values()
+            for parts in (2, 3, 4)
+        ),
         # Without second moments the metric is Euclidean.
-        (TARGETS["some of both"], 2, torch.optim.SGD),
+        (TARGETS["some of both"], 2, torch.optim.SGD, None),
+        (TARGETS["two of them"], 2, torch.optim.AdamW, ["0.weight"]),
     ],
 )
-def test_the_rule_is_the_reference(target, num_parts, inner):
+def test_the_rule_is_the_reference(target, num_parts, inner, selection):
     steps = WAITING_STEPS + 15
-    twin = Twin(target, num_parts, inner)
+    twin = Twin(target, num_parts, inner, is_selective=selection is not None)
     for batch in batches(steps, twin.names):
         twin.step(batch)
-    model, optimizer = train(steps, target, micro_batches=num_parts, inner=inner)
+    model, optimizer = train(
+        steps, target, micro_batches=num_parts, inner=inner, selection=selection
+    )
     torch.testing.assert_close(optimizer.alpha, twin.alpha_K, rtol=1e-9, atol=0)
     assert (optimizer.alpha - 1 / len(DOMAINS)).abs().max() > 0.05
     for ours, theirs in zip(model.parameters(), twin.model.parameters(), strict=True):
