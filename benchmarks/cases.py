@@ -19,8 +19,8 @@ from doge_fast.alternation import Call
 from doge_fast.kernels import accumulate, gram, implementations, segment_sum, weighted_sum
 from doge_fast.kernels.dispatch import IMPLEMENTATIONS, OPERATORS
 from doge_fast.weights.aligned import WAITING_STEPS, AlignedSettings, align
-from doge_fast.weights.reweight import StepSettings, reweight
-from doge_fast.weights.rule import Matrices, Names, new_state
+from doge_fast.weights.reweight import StepSettings, new_state, reweight
+from doge_fast.weights.rule import Matrices, Names
 
 # Relative to the largest entry, against float64: what the library promises.
 GRAM_TOLERANCE = 1e-6

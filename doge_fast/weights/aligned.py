@@ -37,6 +37,7 @@ from doge_fast.kernels.dispatch import OPERATORS, Operator, requested_backend, r
 from doge_fast.kernels.triton_support import kernel, launching_on, tl
 from doge_fast.weights import scores
 from doge_fast.weights.defaults import DOMAIN_MAX_GRAD_NORM
+from doge_fast.weights.reweight import num_domains_of, state_views
 from doge_fast.weights.rule import (
     LastStep,
     Matrices,
@@ -44,8 +45,6 @@ from doge_fast.weights.rule import (
     UpdateRule,
     last_step_of,
     new_outputs,
-    num_domains_of,
-    state_views,
 )
 
 WAITING_STEPS = 20

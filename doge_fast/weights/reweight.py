@@ -26,14 +26,15 @@ from doge_fast.kernels.triton_support import kernel, launching_on, tl
 from doge_fast.weights import scores
 from doge_fast.weights.defaults import DOMAIN_MAX_GRAD_NORM
 from doge_fast.weights.rule import (
+    COUNTS,
+    VECTORS,
     LastStep,
     Matrices,
     Names,
     UpdateRule,
+    WeightsState,
     last_step_of,
     new_outputs,
-    num_domains_of,
-    state_views,
 )
 from doge_fast.weights.scores import NAMED_SCORES, PAPER, PUBLISHED, PUBLISHED_BOUNDS, Score
 
@@ -126,6 +127,23 @@ class StepTensors(NamedTuple):
     def sizes(self) -> tuple[int, int, int]:
         """R, K and B."""
         return len(self.tau_R), num_domains_of(self.state_S), len(self.gram_BB)
+
+
+def new_state(alpha_K: Tensor) -> Tensor:
+    """[3 K + 2]: `alpha_K` as weights and as their mean; zero scores and counts."""
+    rest = torch.zeros(len(alpha_K) + len(COUNTS), dtype=alpha_K.dtype, device=alpha_K.device)
+    return torch.cat([alpha_K, alpha_K, rest])
+
+
+def state_views(state_S: Tensor) -> WeightsState:
+    """The parts of a state, by name."""
+    vectors = state_S[: -len(COUNTS)].view(len(VECTORS), -1).unbind()
+    return WeightsState(*vectors, *state_S[-len(COUNTS) :].unbind())
+
+
+def num_domains_of(state_S: Tensor) -> int:
+    """K."""
+    return (len(state_S) - len(COUNTS)) // len(VECTORS)
 
 
 def reweight(

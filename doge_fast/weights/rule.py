@@ -52,23 +52,6 @@ class WeightsState(NamedTuple):
 VECTORS, COUNTS = WeightsState._fields[:3], WeightsState._fields[3:]
 
 
-def new_state(alpha_K: Tensor) -> Tensor:
-    """[3 K + 2]: `alpha_K` as weights and as their mean; zero scores and counts."""
-    rest = torch.zeros(len(alpha_K) + len(COUNTS), dtype=alpha_K.dtype, device=alpha_K.device)
-    return torch.cat([alpha_K, alpha_K, rest])
-
-
-def state_views(state_S: Tensor) -> WeightsState:
-    """The parts of a state, by name."""
-    vectors = state_S[: -len(COUNTS)].view(len(VECTORS), -1).unbind()
-    return WeightsState(*vectors, *state_S[-len(COUNTS) :].unbind())
-
-
-def num_domains_of(state_S: Tensor) -> int:
-    """K."""
-    return (len(state_S) - len(COUNTS)) // len(VECTORS)
-
-
 class LastStep(NamedTuple):
     """The record of a step; tensors on the device.
 

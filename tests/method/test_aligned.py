@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from doge_fast import DoGEOptimizer, reference
 from doge_fast.losses import domain_losses, linear_domain_losses
 from doge_fast.weights.aligned import WAITING_STEPS, AlignedSettings, align
-from doge_fast.weights.rule import Matrices, Names, new_state, state_views
+from doge_fast.weights.reweight import new_state, state_views
+from doge_fast.weights.rule import Matrices, Names
 from tests.method.architectures import VOCABULARY, Tiny
 
 DOMAINS = ("a", "b", "c")

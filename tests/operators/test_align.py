@@ -8,7 +8,8 @@ from torch import Tensor
 
 from doge_fast import reference
 from doge_fast.weights.aligned import WAITING_STEPS, AlignedSettings, align
-from doge_fast.weights.rule import LastStep, Matrices, Names, new_state, state_views
+from doge_fast.weights.reweight import new_state, state_views
+from doge_fast.weights.rule import LastStep, Matrices, Names
 from tests.laws import assert_simplex
 
 OPERATOR = "align"
