@@ -236,6 +236,7 @@ def learned(question: Question, variant: Variant, seed: int, out: Path) -> Array
         target=question.targets or ("universal",),
         sequences_per_domain=BLOCKS // 2,
         # The host's rule sets the weights, and the mirror step leaves them.
+        score="paper",
         mu=1e9,
         domain_max_grad_norm=0,
     )

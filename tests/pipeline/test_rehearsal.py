@@ -17,7 +17,7 @@ from tests.pipeline.workshop import said_in
 
 
 def test_a_dry_run_of_a_proxy(proxy):
-    config = proxy(target=("verse", "mix"), steps=1000, dry_run=True)
+    config = proxy(target=("verse", "mix"), score="paper", steps=1000, dry_run=True)
     told = said_in(rehearse(config))
     assert not config.out.exists()
     run = learn_weights(

@@ -271,11 +271,12 @@ class ProxyConfig(_Stage):
     """Bregman coefficient: in a step the logarithms of the weights move by lr W / mu, so a larger
     mu makes slower weights. None: 20 times the peak learning rate (0.01 at 5e-4), times (T + 1) / 2
     where the weights of the targets sum to T, which is K for universal."""
-    score: Literal["paper", "published", "aligned"] = "paper"
-    """paper: the score W as in the paper. published: as in the published code, W over the mean norm
-    of the domains' gradients, clipped to [0, 5]. aligned: the mixture whose gradient makes the
-    smallest angle with the targets'; it has no mu and clips no domain, and for all domains alike it
-    is uniform."""
+    score: Literal["auto", "aligned", "paper", "published"] = "auto"
+    """aligned: the mixture whose gradient makes the smallest angle with the targets'; it has no mu
+    and clips no domain, and for all domains alike it is uniform. paper: the score W of the paper.
+    published: as in the published code, W over the mean norm of the domains' gradients, clipped to
+    [0, 5]. auto: aligned for held-out domains; paper for universal and mix, and with a mu, another
+    domain_max_grad_norm or a single block of each domain."""
     domain_max_grad_norm: PositiveOrZero | None = DOMAIN_MAX_GRAD_NORM
     """Clip each domain's gradient to this norm before scoring (published configs: 5.0, 1.0); 0 or
     None: do not clip, as in the paper's text. Without it a few steps with large gradients may
@@ -301,14 +302,18 @@ class ProxyConfig(_Stage):
     def __post_init__(self) -> None:
         super().__post_init__()
         parse_target(self.target)
-        if self.score == "aligned":
-            has_default = self.domain_max_grad_norm == DOMAIN_MAX_GRAD_NORM
-            if self.mu is not None or not has_default or self.sequences_per_domain < 2:
-                raise UserError(
-                    "score aligned has no mu and clips no domain: leave mu and "
-                    "domain_max_grad_norm as they are. It compares two halves of each domain's "
-                    "blocks: sequences_per_domain must be 2 or more."
-                )
+        has_default = self.mu is None and self.domain_max_grad_norm == DOMAIN_MAX_GRAD_NORM
+        can_align = has_default and self.sequences_per_domain >= 2
+        if self.score == "auto":
+            is_aligned = can_align and not {*self.targets} <= {UNIVERSAL, MIX}
+            # Records, reports and weights.json have the one that was taken.
+            object.__setattr__(self, "score", "aligned" if is_aligned else "paper")
+        if self.score == "aligned" and not can_align:
+            raise UserError(
+                "score aligned has no mu and clips no domain: leave mu and domain_max_grad_norm as "
+                "they are. It compares two halves of each domain's blocks: sequences_per_domain "
+                "must be 2 or more."
+            )
 
     def _check(self) -> None:
         super()._check()
