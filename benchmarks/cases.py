@@ -18,7 +18,9 @@ from doge_fast import reference
 from doge_fast.alternation import Call
 from doge_fast.kernels import accumulate, gram, implementations, segment_sum, weighted_sum
 from doge_fast.kernels.dispatch import IMPLEMENTATIONS, OPERATORS
-from doge_fast.weights.reweight import StepSettings, new_state, reweight
+from doge_fast.weights.aligned import WAITING_STEPS, AlignedSettings, align
+from doge_fast.weights.reweight import StepSettings, reweight
+from doge_fast.weights.rule import Matrices, Names, new_state
 
 # Relative to the largest entry, against float64: what the library promises.
 GRAM_TOLERANCE = 1e-6
@@ -258,6 +260,65 @@ def reweight_case(num_rows: int, device: torch.device | str, names: Sequence[str
         device=device,
         num_bytes=(2 * num_rows * num_rows + 10 * num_rows) * 8,
         flops=6 * num_rows * num_rows,
+        error=error,
+        tolerance=1e-12,
+        ours={name: runs[name] for name in names},
+        plain={"small operators": runs["torch"]},
+        is_small=True,
+    )
+
+
+def align_case(num_rows: int, device: torch.device | str, names: Sequence[str]) -> Case:
+    """The aligned rule's step on halves, in those of `names` that it is written in."""
+    device = torch.device(device)
+    names = [name for name in names if name in OPERATORS["align"].implementations]
+    generator = torch.Generator().manual_seed(0)
+    halves_2KN = torch.randn(2, num_rows, 64, dtype=torch.float64, generator=generator)
+    halves_2KN += torch.randn(64, dtype=torch.float64, generator=generator)
+    alpha_K = torch.full((num_rows,), 1 / num_rows, dtype=torch.float64)
+    ones_K, zeros_KK = torch.ones_like(alpha_K), alpha_K.new_zeros(num_rows, num_rows)
+    tau_K = ones_K / torch.arange(1, num_rows + 1)
+    exact_K, _, exact_KK = reference.aligned_step(
+        *(halves_2KN, alpha_K, zeros_KK, WAITING_STEPS),
+        tau_R=tau_K,
+        first_R=ones_K / 2,
+        metric_N=ones_K.new_ones(64),
+    )
+    start_S, mean_KK = new_state(alpha_K).to(device), zeros_KK.to(device)
+    start_S[-2] = WAITING_STEPS
+    state_S = start_S.clone()
+    rows_CN = halves_2KN.transpose(0, 1).flatten(0, 1)
+    gram_CC = (rows_CN @ rows_CN.T).to(device)
+    of_names = Names(
+        tau_K.to(device),
+        torch.arange(num_rows, dtype=torch.int32, device=device),
+        (ones_K / 2).to(device),
+    )
+    settings_F = torch.tensor(AlignedSettings(1.0, 0.0), dtype=torch.float64, device=device)
+
+    def error(call: Call) -> float:
+        state_S.copy_(start_S)
+        mean_KK.zero_()
+        alpha = call().alpha  # type: ignore[attr-defined]
+        pairs = [(alpha, exact_K), (mean_KK, exact_KK)]
+        return largest(relative_error([found], [exact.to(device)]) for found, exact in pairs)
+
+    runs = {
+        name: functools.partial(
+            align,
+            *(Matrices(gram_CC, gram_CC), state_S, mean_KK, of_names, settings_F),
+            implementation=name,
+        )
+        for name in {*names, "torch"}
+    }
+    return Case(
+        operator="align",
+        label="",
+        problem=OperatorProblem(num_rows, torch.float64, MATRIX, (num_rows,)),
+        device=device,
+        # Four products of halves and the mean are read, the mean and the record's matrix written.
+        num_bytes=8 * 7 * num_rows * num_rows,
+        flops=12 * num_rows * num_rows,
         error=error,
         tolerance=1e-12,
         ours={name: runs[name] for name in names},

@@ -52,7 +52,9 @@ BY_SHAPE = {
     "weighted_sum": (cases.weighted_sum_case,),
 }
 BY_NUMBER = {"segment_sum": cases.segment_sum_case}
-OPERATORS = (*BY_SHAPE, "accumulate", *BY_NUMBER, "reweight")
+# The K x K steps, float64 alone.
+RULES = {"reweight": cases.reweight_case, "align": cases.align_case}
+OPERATORS = (*BY_SHAPE, "accumulate", *BY_NUMBER, *RULES)
 
 
 def all_cases(
@@ -72,16 +74,17 @@ def all_cases(
         with_fallback: with our plain torch among ours.
     """
     names = cases.timed_implementations(device, with_torch=with_fallback)
-    for dtype in dtypes if set(operators) - {"reweight"} else ():
+    for dtype in dtypes if set(operators) - set(RULES) else ():
         arena = Arena(dtype, num_bytes, device)
         yield from _cases_of(arena, names, operators, num_rows, shapes)
         del arena
-    if "reweight" in operators:
-        for each in num_rows:
-            case = cases.reweight_case(each, device, names)
-            # On a CPU plain torch is all there is.
-            if case.ours:
-                yield case
+    for make, each in itertools.product(
+        (RULES[name] for name in RULES if name in operators), num_rows
+    ):
+        case = make(each, device, names)
+        # On a CPU plain torch is all there is.
+        if case.ours:
+            yield case
 
 
 def _cases_of(
@@ -423,8 +426,8 @@ def _repeated(call: Call) -> Call:
 
 
 def _heading(row: Row) -> str:
-    if row["operator"] == "reweight":
-        return "reweight, float64, K x K"
+    if row["operator"] in RULES:
+        return f"{row['operator']}, float64, K x K"
     operator = f"{row['operator']} {row['label']}".strip()
     return f"{operator}, {row['dtype']}, {row['shape']}"
 

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -118,26 +119,27 @@ def linear_domain_losses(
     """
     sizes = _checked_sizes(hidden_BLH, labels_BL, sizes)
     targets_BL = labels_BL[:, 1:]
-    ends = [last * targets_BL.shape[1] for last in itertools.accumulate(sizes.values())]
-    spans = tuple(itertools.starmap(slice, itertools.pairwise([0, *ends])))
     rows = _HeadRows.of(weight_VH)
-    if rows is not None and (expected := rows.sizes) != [*sizes.values()]:
-        raise ValueError(
-            f"inside stacked() the sizes must be those of its batch, {expected}; got "
-            f"{[*sizes.values()]}."
-        )
-    losses_D: Tensor = _LinearLosses.apply(  # type: ignore[no-untyped-call]
+    parts = [[size] for size in sizes.values()] if rows is None else rows.parts_of(sizes)
+    ends = [end * targets_BL.shape[1] for end in itertools.accumulate(itertools.chain(*parts))]
+    spans = tuple(itertools.starmap(slice, itertools.pairwise([0, *ends])))
+    counts_D = _counts(targets_BL, sizes, num_targets)
+    numbers = [len(part) for part in parts]
+    counts = [count.expand(n) for count, n in zip(counts_D.split(1), numbers, strict=True)]
+    losses_S: Tensor = _LinearLosses.apply(  # type: ignore[no-untyped-call]
         rearrange(hidden_BLH[:, :-1], "b l h -> (b l) h"),
         weight_VH,
         rearrange(targets_BL, "b l -> (b l)"),
-        _counts(targets_BL, sizes, num_targets),
+        torch.cat(counts),
         _Head(spans, rows, torch.is_grad_enabled()),
     )
-    return losses_D
+    if len(spans) == len(sizes):
+        return losses_S
+    return torch.stack([part_S.sum() for part_S in losses_S.split(numbers)])
 
 
 class _HeadRows(NamedTuple):
-    """The head's rows of the buffer in a stacked pass, one for each of the batch's D domains."""
+    """The head's rows of the buffer in a stacked pass, one for each of the batch's segments."""
 
     stacked: StackedModel
     batch: SortedBatch
@@ -151,10 +153,16 @@ class _HeadRows(NamedTuple):
             return None
         return _HeadRows(stacked, stacked.batch, weight)
 
-    @property
-    def sizes(self) -> list[int]:
-        """Examples of each domain."""
-        return [segment.last - segment.first for segment in self.batch.segments]
+    def parts_of(self, sizes: Mapping[str, int]) -> list[list[int]]:
+        """Examples of each domain's segments: one, or halves; ValueError for other sizes."""
+        by_domain = itertools.groupby(self.batch.segments, attrgetter("domain"))
+        parts = [[segment.last - segment.first for segment in group] for _, group in by_domain]
+        if (expected := [*map(sum, parts)]) != [*sizes.values()]:
+            raise ValueError(
+                f"inside stacked() the sizes must be those of its batch, {expected}; got "
+                f"{[*sizes.values()]}."
+            )
+        return parts
 
     def reserve(self, dtype: torch.dtype) -> list[Tensor] | None:
         """The rows' memory, D views [V, H]; None if a row holds a gradient or is too narrow."""

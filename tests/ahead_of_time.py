@@ -30,11 +30,14 @@ from doge_fast.weights.scores import PAPER, PUBLISHED
 from tests.processes import printed_by
 
 # The files of the operators; in their packages the same names are functions.
-gram, segment_sum, weighted_sum, reweight = (
+gram, segment_sum, weighted_sum, reweight, aligned = (
     importlib.import_module(f"doge_fast.{name}")
-    for name in ("kernels.gram", "kernels.segment_sum", "kernels.weighted_sum", "weights.reweight")
+    for name in (
+        *("kernels.gram", "kernels.segment_sum", "kernels.weighted_sum"),
+        *("weights.reweight", "weights.aligned"),
+    )
 )
-for _file in (gram, segment_sum, weighted_sum, reweight):
+for _file in (gram, segment_sum, weighted_sum, reweight, aligned):
     decorate(vars(_file))
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -45,7 +48,7 @@ SHARED_BYTES = {80: 101_376, 90: 232_448}
 POINTERS = {
     **{"table": "*i64", "skipped": "*i1", "row": "*i32", "found_inf": "*fp32"},
     **dict.fromkeys(["partials", "gram", "full", "state", "tau", "settings"], "*fp64"),
-    **dict.fromkeys(["values", "coefficients_R"], "*fp64"),
+    **dict.fromkeys(["values", "coefficients_R", "mean", "first_share"], "*fp64"),
 }
 # Numbers that Triton finds to be multiples of 16 at a launch on a flat buffer's rows.
 ALIGNED = ("out_stride", "bias_stride")
@@ -203,6 +206,12 @@ def reweight_cases(num_rows: int) -> Iterator[Case]:
         yield Case(name, reweight.reweight_once, constants, options)
 
 
+def align_case(num_rows: int) -> Case:
+    constants = aligned.constants_of(num_rows, max(1, num_rows - 1))
+    options = {"num_warps": aligned.NUM_WARPS}
+    return Case(f"align of {num_rows} rows", aligned.align_once, constants, options)
+
+
 def cases() -> Iterator[Case]:
     """One of each kind of launch, of the usual dtypes."""
     for num_rows, dtype in SOME_GRAMS:
@@ -218,6 +227,8 @@ def cases() -> Iterator[Case]:
         yield weighted_sum_case(num_rows, dtype, out_dtype)
     yield from reweight_cases(8)
     yield from reweight_cases(64)
+    for num_rows in (8, 64, 512):
+        yield align_case(num_rows)
     for dtype in (FLOAT32, BFLOAT16):
         yield segment_sum_case(dtype, FLOAT32, 65536, 7, *GAIN)
         yield segment_sum_case(dtype, FLOAT32, 65536, 7, *GAIN, "bias")

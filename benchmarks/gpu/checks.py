@@ -32,9 +32,10 @@ def correctness(session: Session) -> Iterator[Row]:
     blocks = (1, 3, 65, 4_097, 64, columns // 8, 768)
     dtypes = DTYPES[:2] if session.quick else DTYPES
     for num_rows in NUM_ROWS:
-        case = cases.reweight_case(num_rows, session.device, session.names)
-        for name in case.ours:
-            yield checked(case, name)
+        for make in (cases.reweight_case, cases.align_case):
+            case = make(num_rows, session.device, session.names)
+            for name in case.ours:
+                yield checked(case, name)
         for dtype in dtypes:
             for sizes, shape in (((columns,), MATRIX), (blocks, BLOCKS)):
                 problem = OperatorProblem(num_rows, dtype, shape, sizes)

@@ -46,10 +46,13 @@ def sizes_of(sizes: Mapping[str, int]) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if size}
 
 
-def segments_of(parts: Sequence[tuple[int, int]]) -> list[Segment]:
-    """The segments of a batch that is sorted by row: (row of the buffer, examples) each."""
-    ends = accumulate(size for _, size in parts)
-    return [Segment(row, end - size, end) for (row, size), end in zip(parts, ends, strict=True)]
+def segments_of(parts: Sequence[tuple[int, int, int]]) -> list[Segment]:
+    """The segments of a batch, in its order: (domain, row of the buffer, examples) each."""
+    ends = accumulate(size for *_, size in parts)
+    return [
+        Segment(domain, row, end - size, end)
+        for (domain, row, size), end in zip(parts, ends, strict=True)
+    ]
 
 
 class _Replaced(NamedTuple):

@@ -174,8 +174,8 @@ class Step:
         self._assign_rows(sizes_here)
         halves = {name: self._halves_of(name, size) for name, size in sizes_here.items()}
         parts = [
-            (self._row_of(name, half), size)
-            for name, sizes_of_halves in halves.items()
+            (place, self._row_of(name, half), size)
+            for place, (name, sizes_of_halves) in enumerate(halves.items())
             for half, size in sizes_of_halves.items()
         ]
         stacked_model = self._stacked_model_of(bare(model))
@@ -258,10 +258,12 @@ class Step:
 
     def _halves_of(self, name: str, size: int) -> dict[int, int]:
         """{half: examples} of a domain in a stacked pass."""
-        first = self._next_half(name)
+        next_half = self._next_half(name)
         if self._num_halves == 1 or size == 1:
-            return {first: size}
-        return {first: size // 2, 1 - first: size - size // 2}
+            return {next_half: size}
+        # In the order of the rows, so that neighbouring rows are filled together.
+        first = (size + next_half) // 2
+        return {0: first, 1: size - first}
 
     @contextmanager
     def _open(

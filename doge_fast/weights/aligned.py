@@ -17,8 +17,15 @@ the mean over all steps so far, each divided by the mean squared norm of its row
 decides alone. The model's steps follow the weights: what a model at uniform weights has learned
 already looks useless to it. docs/evidence.md has what was measured.
 
-Axis letters: K training domains, R names of the objective, B rows of the step, C = 2 B halves.
+Axis letters: K training domains, R names of the objective, B = R rows of the step, C = 2 B halves.
+
+As `reweight`, `align` is one launch of a Triton kernel on a GPU, and plain torch elsewhere.
 """
+
+# Triton's own compiler types device code.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment, var-annotated"
+
+from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -26,10 +33,20 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from doge_fast.kernels.dispatch import OPERATORS, Operator, requested_backend, runs
+from doge_fast.kernels.triton_support import kernel, launching_on, tl
 from doge_fast.weights import scores
 from doge_fast.weights.defaults import DOMAIN_MAX_GRAD_NORM
-from doge_fast.weights.reweight import state_views
-from doge_fast.weights.rule import LastStep, Matrices, Names, UpdateRule
+from doge_fast.weights.rule import (
+    LastStep,
+    Matrices,
+    Names,
+    UpdateRule,
+    last_step_of,
+    new_outputs,
+    num_domains_of,
+    state_views,
+)
 
 WAITING_STEPS = 20
 """Steps before the first move: of fewer, the mean matrix is mostly noise."""
@@ -76,13 +93,7 @@ class Aligned(UpdateRule):
     ) -> LastStep:
         """As `align`."""
         num_names = len(names.tau_R)
-        return align(
-            matrices,
-            state_S,
-            memory_S.view(num_names, num_names),
-            names,
-            AlignedSettings(*settings.unbind()),
-        )
+        return align(matrices, state_S, memory_S.view(num_names, num_names), names, settings)
 
 
 def refuse_settings(
@@ -110,9 +121,11 @@ def align(
     state_S: Tensor,
     mean_RR: Tensor,
     names: Names,
-    settings: AlignedSettings,
+    settings_F: Tensor,
+    *,
+    implementation: str | None = None,
 ) -> LastStep:
-    """Move the domain weights one step of the aligned rule; every name has a gradient.
+    """Move the domain weights one step of the aligned rule, in one launch.
 
     c        =  1 / mean_r <g_r, g_r>
     G_ij     =  c <g_i, g_j>,    G_jj  =  c <a_j, b_j> / (w_j (1 - w_j)),   g_j = a_j + b_j
@@ -120,10 +133,37 @@ def align(
     slope_j  =  W_j / W.a  -  (mean a)_j / a' mean a
     alpha'_j ∝  max(alpha_j exp(RATE slope_j) / sum_i alpha_i exp(RATE slope_i), 0.01 / K)
 
-    w_j is the share of the first half. A weight of zero stays zero.
+    w_j is the share of the first half. A weight of zero stays zero. Arithmetic is float64, and
+    nothing is read on the host.
+
+    Args:
+        matrices: [C, C] float64, symmetric to the bit.
+        state_S: [3 K + 2] float64, made by `new_state`; updated in place.
+        mean_RR: [R, R] float64, the mean of all steps before; updated in place.
+        names: every name has a row.
+        settings_F: [2] float64, the fields of `AlignedSettings`.
+        implementation: "torch" or "triton"; None: the dispatcher chooses.
+
+    Returns:
+        The record. Its `combined_norm` is NaN: the matrices do not have the Euclidean norm.
+
+    Raises:
+        RuntimeError: the requested implementation cannot run.
     """
-    num_domains = (state_S.numel() - 2) // 3
-    state = state_views(state_S)
+    run = runs["align", state_S.device, implementation, requested_backend()]
+    last: LastStep = run(matrices, state_S, mean_RR, names, settings_F)
+    return last
+
+
+# In plain torch: some sixty small operations.
+
+
+def align_torch(
+    matrices: Matrices, state_S: Tensor, mean_RR: Tensor, names: Names, settings_F: Tensor
+) -> LastStep:
+    """An equation a line."""
+    num_domains = num_domains_of(state_S)
+    state, settings = state_views(state_S), AlignedSettings(*settings_F.unbind())
     scale_square = settings.grad_scale**2
     halves_RR = _halves(matrices.gram_CC, names.row_R) / scale_square
     whole_RR = halves_RR.sum((0, 1))
@@ -167,7 +207,7 @@ def align(
         influence=gain_K - difficulty_K,
         difficulty=difficulty_K,
         alpha=state.alpha.clone(),
-        combined_norm=scores.combined_norm(full_RR, coefficients_R),
+        combined_norm=torch.full_like(mean_square, torch.nan),
         skipped=~finite,
         found_inf=(~finite).to(torch.float32),
     )
@@ -193,3 +233,212 @@ def _slope(mean_RR: Tensor, tau_R: Tensor, alpha_K: Tensor) -> Tensor:
     slope_K = share_K - (share_K @ alpha_K) * own_K / square
     is_known = (square > least_square) & (least_gain > 0)
     return torch.where(is_known, slope_K, 0.0).clamp(-_MOST_SLOPE, _MOST_SLOPE)
+
+
+# Through Triton: one program for any number of names.
+#
+# Reads the C x C matrix and the mean, writes the mean and the R x R matrix, and reads that once
+# more: nothing may change before all entries are known to be finite. The matrices are processed in
+# slabs of BLOCK_R rows. Vectors that later slabs need are stored in the output, and loaded from
+# there after a barrier.
+
+# Float64 elements of a slab; 128 threads then load 8 each of the four products of halves.
+SLAB = 1024
+NUM_WARPS = 4
+
+
+def align_triton(
+    matrices: Matrices, state_S: Tensor, mean_RR: Tensor, names: Names, settings_F: Tensor
+) -> LastStep:
+    """As `align_torch`."""
+    sizes = len(names.tau_R), num_domains_of(state_S)
+    outputs = new_outputs(*sizes, len(matrices.gram_CC), state_S.device)
+    tensors = (*matrices, state_S, mean_RR, *names, settings_F, *outputs)
+    with launching_on(state_S.device):
+        align_once[(1,)](*tensors, **constants_of(*sizes), num_warps=NUM_WARPS)
+    return last_step_of(outputs, *sizes, len(matrices.gram_CC))
+
+
+def constants_of(num_names: int, num_domains: int) -> dict[str, int | float]:
+    """Compile-time arguments."""
+    padded = max(2, 1 << (num_names - 1).bit_length())
+    places = {name.upper(): place for place, name in enumerate(AlignedSettings._fields)}
+    return {
+        "R": num_names,
+        "K": num_domains,
+        "PADDED_R": padded,
+        "BLOCK_R": max(1, min(padded, SLAB // padded)),
+        **places,
+        "WAITING_STEPS": WAITING_STEPS,
+        "RATE": RATE,
+        "LEAST_WEIGHT": _LEAST_WEIGHT / num_domains,
+        "LEAST_GAIN": _LEAST_GAIN,
+        "LEAST_SQUARE": _LEAST_SQUARE / num_domains,
+        "MOST_SLOPE": _MOST_SLOPE,
+    }
+
+
+@kernel
+def is_finite(x):
+    """Neither infinite nor NaN."""
+    return tl.abs(x) < float("inf")
+
+
+@kernel
+def at_least(x, least):
+    """The larger of both; NaN for an x of NaN. Of a constant `tl.maximum` keeps 24 bits."""
+    return tl.where(x < least, least, x)
+
+
+@kernel
+def align_once(
+    gram,
+    full,
+    state,
+    mean,
+    tau,
+    row,
+    first_share,
+    settings,
+    values,
+    skipped,
+    found_inf,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    PADDED_R: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    GRAD_SCALE: tl.constexpr,
+    SMOOTHING: tl.constexpr,
+    WAITING_STEPS: tl.constexpr,
+    RATE: tl.constexpr,
+    LEAST_WEIGHT: tl.constexpr,
+    LEAST_GAIN: tl.constexpr,
+    LEAST_SQUARE: tl.constexpr,
+    MOST_SLOPE: tl.constexpr,
+):
+    """Update `state` and `mean`; write `values`, `skipped` and `found_inf`."""
+    C: tl.constexpr = 2 * R
+    coefficients = values + R * R
+    norms = coefficients + C
+    gains = norms + R
+    influences = gains + K
+    difficulties = influences + K
+    alphas = difficulties + K
+
+    scale = tl.load(settings + GRAD_SCALE)
+    unit = 1 / (scale * scale)
+    # [PADDED_R]; elements past R, or past K in vectors [K], are masked
+    r = tl.arange(0, PADDED_R)
+    is_row = r < R
+    is_domain = r < K
+    row_R = tl.load(row + r, mask=is_row, other=0)
+    # The products of the halves a and b of a name: [aa, ab] in one row, [ba, bb] in the next.
+    corner_R = 2 * row_R * (C + 1)
+    ab_R = tl.load(gram + corner_R + 1, mask=is_row, other=0.0) * unit
+    w_R = tl.load(first_share + r, mask=is_row, other=0.5)
+    products_R = ab_R / (w_R * (1 - w_R))
+    aa_R = tl.load(gram + corner_R, mask=is_row, other=0.0) * unit
+    bb_R = tl.load(gram + corner_R + C + 1, mask=is_row, other=0.0) * unit
+    mean_square = tl.sum(aa_R + ab_R + ab_R + bb_R, axis=0) / R
+    full_R = tl.load(full + corner_R, mask=is_row, other=0.0)
+    full_R += 2 * tl.load(full + corner_R + 1, mask=is_row, other=0.0)
+    full_R += tl.load(full + corner_R + C + 1, mask=is_row, other=0.0)
+    # Of halves that cancel, a square may come out below zero.
+    norms_R = tl.sqrt(at_least(full_R * unit, 0.0))
+    tl.store(norms + r, norms_R, mask=is_row)
+    tau_R = tl.load(tau + r, mask=is_row, other=0.0)
+    is_wrong_R = (is_finite(norms_R) == 0) | (is_finite(products_R) == 0)
+    is_skipped = tl.max(is_wrong_R.to(tl.int32), axis=0)
+
+    for first in range(0, R, BLOCK_R):
+        i = first + tl.arange(0, BLOCK_R)
+        is_slab = i < R
+        # [BLOCK_R, PADDED_R]
+        is_entry = is_slab[:, None] & is_row[None, :]
+        row_i = tl.load(row + i, mask=is_slab, other=0)
+        halves = gram + 2 * row_i[:, None] * C + 2 * row_R[None, :]
+        square = tl.load(halves, mask=is_entry, other=0.0)
+        square += tl.load(halves + 1, mask=is_entry, other=0.0)
+        square += tl.load(halves + C, mask=is_entry, other=0.0)
+        square += tl.load(halves + C + 1, mask=is_entry, other=0.0)
+        square *= unit
+        is_wrong = (is_finite(square) == 0).to(tl.int32)
+        is_skipped = tl.maximum(is_skipped, tl.max(tl.max(is_wrong, axis=1), axis=0))
+        square = tl.where(i[:, None] == r[None, :], products_R[None, :], square)
+        tl.store(values + i[:, None] * R + r[None, :], square, mask=is_entry)
+        tl.store(gains + i, tl.sum(square * tau_R[None, :], axis=1), mask=i < K)
+    tl.debug_barrier()
+
+    is_taken = is_skipped == 0
+    alpha_K = tl.load(state + r, mask=is_domain, other=0.0)
+    last_steps = tl.load(state + 3 * K)
+    num_steps = tl.where(is_taken, last_steps + 1, last_steps)
+    count = at_least(num_steps, 1.0)
+    # A step whose gradients are all zero says nothing.
+    is_new = is_taken & (mean_square > 0)
+    divisor = tl.where(is_new, mean_square, 1.0)
+    for first in range(0, R, BLOCK_R):
+        i = first + tl.arange(0, BLOCK_R)
+        # [BLOCK_R, PADDED_R]
+        is_entry = (i < R)[:, None] & is_row[None, :]
+        entries = i[:, None] * R + r[None, :]
+        mean_i = tl.load(mean + entries, mask=is_entry, other=0.0)
+        square = tl.load(values + entries, mask=is_entry, other=0.0)
+        mean_i = tl.where(is_new, mean_i + (square / divisor - mean_i) / count, mean_i)
+        tl.store(mean + entries, mean_i, mask=is_entry)
+        # W and G a of the mean, until the record's parts take their places.
+        tl.store(influences + i, tl.sum(mean_i * tau_R[None, :], axis=1), mask=i < K)
+        tl.store(difficulties + i, tl.sum(mean_i * alpha_K[None, :], axis=1), mask=i < K)
+    tl.debug_barrier()
+
+    w_K = tl.load(influences + r, mask=is_domain, other=0.0)
+    own_K = tl.load(difficulties + r, mask=is_domain, other=0.0)
+    diagonal_K = tl.load(mean + r * (R + 1), mask=is_domain, other=0.0)
+    least_gain = LEAST_GAIN * tl.max(tl.abs(w_K), axis=0)
+    least_square = LEAST_SQUARE * (tl.sum(tl.abs(diagonal_K), axis=0) / K)
+    total = at_least(tl.sum(w_K * alpha_K, axis=0), least_gain)
+    share_K = w_K / at_least(total, 1e-300)
+    square_of_all = tl.sum(own_K * alpha_K, axis=0)
+    is_known = (square_of_all > least_square) & (least_gain > 0)
+    own_K = own_K / tl.where(is_known, square_of_all, 1.0)
+    slope_K = share_K - tl.sum(share_K * alpha_K, axis=0) * own_K
+    slope_K = at_least(tl.where(is_known, slope_K, 0.0), -MOST_SLOPE)
+    slope_K = tl.where(slope_K > MOST_SLOPE, MOST_SLOPE, slope_K)
+
+    # A weight of zero stays zero.
+    logs_K = tl.log(tl.where(alpha_K == 0, 1.0, alpha_K)) + RATE * slope_K
+    logs_K = tl.where(is_domain & (alpha_K != 0), logs_K, -float("inf"))
+    raised_K = tl.exp(logs_K - tl.max(logs_K, axis=0))
+    raised_K = at_least(raised_K / tl.sum(raised_K, axis=0), LEAST_WEIGHT)
+    raised_K = tl.where(is_domain & (alpha_K != 0), raised_K, 0.0)
+    smoothing = tl.load(settings + SMOOTHING)
+    raised_K = (1 - smoothing) * (raised_K / tl.sum(raised_K, axis=0)) + smoothing * (1.0 / K)
+    moves = is_taken & (num_steps > WAITING_STEPS)
+    next_K = tl.where(moves, raised_K, alpha_K)
+
+    # All threads have loaded what is overwritten now.
+    tl.debug_barrier()
+    gain_K = tl.load(gains + r, mask=is_domain, other=0.0)
+    difficulty_K = tau_R * tl.load(values + r * (R + 1), mask=is_domain, other=0.0)
+    tl.store(influences + r, gain_K - difficulty_K, mask=is_domain)
+    tl.store(difficulties + r, difficulty_K, mask=is_domain)
+    tl.store(alphas + r, next_K, mask=is_domain)
+    tl.store(alphas + K, float("nan"))
+    coefficient_R = tl.where(is_taken, tl.where(is_domain, next_K, 0.0), float("nan"))
+    tl.store(coefficients + 2 * row_R, coefficient_R, mask=is_row)
+    tl.store(coefficients + 2 * row_R + 1, coefficient_R, mask=is_row)
+
+    last_slope_K = tl.load(state + 2 * K + r, mask=is_domain, other=0.0)
+    last_mean_K = tl.load(state + K + r, mask=is_domain, other=0.0)
+    num_skipped = tl.load(state + 3 * K + 1)
+    tl.store(state + r, next_K, mask=is_domain)
+    tl.store(state + K + r, tl.where(is_taken, next_K, last_mean_K), mask=is_domain)
+    tl.store(state + 2 * K + r, tl.where(is_taken, slope_K, last_slope_K), mask=is_domain)
+    tl.store(state + 3 * K, num_steps)
+    tl.store(state + 3 * K + 1, tl.where(is_taken, num_skipped, num_skipped + 1))
+    tl.store(skipped, is_skipped != 0)
+    tl.store(found_inf, is_skipped.to(tl.float32))
+
+
+# Not an operator of torch: nothing compiles or differentiates the end of a step.
+OPERATORS["align"] = Operator("align", {"triton": align_triton, "torch": align_torch})

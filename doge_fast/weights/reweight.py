@@ -6,7 +6,7 @@ B rows of the buffer. B = R, or S + M if a step has S of the K training domains.
 Fifty small launches would take longer than their arithmetic. So on a GPU `reweight` is one launch
 of a Triton kernel. Elsewhere, and for a score that the kernel does not compute, it is plain torch.
 Settings, state and results are packed into one vector each, for few kernel arguments; named tuples
-view their parts.
+view their parts (`doge_fast.weights.rule`).
 """
 
 # Triton's own compiler types device code.
@@ -26,13 +26,14 @@ from doge_fast.kernels.triton_support import kernel, launching_on, tl
 from doge_fast.weights import scores
 from doge_fast.weights.defaults import DOMAIN_MAX_GRAD_NORM
 from doge_fast.weights.rule import (
-    COUNTS,
-    VECTORS,
     LastStep,
     Matrices,
     Names,
     UpdateRule,
-    WeightsState,
+    last_step_of,
+    new_outputs,
+    num_domains_of,
+    state_views,
 )
 from doge_fast.weights.scores import NAMED_SCORES, PAPER, PUBLISHED, PUBLISHED_BOUNDS, Score
 
@@ -124,20 +125,7 @@ class StepTensors(NamedTuple):
     @property
     def sizes(self) -> tuple[int, int, int]:
         """R, K and B."""
-        num_domains = (self.state_S.numel() - len(COUNTS)) // len(VECTORS)
-        return len(self.tau_R), num_domains, len(self.gram_BB)
-
-
-def new_state(alpha_K: Tensor) -> Tensor:
-    """[3 K + 2]: `alpha_K` as weights and as their mean; zero scores and counts."""
-    rest = torch.zeros(len(alpha_K) + len(COUNTS), dtype=alpha_K.dtype, device=alpha_K.device)
-    return torch.cat([alpha_K, alpha_K, rest])
-
-
-def state_views(state_S: Tensor) -> WeightsState:
-    """The parts of a state, by name."""
-    vectors = state_S[: -len(COUNTS)].view(len(VECTORS), -1).unbind()
-    return WeightsState(*vectors, *state_S[-len(COUNTS) :].unbind())
+        return len(self.tau_R), num_domains_of(self.state_S), len(self.gram_BB)
 
 
 def reweight(
@@ -189,15 +177,15 @@ def reweight(
         implementation = "torch"
     check_arguments(tensors)
     run = runs["reweight", gram_BB.device, implementation, requested_backend()]
-    outputs = run(tensors, score)
-    return _step_views(tensors, *outputs)
+    last: LastStep = run(tensors, score)
+    return last
 
 
 # In plain torch: some fifty small operations, on any device, always available.
 
 
-def reweight_torch(tensors: StepTensors, score: Score) -> tuple[Tensor, Tensor, Tensor]:
-    """The [V] values that `LastStep` views, then `skipped` and `found_inf`."""
+def reweight_torch(tensors: StepTensors, score: Score) -> LastStep:
+    """An equation a line."""
     gram_BB, full_BB, state_S, tau_R, row_R, settings_F = tensors
     num_names, num_domains, num_rows = tensors.sizes
     num_drawn = num_rows - (num_names - num_domains)
@@ -238,19 +226,18 @@ def reweight_torch(tensors: StepTensors, score: Score) -> tuple[Tensor, Tensor, 
     moved_S = torch.cat([alpha_K, mean_K, gain_K, num_steps[None], state.num_skipped[None]])
     state_S.copy_(torch.where(finite, moved_S, state_S))
     state.num_skipped.add_(~finite)
-    values_V = torch.cat(
-        [
-            clipped_RR.flatten(),
-            coefficients_B * factor,
-            norms_R,
-            gain_K,
-            raw_K - difficulty_K,
-            difficulty_K,
-            state.alpha,
-            combined_norm[None],
-        ]
+    return LastStep(
+        gram=clipped_RR,
+        coefficients=coefficients_B * factor,
+        grad_norms=norms_R,
+        gain=gain_K,
+        influence=raw_K - difficulty_K,
+        difficulty=difficulty_K,
+        alpha=state.alpha.clone(),
+        combined_norm=combined_norm,
+        skipped=~finite,
+        found_inf=(~finite).to(torch.float32),
     )
-    return values_V, ~finite, (~finite).to(torch.float32)
 
 
 def _scatter(matrix_BB: Tensor, row_R: Tensor, present_R: Tensor) -> Tensor:
@@ -268,28 +255,6 @@ def _with_all_pairs(gram_RR: Tensor, num_domains: int, num_drawn: int) -> Tensor
     return gram_RR * factor_RR
 
 
-def _step_views(
-    tensors: StepTensors, values_V: Tensor, skipped: Tensor, found_inf: Tensor
-) -> LastStep:
-    num_names, _, num_rows = tensors.sizes
-    sizes = [num_names**2, num_rows, num_names]
-    sizes += [len(values_V) - sum(sizes) - 1, 1]
-    gram, coefficients, norms, vectors, combined_norm = torch.split(values_V, sizes)
-    gain, influence, difficulty, alpha = vectors.view(4, -1).unbind()
-    return LastStep(
-        gram=gram.view(num_names, num_names),
-        coefficients=coefficients,
-        grad_norms=norms,
-        gain=gain,
-        influence=influence,
-        difficulty=difficulty,
-        alpha=alpha,
-        combined_norm=combined_norm.view(()),
-        skipped=skipped,
-        found_inf=found_inf,
-    )
-
-
 # Through Triton: one program for any number of rows.
 #
 # Computes clipping factors, W, score, mirror step, averages, combined norm and overflow flag, and
@@ -302,17 +267,14 @@ SLAB = 4096
 NUM_WARPS = 4
 
 
-def reweight_triton(tensors: StepTensors, score: Score) -> tuple[Tensor, Tensor, Tensor]:
+def reweight_triton(tensors: StepTensors, score: Score) -> LastStep:
     """As `reweight_torch`, for `PAPER` and `PUBLISHED`."""
-    num_names, num_domains, num_rows = tensors.sizes
-    # What `LastStep` views: [V] float64, a bool and a float32 scalar.
-    size = num_names**2 + num_rows + num_names + 4 * num_domains + 1
-    empty = tensors.gram_BB.new_empty
-    outputs = empty(size), empty((), dtype=torch.bool), empty((), dtype=torch.float32)
-    constants = constants_of(*tensors.sizes, score)
-    with launching_on(tensors.gram_BB.device):
+    device, sizes = tensors.gram_BB.device, tensors.sizes
+    outputs = new_outputs(*sizes, device)
+    constants = constants_of(*sizes, score)
+    with launching_on(device):
         reweight_once[(1,)](*tensors, *outputs, **constants, num_warps=NUM_WARPS)
-    return outputs
+    return last_step_of(outputs, *sizes)
 
 
 def constants_of(

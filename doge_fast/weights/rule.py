@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -51,6 +52,23 @@ class WeightsState(NamedTuple):
 VECTORS, COUNTS = WeightsState._fields[:3], WeightsState._fields[3:]
 
 
+def new_state(alpha_K: Tensor) -> Tensor:
+    """[3 K + 2]: `alpha_K` as weights and as their mean; zero scores and counts."""
+    rest = torch.zeros(len(alpha_K) + len(COUNTS), dtype=alpha_K.dtype, device=alpha_K.device)
+    return torch.cat([alpha_K, alpha_K, rest])
+
+
+def state_views(state_S: Tensor) -> WeightsState:
+    """The parts of a state, by name."""
+    vectors = state_S[: -len(COUNTS)].view(len(VECTORS), -1).unbind()
+    return WeightsState(*vectors, *state_S[-len(COUNTS) :].unbind())
+
+
+def num_domains_of(state_S: Tensor) -> int:
+    """K."""
+    return (len(state_S) - len(COUNTS)) // len(VECTORS)
+
+
 class LastStep(NamedTuple):
     """The record of a step; tensors on the device.
 
@@ -82,6 +100,42 @@ class LastStep(NamedTuple):
     """`skipped` as a float32 scalar, for fused optimizers."""
     lr: float | Tensor | None = None
     """eta of this step, as in the parameter group; None: not known."""
+
+
+class Outputs(NamedTuple):
+    """What a kernel writes of `LastStep`; uninitialised memory before."""
+
+    values: Tensor
+    """[V] float64: the first fields in their order, one after another."""
+    skipped: Tensor
+    """Bool scalar."""
+    found_inf: Tensor
+    """Float32 scalar."""
+
+
+def new_outputs(
+    num_names: int, num_domains: int, num_rows: int, device: torch.device | str
+) -> Outputs:
+    """Memory for the record of a step with R names, K domains and C rows."""
+    size = num_names**2 + num_rows + num_names + 4 * num_domains + 1
+    return Outputs(
+        torch.empty(size, dtype=torch.float64, device=device),
+        torch.empty((), dtype=torch.bool, device=device),
+        torch.empty((), dtype=torch.float32, device=device),
+    )
+
+
+def last_step_of(outputs: Outputs, num_names: int, num_domains: int, num_rows: int) -> LastStep:
+    """The record whose parts `outputs` has, as views of it."""
+    sizes = num_names**2, num_rows, num_names, *4 * (num_domains,), 1
+    gram, *vectors, combined_norm = torch.split(outputs.values, sizes)
+    return LastStep(
+        gram.view(num_names, num_names),
+        *vectors,
+        combined_norm.view(()),
+        outputs.skipped,
+        outputs.found_inf,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,6 @@ from torch import Tensor
 from doge_fast.tracing import warn
 from doge_fast.weights import diagnosis
 from doge_fast.weights.objective import Objective
-from doge_fast.weights.reweight import new_state, state_views
 from doge_fast.weights.rule import (
     COUNTS,
     VECTORS,
@@ -25,6 +24,8 @@ from doge_fast.weights.rule import (
     Names,
     UpdateRule,
     WeightsState,
+    new_state,
+    state_views,
 )
 
 # Weights that were printed or read from a file are rounded.

@@ -14,7 +14,10 @@ from benchmarks.models import Shape
 from doge_fast import DoGEOptimizer
 from doge_fast.distributed import exchange
 from doge_fast.losses import domain_losses, linear_domain_losses
+from doge_fast.weights.aligned import Aligned
+from doge_fast.weights.reweight import MirrorStep
 from tests import fake_cuda, gpu_steps
+from tests.dispatched import Dispatched
 from tests.method.architectures import VOCABULARY, Tiny
 
 LENGTH, STEPS = 8, 4
@@ -34,10 +37,9 @@ def train(
     optimizer = DoGEOptimizer(
         inner if len(inner) > 1 else inner[0],
         domains=list(SIZES),
-        mu=0.05,
         micro_batches=micro_batches,
         scaler=scaler,
-        **options,
+        **(options if "aligned" in options.values() else {"mu": 0.05, **options}),
     )
     scaled = (lambda loss: loss) if scaler is None else scaler.scale
     found = []
@@ -93,6 +95,8 @@ def train(
         {"kind": "scaler", "mode": "stacked", "micro_batches": 2},
         {"domains_per_step": 2},
         {"kind": "two optimizers"},
+        {"score": "aligned", "micro_batches": 2, "max_grad_norm": 0.1},
+        {"score": "aligned", "mode": "linear", "micro_batches": 2},
     ],
     ids=lambda options: ", ".join(map(str, options.values())) or "plain",
 )
@@ -227,6 +231,42 @@ def test_what_a_graph_does_not_hold_is_noticed(monkeypatch):
     assert steps.captured_step_error("cuda:1") > 0
     with pytest.raises(AssertionError):
         gpu_steps.captured_step_is_the_step("cuda:1")
+
+
+@pytest.mark.parametrize(("rule", "micro_batches"), [(MirrorStep, 1), (Aligned, 2)])
+def test_a_rule_is_one_launch(rule, micro_batches, monkeypatch):
+    """Beside it there is memory for the record, and there are views of it."""
+    pytest.importorskip("triton")
+    from triton.runtime.interpreter import GridExecutor
+
+    fake_cuda.interpret_triton()
+    monkeypatch.setenv("DOGE_FAST_BACKEND", "triton")
+    run, step = GridExecutor.__call__, rule.step
+    launches: list[str] = []
+    seen: list[tuple[list[str], set[str]]] = []
+
+    def watched_run(self: Any, *args: Any, **options: Any) -> None:
+        launches.append(self.fn.__name__)
+        with torch._C._DisableTorchDispatch():
+            run(self, *args, **options)
+
+    def watched_step(*args: Any) -> Any:
+        launches.clear()
+        with Dispatched() as dispatched:
+            last = step(*args)
+        others = [call[0] for call in dispatched.calls if call[0].namespace == "aten"]
+        seen.append((launches[:], {each.overloadpacket.__name__ for each in others}))
+        return last
+
+    monkeypatch.setattr(GridExecutor, "__call__", watched_run)
+    monkeypatch.setattr(rule, "step", watched_step)
+    score = {"score": "aligned"} if rule is Aligned else {}
+    assert train("cuda:1", micro_batches=micro_batches, **score)[0] == []
+    kernel = "align_once" if rule is Aligned else "reweight_once"
+    views = {"view", "unbind", "slice", "split_with_sizes", "detach"}
+    for of_step, others in seen:
+        assert of_step == [kernel]
+        assert others <= {"empty", *views}
 
 
 def test_a_launch_on_another_device_is_noticed(monkeypatch):

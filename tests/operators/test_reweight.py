@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from doge_fast import reference
-from doge_fast.weights.reweight import StepSettings, new_state, reweight, state_views
-from doge_fast.weights.rule import LastStep
+from doge_fast.weights.reweight import StepSettings, reweight
+from doge_fast.weights.rule import LastStep, new_state, state_views
 from doge_fast.weights.scores import PAPER, PUBLISHED, PUBLISHED_BOUNDS, Score
 from tests.laws import assert_simplex
 from tests.models import Bounded

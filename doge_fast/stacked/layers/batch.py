@@ -16,9 +16,12 @@ from doge_fast.flat_buffer import on_device
 
 
 class Segment(NamedTuple):
-    """One domain of a batch: its row of the buffer, and its examples `first` up to `last`."""
+    """A domain of a batch, or a half of one: its row, and its examples `first` up to `last`."""
 
+    domain: int
+    """Its place among the domains of the batch."""
     row: int
+    """Of the buffer."""
     first: int
     last: int
 
