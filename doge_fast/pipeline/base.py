@@ -62,8 +62,7 @@ def train_base(config: BaseConfig) -> Run:
     with stage.directory(trainer, existing) as checkpoint:
         from_first(
             lambda: stage.write_weights(
-                config.out,
-                trainer.corpus,
+                trainer,
                 {"weight": mean},
                 method=config.weights if config.weights in BASELINES else "given",
                 source=config.weights,

@@ -103,6 +103,16 @@ def test_the_lowest_measured_loss_is_written(learned):
     assert record["inverse_temperature"] == best["inverse_temperature"]
     assert run.weights == best["weights"]
     assert (record["method"], record["target"]) == ("doge", "universal")
+    # The file says without its runs what it is of.
+    told = records.read_weights(learned)
+    assert record["corpus"] == told["corpus"] == records.load_config(learned)[1].corpus.data
+    assert record["proxy"]["seed"] == told["seed"] == 0
+    assert record["proxy"]["learning_rate"] == told["learning_rate"]
+    (_, base), seen = records.load_config(run.path / "runs/base-0-seed0"), record["tokens"]
+    assert seen == told["tokens"] + 8 * 4 * base.batch_size * base.corpus.block_size
+    (farthest,) = [each for each in record["warnings"] if "short" in each.lower()]
+    assert f"{4 * base.batch_size * base.corpus.block_size} tokens each" in farthest
+    assert f"The proxy: {told['warnings'][0]}" in record["warnings"]
     # A directory like a proxy's: it is drawn, exported and trained at.
     assert run.figures()
     assert (run.path / "report.html").exists()

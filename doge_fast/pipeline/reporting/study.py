@@ -430,6 +430,15 @@ def _weights_agree(base: RecordedRun, proxy: RecordedRun) -> bool:
     return own == learned
 
 
+def warnings_on(run: Path) -> list[str]:
+    """What to know of the weights that a run has learned, finished or not."""
+    try:
+        return list(Proxy(run.name, tuple(open_runs([run]))).warnings())
+    except ValueError as error:
+        # The weights are there, whatever became of the lines about the way to them.
+        return [str(error)]
+
+
 def remarks_on(run: Path) -> list[str]:
     """What a run of stage one found and what to know before using it, in lines for a terminal."""
     (found,) = open_runs([run])

@@ -23,6 +23,7 @@ from doge_fast.pipeline.weights.summary import (
     WeightsSummary,
     by_domain,
     figure_text,
+    origin,
     story,
     tokens_text,
     weight_text,
@@ -40,8 +41,10 @@ def show(config: WeightsShowConfig) -> list[str]:
     lines = []
     for source, record in found.items():
         mixture = summary.describe(record, budget_tokens=budget, tokens=tokens)
-        lines += [_wrapped(f"{source}: {story(record)}"), text(mixture.table())]
-        lines += map(_wrapped, _remarks(mixture, budget, tokens))
+        lines += map(_wrapped, filter(None, (f"{source}: {story(record)}", origin(record))))
+        warnings = (f"Warning: {each}" for each in record.get("warnings") or ())
+        lines.append(text(mixture.table()))
+        lines += map(_wrapped, (*_remarks(mixture, budget, tokens), *warnings))
     return lines
 
 
