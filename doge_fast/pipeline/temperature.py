@@ -591,16 +591,28 @@ class _Search:
             records.TemperaturePoint(point.inverse, point.arm, dict(point.weights))
             for point in shown
         )
-        many = self._epochs(best.weights)
         title, arms = "How far to follow the proxy", tuple(point.arm for point in shown)
         focus = best.arm.label if best.inverse else None
-        seeds = tuple(zip(*(point.runs for point in points), strict=True))
-        methods = (
-            records.Method(f"{len(points)} base models", seeds),
-            records.Method("one of them", tuple((name,) for name in points[0].runs)),
+        models, proxy = (
+            [name for arm in arms for name in arm.runs],
+            self.config.proxy.resolve().name,
         )
+        methods = (
+            records.Method(f"proxy and {plural(len(models), 'base model')}", ((proxy, *models),)),
+            records.Method("proxy", ((proxy,),)),
+            records.Method("a base model", tuple((name,) for name in points[0].runs)),
+        )
+        budget = self.config.budget_tokens
         return (
-            records.TemperatureGroup(title, tuple(measured), self.aim, best.inverse, many),
+            records.TemperatureGroup(
+                title,
+                points=tuple(measured),
+                aim=self.aim,
+                chosen=best.inverse,
+                epochs=self._epochs(best.weights),
+                epochs_tokens=budget or self._tokens,
+                has_budget=budget is not None,
+            ),
             records.PerplexityGroup("Base models", arms, tuple(self.aim), focus=focus),
             records.CostGroup("Cost", methods),
         )

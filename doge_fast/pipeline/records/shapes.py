@@ -243,6 +243,10 @@ class TemperatureGroup:
     """1/T of the weights that were written."""
     epochs: dict[str, PositiveOrZero]
     """{domain: passes over its text} at the chosen weights."""
+    epochs_tokens: Positive
+    """Of the training that `epochs` are of."""
+    has_budget: bool
+    """Whether that is the training that the weights are for, and not that of a base model."""
     kind: Literal["temperature"] = "temperature"
 
 

@@ -190,7 +190,7 @@ def story(record: Mapping[str, Any]) -> str:
     kind = [_KINDS.get(method, method) if method else "method not known"]
     seeds = known.get("seeds", [known["seed"]] if "seed" in known else [])
     if "inverse_temperature" in known:
-        decided = {True: "decided", False: "undecided"}.get(known.get("is_decided"), "")
+        decided = ("undecided", "decided")[known["is_decided"]] if "is_decided" in known else ""
         kind = ["search", f"1/T = {known['inverse_temperature']:g}", decided]
     if average := known.get("average"):
         kind = [f"mean of {plural(average['count'], 'file')}", *kind]

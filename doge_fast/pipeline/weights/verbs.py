@@ -38,7 +38,7 @@ def show(config: WeightsShowConfig) -> list[str]:
     """What the weights of each file mean."""
     found = summary.read_all(config.files)
     budget, tokens = config.budget_tokens, named.numbers(config.tokens, "tokens")
-    lines = []
+    lines = list[str]()
     for source, record in found.items():
         mixture = summary.describe(record, budget_tokens=budget, tokens=tokens)
         lines += map(_wrapped, filter(None, (f"{source}: {story(record)}", origin(record))))
