@@ -226,6 +226,9 @@ def test_weights_are_a_file_a_run_a_plain_object_or_typed(tmp_path, capsys):
     assert cli.main(["weights", "show", long]) == 0
     assert cli.main(["weights", "show", "runs/seed=1"]) == 2
     assert "runs/seed=1 does not exist" in capsys.readouterr().err
+    (tmp_path / "run" / "weights.json").rename(tmp_path / "run" / "config.json")
+    assert cli.main(["weights", "show", str(tmp_path / "run")]) == 2
+    assert "is not complete" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("text", "number"), [("16.1k", 16100), ("1.001M", 1001000), ("7%", 0.07)])

@@ -286,11 +286,10 @@ def _check_comparable(
     (first, expected), *others = weights.items()
     for source, by_name in others:
         if by_name.keys() != expected.keys():
-            missing, extra = expected.keys() - by_name.keys(), by_name.keys() - expected.keys()
             raise UserError(
-                f"An average is over weights of the same domains; compared with {first}, {source} "
-                f"lacks {', '.join(sorted(missing)) or 'none'} and adds "
-                f"{', '.join(sorted(extra)) or 'none'}. Leave it out, or train on the same domains."
+                "An average is over weights of the same domains; they are "
+                f"{', '.join(sorted(expected))} in {first} and {', '.join(sorted(by_name))} in "
+                f"{source}. Leave one out, or train on the same domains."
             )
     for field in ("target", "tokenizer_sha256"):
         known = [(source, r[field]) for source, r in mixtures.items() if r.get(field) is not None]
