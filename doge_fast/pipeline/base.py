@@ -62,12 +62,11 @@ def train_base(config: BaseConfig) -> Run:
     with stage.directory(trainer, existing) as checkpoint:
         from_first(
             lambda: stage.write_weights(
-                config.out,
-                trainer.corpus,
+                trainer,
                 {"weight": mean},
                 method=config.weights if config.weights in BASELINES else "given",
                 source=config.weights,
-                **({"stages": changes} if changes else {}),
+                stages=changes or None,
             )
         )
         trainer.go_on(checkpoint)
@@ -78,7 +77,7 @@ def train_base(config: BaseConfig) -> Run:
 def _check_weights(config: BaseConfig, mean: dict[str, float], changes: list[Json]) -> None:
     """Raise UserError where the run has used other weights than are asked for."""
     kept = records.read_weights(config.out)
-    if (records.weights_by_name(kept), kept.get("stages", [])) != (mean, changes):
+    if (records.weights_by_name(kept), kept.get("stages") or []) != (mean, changes):
         raise UserError(
             f"{config.out} began with other weights than {config.weights} has now; its "
             f"{records.WEIGHTS} holds them. Restore them, or start anew in another directory."

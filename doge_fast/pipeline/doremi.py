@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -199,9 +199,7 @@ def _leave(trainer: DoReMiTrainer) -> None:
         method="doremi",
         variant=config.variant,
         **trainer.rule,
-        parameters=cast(PreTrainedModel, trainer.model).num_parameters(),
         batch_size=config.batch_size,
-        tokens=sum(trainer.tokens(config.training.steps).values()),
         reference=trainer.against.record,
     )
     stage.leave_model(trainer)

@@ -25,6 +25,7 @@ from doge_fast.pipeline.domains import Corpus
 from doge_fast.pipeline.failures import FileFailure, UserError
 from doge_fast.pipeline.model import build_model, check_model, without_bars
 from doge_fast.pipeline.records import ConfigRecord
+from doge_fast.pipeline.reporting.study import warnings_on
 from doge_fast.pipeline.trainer import RecordedTrainer, from_first
 
 _log = logging.getLogger("doge_fast")
@@ -186,9 +187,18 @@ def _open_as_new(folder: Path) -> None:
 
 
 def write_weights(
-    out: Path, corpus: Corpus, columns: Mapping[str, Mapping[str, float]], **fields: Any
+    trainer: RecordedTrainer,
+    columns: Mapping[str, Mapping[str, float]],
+    *,
+    warnings: Sequence[str] = (),
+    **fields: Any,
 ) -> None:
-    """weights.json of {field: {domain: number}} and fields of the whole."""
+    """weights.json of {field: {domain: number}}, and of the run as far as a reader needs it.
+
+    Whoever gets the file alone reads in it on what text and how the weights were learned.
+    """
+    config, corpus = trainer.config, trainer.corpus
+    begun = records.load(config.out, ConfigRecord)
     entries = [
         {"name": name, **{field: each[name] for field, each in columns.items()}}
         | corpus.sizes(name)
@@ -196,18 +206,27 @@ def write_weights(
     ]
     record = fields | {
         "domains": entries,
+        "corpus": begun.config["corpus"]["data"],
+        "date": begun.created[:10],
+        "model": config.model.model,
+        "parameters": begun.parameters,
+        "learning_rate": config.training.learning_rate,
+        "steps": config.training.steps,
+        "seed": config.training.seed,
+        "tokens": sum(trainer.tokens(config.training.steps).values()),
         "tokenizer_sha256": corpus.tokenizer_sha256,
         "block_size": corpus.block_size,
         "versions": records.versions(),
+        "warnings": [*corpus.warnings, *warnings],
     }
-    records.write_weights(out, record)
+    records.write_weights(config.out, record)
 
 
 def write_learned(
     trainer: RecordedTrainer, average: Mapping[str, float], last_K: Tensor, **fields: Any
 ) -> None:
     """weights.json of what was learned: the average over the run, and the last weights."""
-    config, corpus = trainer.config, trainer.corpus
+    corpus = trainer.corpus
     columns = {
         "weight": average,
         "weight_last": dict(zip(corpus.names, last_K.tolist(), strict=True)),
@@ -215,12 +234,4 @@ def write_learned(
         # Of what is trained on: targets have tokens too, and no share.
         "prior": baselines.natural(corpus.tokens),
     }
-    write_weights(
-        config.out,
-        corpus,
-        columns,
-        model=config.model.model,
-        steps=config.training.steps,
-        seed=config.training.seed,
-        **fields,
-    )
+    write_weights(trainer, columns, warnings=warnings_on(trainer.config.out), **fields)

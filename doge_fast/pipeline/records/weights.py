@@ -98,6 +98,11 @@ def read_weights(source: str | Path, *, domains: Sequence[str] | None = None) ->
             # No file is damaged.
             raise UserError(str(error)) from None
     elif not os.path.lexists(file):
+        if Path(source, CONFIG).exists():
+            raise UserError(
+                f"{source} has no {WEIGHTS} yet: its run is not complete. Repeat the command that "
+                "began it; it resumes."
+            )
         raise UserError(
             f"{file} does not exist. Name a weights.json, a run that holds one, or the weights "
             "themselves, as web=0.7,code=0.3."
