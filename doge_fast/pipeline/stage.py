@@ -81,6 +81,7 @@ def corpus_and_model(
     existing: ExistingRun,
     *,
     check: Callable[[PreTrainedModel, Sequence[str], PreTrainedTokenizerFast], object],
+    followed: Sequence[str] = (),
 ) -> tuple[Corpus, PreTrainedModel]:
     """The corpus, and the fresh or pretrained model, which is made first: packing may take hours.
 
@@ -89,6 +90,7 @@ def corpus_and_model(
         existing: what its directory holds.
         check: called before the corpus is packed, with the model, the names of the domains and the
             tokenizer; may refuse.
+        followed: domains that are measured and not trained on, where the corpus has them.
 
     Raises:
         UserError: as `load_corpus` and `build_model`; or a run that is resumed began with
@@ -106,7 +108,9 @@ def corpus_and_model(
 
     check_model(config.model, block_size=config.corpus.block_size)
     _log.info("%s: reading %s", config.out, config.corpus.data)
-    corpus = domains.load_corpus(config.corpus, targets=config.targets, before_packing=make)
+    corpus = domains.load_corpus(
+        config.corpus, targets=config.targets, followed=followed, before_packing=make
+    )
     if existing.record is not None:
         records.check_corpus(config.out, existing.record.corpus, corpus.describe())
     return corpus, made[0]

@@ -363,7 +363,7 @@ class _Search:
                     "domains": [
                         {"name": name, "weight": weight} for name, weight in weights.items()
                     ],
-                    "tokenizer_sha256": self.record.get("tokenizer_sha256"),
+                    **_known(self.record, ("target", "tokenizer_sha256")),
                 }
                 records.write_weights(self._mixture(inverse), record)
 

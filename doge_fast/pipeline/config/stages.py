@@ -334,7 +334,8 @@ class BaseConfig(_Stage):
     divided into this many equal parts, and each part here uses the proxy's mean weights in its own.
     1: the proxy's average throughout."""
     targets: tuple[str, ...] = ()
-    """Domains that are evaluated and never trained on, as in the proxy whose weights are used."""
+    """Domains that are evaluated and never trained on; those that the weights were learned for are
+    among them by themselves, where the corpus has them."""
     batch_size: Count = 28
     """Blocks per step, over all domains."""
     log_every: Count = 10
@@ -379,7 +380,8 @@ class DoReMiConfig(_Stage):
     """Run directory of a complete base run. Its model is the reference model. Its weights are those
     that batches are drawn at and that the learned weights start from."""
     targets: tuple[str, ...] = ()
-    """Domains that are evaluated and never trained on, as in the reference run."""
+    """Domains that are evaluated and never trained on; those of the reference run are among them by
+    themselves."""
     variant: Literal["doremi", "doge"] = "doremi"
     """doremi: clip the excess loss at zero for each token, as DoReMi's authors do. doge: clip each
     domain's mean, as the baseline in DoGE's published code does."""

@@ -27,8 +27,8 @@ from doge_fast.pipeline.exports.blend import (
 )
 from doge_fast.pipeline.exports.writers import WRITERS
 from doge_fast.pipeline.failures import UserError
-from doge_fast.pipeline.records.weights import check_fields
-from doge_fast.pipeline.wording import first_few
+from doge_fast.pipeline.records.weights import check_fields, held_out_targets
+from doge_fast.pipeline.wording import first_few, listed
 
 _UNITS = {"blocks": "tokens", "documents": "documents"}
 # NeMo trains language models with Megatron-Bridge since 3.0.
@@ -148,10 +148,12 @@ def export(
             f"Left out: the {len(stages)} stages of the run. These are its mean weights, constant "
             "throughout."
         )
-    notes = (_unit(target, blend), *target.traps)
+    notes = [_unit(target, blend), *target.traps]
+    if aims := held_out_targets(record):
+        notes.insert(0, f"Learned for the loss on {listed(aims)}: keep it out of the mixture.")
     made = target.write(blend)
     text = made if isinstance(made, str) else string.Template(target.template).substitute(made)
-    return Exported(text, tuple(warnings), notes)
+    return Exported(text, tuple(warnings), tuple(notes))
 
 
 def _record(weights: Mapping[str, Any]) -> Mapping[str, Any]:
