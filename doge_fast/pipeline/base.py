@@ -48,6 +48,7 @@ def train_base(config: BaseConfig) -> Run:
 
     Source: DoGE, stage two of the method.
     """
+    config = stage.resolved(config)
     existing = stage.existing_run(config)
     if existing.is_complete:
         is_there = os.path.isfile(records.weights_path(config.weights))

@@ -56,6 +56,7 @@ def learn_by_excess_loss(config: DoReMiConfig) -> Run:
 
     Source: DoReMi (Xie et al., NeurIPS 2023), steps 1 and 2; DoGE, section 4, the baseline.
     """
+    config = stage.resolved(config)
     existing = stage.existing_run(config)
     if existing.is_complete:
         return Run(config.out)

@@ -11,8 +11,9 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, set_seed
@@ -25,7 +26,10 @@ from doge_fast.pipeline.domains import Corpus
 from doge_fast.pipeline.failures import FileFailure, UserError
 from doge_fast.pipeline.model import build_model, check_model, without_bars
 from doge_fast.pipeline.records import ConfigRecord
+from doge_fast.pipeline.sizes import settings_of
 from doge_fast.pipeline.trainer import RecordedTrainer, from_first
+
+Config = TypeVar("Config", bound=StageConfig)
 
 _log = logging.getLogger("doge_fast")
 
@@ -41,6 +45,20 @@ def is_finished(config: StageConfig) -> bool:
     if config.stage == "select":
         return (run / records.CANCELLATION).exists() and bool(records.load_cancellation(run))
     return records.check_model(run, is_hashed=False) and bool(records.read_weights(run))
+
+
+def resolved(config: Config) -> Config:
+    """With a dtype in the place of `auto`, so that the record has the one that was computed in.
+
+    Raises:
+        UserError: the device is absent.
+    """
+    told = config.training
+    if told.dtype != "auto":
+        return config
+    is_gpu = training.device_of(told.device).type != "cpu"
+    dtype = settings_of(config.model.model).gpu_dtype if is_gpu else "float32"
+    return replace(config, training=replace(told, dtype=dtype))
 
 
 class ExistingRun(NamedTuple):

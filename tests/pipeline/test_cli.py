@@ -292,5 +292,6 @@ def test_the_first_rank_alone_says_what_comes_before_it_loads(rank, monkeypatch,
     monkeypatch.setattr(cli, "import_module", lambda _: cli._log.info("loaded"))
     cli._log_visibly()
     cli._load(["colorsys"], ProxyConfig(Path("runs/x")))
-    told = ["runs/x: proxy of 300 steps on installed; loading colorsys ...", "loaded"]
+    first = "each of 4 blocks of 128 tokens of every domain; loading colorsys ..."
+    told = [f"runs/x: proxy of 300 steps on installed, {first}", "loaded"]
     assert caplog.messages == (told if rank == 0 else [])

@@ -49,7 +49,7 @@ class DemoConfig:
 class TemperatureConfig:
     """How far to follow a proxy's weights, measured: base models at alpha^(1/T) for a few T."""
 
-    examples: ClassVar = ("runs/proxy", "runs/proxy --out runs/far --seeds 0 1 2 --plan")
+    examples: ClassVar = ("runs/proxy", "runs/proxy --out runs/far --seeds 0 1 2 --dry-run")
 
     proxy: Positional[Path]
     """The run directory of a proxy: its weights, and the corpus, model and settings of the base
@@ -76,6 +76,9 @@ class TemperatureConfig:
     complete, ask again: the next temperatures follow from what was measured."""
     only: tuple[str, ...] = ()
     """Names of runs that --plan printed: make only these."""
+    dry_run: bool = False
+    """Time a few steps of one base model, and print how many there are at most, what they would
+    read, and how long all would take. Writes nothing."""
     device: Device = "auto"
     """auto: a GPU if there is one."""
 

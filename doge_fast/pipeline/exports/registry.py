@@ -28,7 +28,7 @@ from doge_fast.pipeline.exports.blend import (
 from doge_fast.pipeline.exports.writers import WRITERS
 from doge_fast.pipeline.failures import UserError
 from doge_fast.pipeline.records.weights import check_fields, held_out_targets
-from doge_fast.pipeline.wording import first_few, listed
+from doge_fast.pipeline.wording import first_few
 
 _UNITS = {"blocks": "tokens", "documents": "documents"}
 # NeMo trains language models with Megatron-Bridge since 3.0.
@@ -150,7 +150,7 @@ def export(
         )
     notes = [_unit(target, blend), *target.traps]
     if aims := held_out_targets(record):
-        notes.insert(0, f"Learned for the loss on {listed(aims)}: keep it out of the mixture.")
+        notes.insert(0, f"Learned for the loss on {first_few(aims)}: keep it out of the mixture.")
     made = target.write(blend)
     text = made if isinstance(made, str) else string.Template(target.template).substitute(made)
     return Exported(text, tuple(warnings), tuple(notes))
