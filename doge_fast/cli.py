@@ -9,8 +9,10 @@ import json
 import logging
 import os
 import shlex
+import shutil
 import signal
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -221,17 +223,20 @@ def parse(words: Sequence[str]) -> Any:
 
 
 def overview(first: str = "") -> str:
-    """A table of the verbs that begin with `first`, with a sentence each."""
-    from doge_fast.pipeline.tables import table_of, text
-
+    """The verbs that begin with `first`, with a sentence each; without the pipeline's packages."""
     shown = {name: verb for name, verb in VERBS.items() if name.startswith(first)}
-    rows = [
-        (name, " ".join((verb.config.__doc__ or "").split()).split(". ")[0].rstrip("."))
+    lines = {
+        name: " ".join((verb.config.__doc__ or "").split()).split(". ")[0].rstrip(".")
         for name, verb in shown.items()
+    }
+    indent = 2 + max(map(len, VERBS))
+    width = shutil.get_terminal_size((100, 24)).columns
+    table = [
+        textwrap.fill(f"{name:<{indent}}{line}", width, subsequent_indent=" " * indent)
+        for name, line in {"verb": "what it does", **lines}.items()
     ]
-    table = text(table_of(("verb", "what it does"), rows), left=(0,))
     usage = "usage: doge-fast VERB [OPTIONS]; doge-fast VERB --help; doge-fast --version"
-    return f"{usage}\n\n{_DESCRIPTION}\n\n{table}"
+    return "\n".join([usage, "", _DESCRIPTION, "", *table])
 
 
 def _load(packages: Sequence[str], config: Any) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar
 
 from annotated_types import Ge
 from pydantic.dataclasses import dataclass
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 from doge_fast.pipeline.config.ranges import EXACT, Count, Device, Positive, Seed
 from doge_fast.pipeline.config.stages import check_is_run, check_place
@@ -51,7 +51,7 @@ class TemperatureConfig:
 
     examples: ClassVar = ("runs/proxy", "runs/proxy --out runs/far --seeds 0 1 2 --dry-run")
 
-    proxy: Positional[Path]
+    proxy: Annotated[Positional[Path], arg(metavar="RUN")]
     """The run directory of a proxy: its weights, and the corpus, model and settings of the base
     models."""
     out: Path | None = None

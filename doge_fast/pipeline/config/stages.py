@@ -127,12 +127,13 @@ class CorpusConfig:
         limit = self.max_tokens_per_domain
         if limit is not None and self.block_size is not None and limit < self.block_size:
             raise UserError(
-                f"max_tokens_per_domain must hold a block of {self.block_size}; it is {limit}."
+                "max_tokens_per_domain (--max-tokens-per-domain) must hold a block of "
+                f"{self.block_size}; it is {limit}."
             )
         if self.tokenizer == "train" and self.vocab_size < 257:
             raise UserError(
-                "A trained tokenizer needs vocab_size >= 257, every byte and the end of text; "
-                f"it is {self.vocab_size}."
+                "A trained tokenizer needs a vocab_size (--vocab-size) of 257 or more, every byte "
+                f"and the end of text; it is {self.vocab_size}."
             )
 
     def _check(self) -> None:
@@ -163,7 +164,8 @@ class TrainingConfig:
     learning_rate: OfSize[Positive] = OF_SIZE
     """Peak learning rate. None: the paper's (appendix, model-archs), 5e-4, and 1.5e-4 for 684M."""
     min_learning_rate: OfSize[PositiveOrZero] = OF_SIZE
-    """Learning rate at the end of the cosine schedule. None: 1e-4, and 5e-5 for 684M."""
+    """Learning rate at the end of the cosine schedule. None: 1e-4, and 5e-5 for 684M, but at most
+    the peak."""
     warmup_steps: CountOrZero | None = None
     """Steps of linear warm-up; None: a twentieth of the steps."""
     weight_decay: PositiveOrZero = 0.01
@@ -193,12 +195,13 @@ class TrainingConfig:
         rates = (self.min_learning_rate, self.learning_rate)
         if None not in rates and self.min_learning_rate > self.learning_rate:
             raise UserError(
-                "min_learning_rate must be at most learning_rate; got "
+                "min_learning_rate (--min-learning-rate) must be at most the learning_rate; got "
                 f"{self.min_learning_rate} and {self.learning_rate}."
             )
         if self.warmup_steps is not None and self.warmup_steps >= self.steps:
             raise UserError(
-                f"warmup_steps must be less than steps; got {self.warmup_steps} of {self.steps}."
+                "warmup_steps (--warmup-steps) must be less than the steps; got "
+                f"{self.warmup_steps} of {self.steps}."
             )
 
 
@@ -235,14 +238,20 @@ class _Stage:
 
     def __post_init__(self) -> None:
         name = self.model.model
-        self._fill_in(settings_of(name))
+        settings = settings_of(name)
+        peak = self.training.learning_rate or settings.learning_rate
+        least = min(settings.min_learning_rate, peak)
+        self._fill_in(settings._replace(min_learning_rate=least))
         if self.model.pretrained and self.corpus.tokenizer == "train" and name not in SIZES:
             raise UserError(
                 "A pretrained model knows its own tokens by their numbers, and a new tokenizer has "
                 f"others. Pass tokenizer={name!r} (--tokenizer {shlex.quote(name)})."
             )
         if self.corpus.validation_fraction == 1:
-            raise UserError("validation_fraction must be less than 1 where a model is trained.")
+            raise UserError(
+                "validation_fraction (--validation-fraction) must be less than 1 where a model is "
+                "trained."
+            )
 
     def _fill_in(self, settings: Settings) -> None:
         """What nobody has said is what the size of the model has."""
@@ -325,9 +334,9 @@ class ProxyConfig(_Stage):
             has_default = self.domain_max_grad_norm == DOMAIN_MAX_GRAD_NORM
             if self.mu is not None or not has_default or self.sequences_per_domain < 2:
                 raise UserError(
-                    "score aligned has no mu and clips no domain: leave mu and "
-                    "domain_max_grad_norm as they are. It compares two halves of each domain's "
-                    "blocks: sequences_per_domain must be 2 or more."
+                    "score aligned has no mu and clips no domain: leave out --mu and "
+                    "--domain-max-grad-norm. It compares two halves of each domain's blocks: "
+                    "sequences_per_domain (--sequences-per-domain) must be 2 or more."
                 )
 
     def _check(self) -> None:

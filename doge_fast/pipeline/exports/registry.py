@@ -117,7 +117,9 @@ def export(
     named.check("mean_doc_tokens", given_lengths, entries, "the weights")
     for name, tokens in given_lengths.items():
         if not (math.isfinite(tokens) and tokens > 0):
-            raise UserError(f"mean_doc_tokens must be above 0; that of {name} is {tokens}.")
+            raise UserError(
+                f"mean_doc_tokens (--mean-doc-tokens) must be above 0; that of {name} is {tokens}."
+            )
     if rows == "documents":
         lengths = _lengths(parts, entries, given_lengths)
         parts = by_document(parts, lengths)
