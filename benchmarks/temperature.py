@@ -42,6 +42,7 @@ from doge_fast.pipeline.config import (
 from doge_fast.pipeline.evaluation import evaluate
 from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.reporting.statistics import change_text, paired_difference
+from doge_fast.pipeline.sizes import Settings
 from doge_fast.pipeline.tables import table_of, text
 from doge_fast.pipeline.temperature import sharpened, temperature
 
@@ -344,7 +345,7 @@ def table(record: records.Json) -> str:
         has_proxy = name.startswith((ALIGNED, "DoGE"))
         proxies = 0 if not has_proxy else 1 if name in (MEASURED, BOTH) else cost
         rows_read = proxies * len(domains | record["target"]) + (cost - proxies) * len(domains)
-        tokens = rows_read * BLOCKS * record["steps"] * CorpusConfig().block_size
+        tokens = rows_read * BLOCKS * record["steps"] * Settings().block_size
         rows.append([name, perplexity, *changes, f"{tokens / 1e6:.1f}M"])
     heads = {MEASURED: "measured against it", ALIGNED: "aligned against it"}
     against = [heads[way] for way in measured_ways]

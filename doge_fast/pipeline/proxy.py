@@ -51,6 +51,7 @@ def learn_weights(config: ProxyConfig) -> Run:
 
     Source: DoGE, Algorithms 1 and 2, stage one.
     """
+    config = stage.resolved(config)
     existing = stage.existing_run(config)
     if existing.is_complete:
         return Run(config.out)

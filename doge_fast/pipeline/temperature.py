@@ -79,6 +79,8 @@ def temperature(config: TemperatureConfig) -> Run:
             changed, or `config.only` names no run to make; nothing has been trained.
         Diverged: every base model diverged, or one that `config.only` names.
     """
+    if config.dry_run:
+        raise UserError("A dry run trains nothing: call rehearsal.rehearse, or leave out dry_run.")
     search = _Search.of(config)
     # All that was measured is of the proxy's text, and so is what follows.
     own_blocks(config.proxy)
@@ -116,8 +118,18 @@ def plan_lines(config: TemperatureConfig, command: str) -> list[str]:
         for job in jobs
     ]
     next_step = "then --plan again: what follows depends on these" if lines else "weights, report"
-    cost = [f"# {_Search.of(config).cost()}"] if lines else []
-    return [*cost, *lines, f"{command}  # {next_step}"]
+    return [*lines, f"{command}  # {next_step}"]
+
+
+def example(config: TemperatureConfig) -> tuple[BaseConfig, Path, int, str]:
+    """For a dry run: one of the base models, at uniform weights, which cost what others do.
+
+    And the directory of the search, how many models it makes at most, and that in words.
+    """
+    search = _Search.of(replace(config, dry_run=False))
+    base = search.base(1.0, config.seeds[0])
+    own = replace(base, out=base.out.with_name("dry-run"), weights="uniform")
+    return own, search.out, search.most_runs, search.number_text
 
 
 def sharpened(weights: Mapping[str, float], inverse: float) -> dict[str, float]:
@@ -366,7 +378,7 @@ class _Search:
                     "domains": [
                         {"name": name, "weight": weight} for name, weight in weights.items()
                     ],
-                    "tokenizer_sha256": self.record.get("tokenizer_sha256"),
+                    **_known(self.record, ("target", "tokenizer_sha256")),
                 }
                 records.write_weights(self._mixture(inverse), record)
 
@@ -375,15 +387,19 @@ class _Search:
         """Base models, with all seeds."""
         return self.config.most_runs * len(self.config.seeds)
 
+    @property
+    def number_text(self) -> str:
+        """That in words."""
+        temperatures, seeds = self.config.most_runs, len(self.config.seeds)
+        told = f"{plural(temperatures, 'temperature')}, {plural(seeds, 'seed')}"
+        return f"at most {self.most_runs} base models ({told})"
+
     def cost(self) -> str:
         """What the whole search takes at most, in a sentence."""
         config, base = self.config, self.base(1.0, self.config.seeds[0])
         steps = base.training.steps
         tokens = self.most_runs * steps * base.batch_size * base.corpus.block_size
-        text = (
-            f"at most {self.most_runs} base models ({plural(config.most_runs, 'temperature')}, "
-            f"{plural(len(config.seeds), 'seed')}) of {steps} steps: {count_text(tokens)} tokens"
-        )
+        text = f"{self.number_text} of {steps} steps: {count_text(tokens)} tokens"
         timed = [line.seconds for line in records.read_lines(config.proxy)]
         seconds = [each for each in timed if each is not None]
         if seconds and config.model is None:

@@ -137,13 +137,13 @@ def test_runs_are_planned_and_made_one_by_one(learned, capsys, caplog):
     assert [each for each in caplog.messages if each.startswith("run ")] == [
         f"run {number} of at most 3: base-{number - 1}-seed0" for number in (1, 2, 3)
     ]
-    assert any(each.startswith("at most 3 base models") for each in caplog.messages)
+    (cost,) = [each for each in caplog.messages if each.startswith("at most")]
+    assert cost.startswith("at most 3 base models (3 temperatures, 1 seed) of 2 steps: ")
+    assert cost.endswith("at the time of the proxy's steps")
     words += ["--out", str(learned.parent / "parts")]
     capsys.readouterr()
     assert cli.main([*words, "--plan"]) == 0
-    cost, *lines, last = capsys.readouterr().out.splitlines()
-    assert cost.startswith("# at most 3 base models (3 temperatures, 1 seed) of 2 steps: ")
-    assert cost.endswith("at the time of the proxy's steps")
+    *lines, last = capsys.readouterr().out.splitlines()
     names = [line.split("  #")[0].split()[-1] for line in lines]
     assert names == ["base-0-seed0", "base-1-seed0", "base-2-seed0"]
     assert "--only" not in last
