@@ -52,7 +52,7 @@ BY_SHAPE = {
     "weighted_sum": (cases.weighted_sum_case,),
 }
 BY_NUMBER = {"segment_sum": cases.segment_sum_case}
-OPERATORS = (*BY_SHAPE, "accumulate", *BY_NUMBER, "reweight")
+OPERATORS = (*BY_SHAPE, "accumulate", "cross_entropy", *BY_NUMBER, "reweight")
 
 
 def all_cases(
@@ -103,6 +103,11 @@ def _cases_of(
         if arena.dtype == torch.bfloat16:
             yield cases.accumulate_case(arena, names, add=False, row_dtype=torch.float32)
             yield cases.accumulate_case(arena, names, add=True, row_dtype=torch.float32)
+    if "cross_entropy" in operators:
+        case = cases.cross_entropy_case(arena, names)
+        # On a CPU plain torch is all there is.
+        if case.ours:
+            yield case
     for operator in filter(operators.__contains__, BY_NUMBER):
         for each in num_rows:
             case = BY_NUMBER[operator](arena, each, names)
