@@ -7,13 +7,15 @@
 Both sides run one forward and backward per domain (or, `--mode stacked`, one over the whole batch)
 and one AdamW step on a GPT-2-shaped model with tied embeddings. Before anything is timed the
 combined gradient is checked against autograd's. With `--score aligned` a DoGE step with this rule,
-which runs two halves of each domain, stands over one with the paper's score. Memory is measured in
-a process of its own per side: the peak during a step of the DoGE side, less that of the plain side,
-over the size of the buffer, which has 2 K rows with the aligned rule.
+which takes two halves of each domain in one stacked pass, stands over one with the paper's score,
+and beside its memory stands that of the paper's. Memory is measured in a process of its own per
+side: the peak during a step of the DoGE side, less that of the plain side, over the size of the
+buffer, which has 2 K rows with the aligned rule.
 """
 
 import argparse
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,12 +68,14 @@ def measure(
     pairs: int,
     seconds: float = float("inf"),
     with_memory: bool = True,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Any]:
     """One row: correctness, time ratio, utilisation, memory, and on a GPU what the host waits for.
 
     Args:
         seconds: after which no pair of steps is begun.
         with_memory: measured in processes of their own, which takes longer than the rest.
+        clock: as for `alternated`.
     """
     on_gpu = torch.device(device).type == "cuda"
     num_params = models.num_parameters(problem.shape)
@@ -93,6 +97,7 @@ def measure(
         pairs=pairs,
         device=device,
         seconds=seconds,
+        clock=clock,
     )
     row |= {**protocol.as_dict(ratio), "bar": problem.bar}
     row["verdict"] = verdict(row)
@@ -114,20 +119,28 @@ def measure(
 def measured_memory(
     problem: Problem, device: torch.device | str, num_params: int
 ) -> dict[str, Any]:
-    """Peak of the DoGE side over that of the plain side, and how far it is from the buffer."""
+    """Peak of the DoGE side over that of the plain side, and how far it is from the buffer.
+
+    Of the aligned rule also that of the paper's score over the plain side.
+    """
     dtype = getattr(torch, problem.buffer_dtype or "float32")
     buffer_bytes = problem.num_rows * num_params * dtype.itemsize
-    peaks = {
-        name: memory.peak_bytes("benchmarks.steps:side", steps.arguments_of(name, problem), device)
-        for name in steps.SIDES
-    }
-    extra = peaks["doge"] - peaks["plain"]
-    return {
+
+    def peak(name: str, problem: Problem) -> int:
+        arguments = steps.arguments_of(name, problem)
+        return memory.peak_bytes("benchmarks.steps:side", arguments, device)
+
+    plain = peak("plain", problem)
+    extra = peak("doge", problem) - plain
+    found = {
         "buffer_bytes": buffer_bytes,
-        "plain_peak_bytes": peaks["plain"],
+        "plain_peak_bytes": plain,
         "extra_bytes": extra,
         "extra_over_buffer": round(extra / buffer_bytes - 1, 4),
     }
+    if problem.score == "aligned":
+        found["paper_extra_bytes"] = peak("doge", replace(problem, score="paper")) - plain
+    return found
 
 
 def verdict(row: dict[str, Any]) -> str | None:
@@ -150,6 +163,11 @@ def line(row: dict[str, Any]) -> str:
         text += (
             "\n  peak memory over plain, less the buffer: "
             f"{100 * row['extra_over_buffer']:+.1f} % of the buffer"
+        )
+    if "paper_extra_bytes" in row:
+        text += (
+            f"; over plain {row['extra_bytes'] / 1e6:.0f} MB, with the paper's score "
+            f"{row['paper_extra_bytes'] / 1e6:.0f} MB"
         )
     if "host_synchronisations" in row:
         text += f"\n  host synchronisations in a step: {row['host_synchronisations']}"
@@ -191,12 +209,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--mode", choices=steps.MODES, default=steps.SEQUENTIAL)
     parser.add_argument("--score", choices=SIDES, default="paper")
     parser.add_argument("--no-memory", action="store_true", help="leave the peaks out")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="without what other processes of a machine take"
+    )
     args = parser.parse_args(arguments)
-    rows = []
+    options = {
+        "pairs": args.pairs,
+        "with_memory": not args.no_memory,
+        "clock": time.process_time if args.cpu_time else time.perf_counter,
+    }
+    rows: list[dict[str, Any]] = []
     for problem in problems_of(args):
-        rows.append(measure(problem, args.device, pairs=args.pairs, with_memory=not args.no_memory))
+        rows.append(measure(problem, args.device, **options))
         print(line(rows[-1]), flush=True)
-    record = {"benchmark": "optimizer_step", **protocol.machine(args.device), "rows": rows}
+    record = {
+        "benchmark": "optimizer_step",
+        **protocol.machine(args.device),
+        "time": "of the processor" if args.cpu_time else "of the wall",
+        "rows": rows,
+    }
     if args.json:
         protocol.write(args.json, record)
 

@@ -10,6 +10,8 @@ import json
 import math
 import platform
 import subprocess
+import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,13 +35,14 @@ def paired(
     warm_up: int = 2,
     device: torch.device | str = "cpu",
     seconds: float = math.inf,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Ratio:
     """Time two callables alternately, the order swapped from pair to pair."""
     for _ in range(warm_up):
         variant()
         baseline()
     calls = {"variant": variant, "baseline": baseline}
-    times = alternated(calls, rounds=pairs, device=device, seconds=seconds)
+    times = alternated(calls, rounds=pairs, device=device, seconds=seconds, clock=clock)
     return ratio_of(times["variant"], times["baseline"])
 
 

@@ -6,6 +6,7 @@ them apart, takes their Gram matrix, moves the domain weights and combines them.
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -118,8 +119,7 @@ class DogeStep(PlainStep):
         # The combined gradient is compared with one of autograd's, which cuts nothing.
         settings: dict[str, Any] = {"mu": 1.0, "domain_max_grad_norm": None}
         if problem.score == "aligned":
-            # A stacked pass has both halves of each domain.
-            settings = {"score": "aligned", "micro_batches": 1 if problem.mode == STACKED else 2}
+            settings = {"score": "aligned"}
         self.optimizer = DoGEOptimizer(
             self.optimizer,
             domains=list(self.data),
@@ -134,9 +134,14 @@ class DogeStep(PlainStep):
                 self.sum_of_losses().backward()
             return
         for name, tokens in self.data.items():
-            for part in tokens.chunk(self.optimizer.micro_batches or 1):
-                with self.optimizer.domain(name):
-                    (self.loss(part) * (len(part) / len(tokens))).backward()
+            with self._domain(name, len(tokens)):
+                self.loss(tokens).backward()
+
+    def _domain(self, name: str, size: int) -> AbstractContextManager[None]:
+        if self.problem.score == "aligned":
+            # Both halves in one pass, which a stacked batch of one domain is.
+            return self.optimizer.stacked(self.model, {name: size})
+        return self.optimizer.domain(name)
 
 
 SIDES: dict[str, Callable[[Problem, torch.device | str], PlainStep]] = {

@@ -108,17 +108,20 @@ def unstackable_reason(inputs: Mapping[str, Batch]) -> str | None:
     return None
 
 
-def gains_by_stacking(model: Any, inputs: Mapping[str, Batch], device: torch.device | str) -> bool:
-    """Whether a stacked pass is tested for this architecture and expected to be faster.
+def is_tested(model: Any) -> bool:
+    """Whether stacked passes are tested for this architecture."""
+    return getattr(getattr(model, "config", None), "model_type", None) in STACKABLE
+
+
+def gains_by_stacking(inputs: Mapping[str, Batch], device: torch.device | str) -> bool:
+    """Whether a stacked pass of all domains is expected to be faster.
 
     It depends on shapes alone, so a resumed run makes the same choice. The batches have no
     `unstackable_reason`.
     """
-    model_type = getattr(getattr(model, "config", None), "model_type", None)
     tokens: list[int] = [batch["input_ids"].numel() for batch in inputs.values()]
     most = MOST_TOKENS.get(torch.device(device).type, MOST_TOKENS_ELSEWHERE)
-    is_small = max(tokens) <= most and sum(tokens) <= MOST_TOKENS_TOGETHER
-    return model_type in STACKABLE and is_small
+    return max(tokens) <= most and sum(tokens) <= MOST_TOKENS_TOGETHER
 
 
 def stacked_losses(

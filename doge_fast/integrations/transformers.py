@@ -82,7 +82,8 @@ class DoGETrainer(Trainer):
     the batches of all domains (`"stacked"`; `DoGEOptimizer.stacked`); the weights are the same to
     rounding, without dropout. `"auto"` stacks small micro-batches of known architectures:
     `doge_fast.integrations.causal_lm` has the limits. `score="aligned"` compares two halves of each
-    domain: those of its batch, or of the step's `gradient_accumulation_steps` micro-batches.
+    domain: those of its batch, which `"auto"` takes in one pass where it could stack, or of the
+    step's `gradient_accumulation_steps` micro-batches.
 
     On a GPU nothing here makes the host wait for the device. Pass
     `TrainingArguments(logging_nan_inf_filter=False)` too, or Trainer reads the loss on the host at
@@ -459,9 +460,11 @@ class DoGETrainer(Trainer):
         if not part:
             return {}
         inputs = cast("dict[str, Batch]", self._prepare_inputs(dict(part)))
-        if self._should_stack(inputs):
-            return self._backward_stacked(model, part, inputs, num_targets)
         losses: dict[str, Tensor] = {}
+        if batches := self._batches_to_stack(inputs):
+            for batch in batches:
+                losses |= self._backward_stacked(model, part, batch, num_targets)
+            return losses
         passes = [
             (name, *each)
             for name, batch in inputs.items()
@@ -552,7 +555,7 @@ class DoGETrainer(Trainer):
         num_targets: Mapping[str, Any],
     ) -> dict[str, Tensor]:
         unwrapped, body = self._without_wrappers(model), self._body_of(model)
-        with self.doge.stacked(unwrapped, part.counts):
+        with self.doge.stacked(unwrapped, {name: part.counts[name] for name in inputs}):
             with self.compute_loss_context_manager(), self.accelerator.autocast():
                 losses_D = causal_lm.stacked_losses(
                     model, unwrapped, body, inputs, num_targets or None
@@ -575,18 +578,27 @@ class DoGETrainer(Trainer):
             self._compiled_body = model, compiler(model.base_model)
         return self._compiled_body[1]
 
-    def _should_stack(self, inputs: Mapping[str, Batch]) -> bool:
-        """Whether to stack this micro-batch; ValueError if mode="stacked" and it cannot be."""
+    def _batches_to_stack(self, inputs: Mapping[str, Batch]) -> list[Mapping[str, Batch]]:
+        """The stacked passes of this micro-batch; none: one domain after another.
+
+        ValueError if mode="stacked" and it cannot be stacked.
+        """
         if self.mode == "sequential":
-            return False
+            return []
         reason = self._unstackable_reason(inputs)
-        if self.mode == "auto":
-            if reason is not None:
-                return False
-            return causal_lm.gains_by_stacking(self.model, inputs, self.args.device)
-        if reason is not None:
+        if self.mode == "stacked" and reason is not None:
             raise ValueError(f'mode="stacked" {reason} Pass mode="sequential" or "auto".')
-        return True
+        if self.mode == "stacked":
+            return [inputs]
+        if reason is not None or not causal_lm.is_tested(self.model):
+            return []
+        if causal_lm.gains_by_stacking(inputs, self.args.device):
+            return [inputs]
+        is_whole = all(self._num_micro_batches.get(name, 1) == 1 for name in inputs)
+        if self.doge.rule.has_halves and is_whole:
+            # One pass for both halves of a domain, where two would be small.
+            return [{name: batch} for name, batch in inputs.items()]
+        return []
 
     def _unstackable_reason(self, inputs: Mapping[str, Batch]) -> str | None:
         if self.is_fsdp_enabled:

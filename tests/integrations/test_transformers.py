@@ -136,9 +136,15 @@ def by_hand(model: GPT2LMHeadModel, args: TrainingArguments, **doge: Any) -> DoG
     return optimizer
 
 
-def test_the_aligned_rule_has_its_halves_in_every_mode(tmp_path):
-    """From the batch of one pass, from a stacked pass, and from two micro-batches."""
-    ways = ({"mode": "sequential"}, {"mode": "stacked"}, {"gradient_accumulation_steps": 2})
+def test_the_aligned_rule_has_its_halves_in_every_mode(tmp_path, monkeypatch):
+    """From the batch of two passes or one, from a stacked pass, and from two micro-batches."""
+    monkeypatch.setattr(causal_lm, "MOST_TOKENS", {"cpu": 0})
+    ways = (
+        {"mode": "sequential"},
+        {"mode": "auto"},
+        {"mode": "stacked"},
+        {"gradient_accumulation_steps": 2},
+    )
     trainers = [
         trainer_for(
             tmp_path / str(number),
@@ -151,6 +157,9 @@ def test_the_aligned_rule_has_its_halves_in_every_mode(tmp_path):
     ]
     for trainer in trainers:
         trainer.train()
+    batch = batch_of(0, [*DOMAINS, "far"])
+    passes = [trainer._batches_to_stack(batch) for trainer in trainers]
+    assert [list(map(len, each)) for each in passes] == [[], [1, 1, 1, 1], [4], []]
     first, *others = [trainer.doge.alpha for trainer in trainers]
     assert (first - 1 / len(DOMAINS)).abs().max() > 0.01
     for other in others:
@@ -277,7 +286,7 @@ def test_large_logits_are_computed_one_domain_at_a_time(tmp_path, monkeypatch, b
 
 def stackable(trainer: DoGETrainer, inputs: Any) -> bool:
     trainer.create_optimizer()
-    return trainer._should_stack(inputs)
+    return bool(trainer._batches_to_stack(inputs))
 
 
 def test_auto_mode_stacks_small_batches_of_known_architectures(tmp_path, monkeypatch):
