@@ -133,7 +133,7 @@ def linear_domain_losses(
     spans = tuple(itertools.starmap(slice, itertools.pairwise([0, *ends])))
     counts_D = _counts(targets_BL, sizes, num_targets)
     numbers = [len(part) for part in parts]
-    counts = [count.expand(n) for count, n in zip(counts_D.split(1), numbers, strict=True)]
+    counts = [count.expand(n) for count, n in zip(torch.split(counts_D, 1), numbers, strict=True)]
     losses_S: Tensor = _LinearLosses.apply(  # type: ignore[no-untyped-call]
         rearrange(hidden_BLH[:, :-1], "b l h -> (b l) h"),
         weight_VH,
@@ -143,7 +143,7 @@ def linear_domain_losses(
     )
     if len(spans) == len(sizes):
         return losses_S
-    return torch.stack([part_S.sum() for part_S in losses_S.split(numbers)])
+    return torch.stack([part_S.sum() for part_S in torch.split(losses_S, numbers)])
 
 
 class _HeadRows(NamedTuple):

@@ -127,14 +127,20 @@ def new_outputs(
 
 def last_step_of(outputs: Outputs, num_names: int, num_domains: int, num_rows: int) -> LastStep:
     """The record whose parts `outputs` has, as views of it."""
-    sizes = num_names**2, num_rows, num_names, *4 * (num_domains,), 1
-    gram, *vectors, combined_norm = torch.split(outputs.values, sizes)
+    sizes = [num_names**2, num_rows, num_names, *4 * [num_domains], 1]
+    parts = torch.split(outputs.values, sizes)
+    gram, coefficients, norms, gain, influence, difficulty, alpha, combined_norm = parts
     return LastStep(
-        gram.view(num_names, num_names),
-        *vectors,
-        combined_norm.view(()),
-        outputs.skipped,
-        outputs.found_inf,
+        gram=gram.view(num_names, num_names),
+        coefficients=coefficients,
+        grad_norms=norms,
+        gain=gain,
+        influence=influence,
+        difficulty=difficulty,
+        alpha=alpha,
+        combined_norm=combined_norm.view(()),
+        skipped=outputs.skipped,
+        found_inf=outputs.found_inf,
     )
 
 
