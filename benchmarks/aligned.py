@@ -38,7 +38,7 @@ from doge_fast.pipeline.proxy import ProxyTrainer
 from doge_fast.pipeline.reporting.statistics import change_text, paired_difference
 from doge_fast.pipeline.tables import table_of, text
 from doge_fast.step.step import Step
-from doge_fast.weights.aligned import RATE, WAITING_STEPS
+from doge_fast.weights.aligned import FOLLOWED, RATE, WAITING_STEPS
 from doge_fast.weights.reweight import state_views
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -58,7 +58,7 @@ class Variant:
     """"adamw": 1 / (sqrt(v) + eps); "euclid"."""
     diagonal: str = "halves"
     """"halves": <a_j, b_j>; "noisy": <g_j, g_j>; "before": with the gradient of the step before."""
-    followed: float = 1.0
+    followed: float = FOLLOWED
     """Share of alpha, beside uniform weights, in the weights that the model moves by."""
     decay: float | None = None
     """Of the average of the matrices; None: the mean of all steps so far."""
@@ -72,10 +72,11 @@ RULE = Variant()
 VARIANTS = {
     "rule": RULE,
     "exact maximum": replace(RULE, is_exact=True),
-    "exact, half-way": replace(RULE, is_exact=True, followed=0.5),
     "exact, 50 steps": replace(RULE, is_exact=True, decay=0.98, is_averaged=True),
+    "all the way": replace(RULE, followed=1.0),
     "uniform trajectory": replace(RULE, followed=0.0),
     "Euclidean metric": replace(RULE, metric="euclid"),
+    "Euclidean, all the way": replace(RULE, metric="euclid", followed=1.0),
     "noisy diagonal": replace(RULE, diagonal="noisy"),
     "step before": replace(RULE, diagonal="before"),
 }
@@ -236,6 +237,7 @@ def learned(question: Question, variant: Variant, seed: int, out: Path) -> Array
         target=question.targets or ("universal",),
         sequences_per_domain=BLOCKS // 2,
         # The host's rule sets the weights, and the mirror step leaves them.
+        score="paper",
         mu=1e9,
         domain_max_grad_norm=0,
     )

@@ -16,7 +16,14 @@ from torch import Tensor
 from benchmarks.problems import BLOCKS, MATRIX, Arena, OperatorProblem, coefficients, largest_model
 from doge_fast import reference
 from doge_fast.alternation import Call
-from doge_fast.kernels import accumulate, gram, implementations, segment_sum, weighted_sum
+from doge_fast.kernels import (
+    accumulate,
+    cross_entropy,
+    gram,
+    implementations,
+    segment_sum,
+    weighted_sum,
+)
 from doge_fast.kernels.dispatch import IMPLEMENTATIONS, OPERATORS
 from doge_fast.weights.aligned import WAITING_STEPS, AlignedSettings, align
 from doge_fast.weights.reweight import StepSettings, new_state, reweight
@@ -34,6 +41,8 @@ CHUNK_COLUMNS = 4096
 # A separate product per pair of rows is no formulation beyond this.
 MAX_ROWS_IN_PAIRS = 7
 BIAS_COLUMNS = NORM_WIDTH = 768
+# Of GPT-2: rows of logits begin at multiples of 16 all the same, as those of the losses do.
+WORDS = 50_257
 # Of the paper's steps.
 STEP_TOKENS = 65_536
 
@@ -376,6 +385,62 @@ def segment_sum_case(arena: Arena, num_rows: int, names: Sequence[str]) -> Case:
             if name in OPERATORS["segment_sum"].implementations
         },
         plain={"products, sum": products},
+    )
+
+
+def cross_entropy_case(arena: Arena, names: Sequence[str]) -> Case:
+    """Logits to their gradients, in place; in those of `names` that it is written in."""
+    num_words = min(WORDS, len(arena.values) // 8)
+    stride = -(-num_words // 16) * 16
+    num_tokens = min(STEP_TOKENS, len(arena.values) // stride)
+    logits_TV = arena.values[: num_tokens * stride].view(-1, stride)[:, :num_words]
+    # It is overwritten again and again.
+    before_TV = logits_TV.clone()
+    generator = torch.Generator(arena.device).manual_seed(0)
+    targets_T = torch.randint(num_words, (num_tokens,), generator=generator, device=arena.device)
+    dtype = torch.promote_types(arena.dtype, torch.float32)
+    shares_T = torch.full((num_tokens,), 1.0, dtype=dtype, device=arena.device)
+
+    def passes() -> Tensor:
+        losses_T = torch.nn.functional.cross_entropy(
+            logits_TV.to(dtype), targets_T, reduction="none"
+        )
+        slope_TV = logits_TV.to(dtype).softmax(1)
+        slope_TV.scatter_add_(1, targets_T[:, None], -shares_T[:, None])
+        logits_TV.copy_(slope_TV)
+        return losses_T
+
+    def error(call: Call) -> float:
+        logits_TV.copy_(before_TV)
+        losses_T = call()
+        assert isinstance(losses_T, Tensor)
+        few = slice(0, 64)
+        exact_TV = before_TV[few].double().softmax(1)
+        exact_T = -exact_TV.gather(1, targets_T[few, None])[:, 0].log()
+        exact_TV.scatter_add_(1, targets_T[few, None], -shares_T[few, None].double())
+        return relative_error([logits_TV[few], losses_T[few]], [exact_TV, exact_T])
+
+    problem = OperatorProblem(1, arena.dtype, MATRIX, (num_tokens * num_words,))
+    return Case(
+        operator="cross_entropy",
+        label="",
+        problem=problem,
+        device=arena.device,
+        # Twice read, once written.
+        num_bytes=3 * problem.num_bytes,
+        flops=0,
+        error=error,
+        # Gradients are at most 1, and losses at least that.
+        tolerance=_sum_tolerance(problem) if dtype == torch.float32 else 1e-12,
+        yardsticks=_copies(arena),
+        ours={
+            name: functools.partial(
+                cross_entropy, logits_TV, targets_T, shares_T, implementation=name
+            )
+            for name in names
+            if name in OPERATORS["cross_entropy"].implementations
+        },
+        plain={"softmax, scatter": passes},
     )
 
 

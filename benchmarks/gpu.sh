@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Everything to know about the library on this machine's GPU; see benchmarks/gpu/__main__.py.
-#   benchmarks/gpu.sh                 all parts, one after another
-#   benchmarks/gpu.sh PART ...        correctness, steps, sizes, operators, profile, job, ranks: at most 8 minutes each
+#   benchmarks/gpu.sh                 correctness, anchor, operators, profile, job: twelve minutes
+#   benchmarks/gpu.sh PART ...        these, or steps, sizes, racecheck, ranks: at most 8 minutes each
 #   --commit COMMIT                   where the checkout has no git
 #   --out FOLDER                      where record and table go
-#   --corpus FOLDER                   what the job trains on
-#   --device cpu --quick              every part on tiny problems, without a GPU
+#   --tokens FILE                     what the job trains on: an .npz with an array of tokens for each domain
+#   --device cpu --quick              the same on tiny problems, without a GPU
 # Needs a Python with torch >= 2.11, numpy, triton and einops: PYTHON=..., .venv, or python3.
 set -euo pipefail
 # Paths among the arguments are meant from where the caller is.

@@ -54,7 +54,7 @@ BY_SHAPE = {
 BY_NUMBER = {"segment_sum": cases.segment_sum_case}
 # The K x K steps, float64 alone.
 RULES = {"reweight": cases.reweight_case, "align": cases.align_case}
-OPERATORS = (*BY_SHAPE, "accumulate", *BY_NUMBER, *RULES)
+OPERATORS = (*BY_SHAPE, "accumulate", "cross_entropy", *BY_NUMBER, *RULES)
 
 
 def all_cases(
@@ -106,6 +106,11 @@ def _cases_of(
         if arena.dtype == torch.bfloat16:
             yield cases.accumulate_case(arena, names, add=False, row_dtype=torch.float32)
             yield cases.accumulate_case(arena, names, add=True, row_dtype=torch.float32)
+    if "cross_entropy" in operators:
+        case = cases.cross_entropy_case(arena, names)
+        # On a CPU plain torch is all there is.
+        if case.ours:
+            yield case
     for operator in filter(operators.__contains__, BY_NUMBER):
         for each in num_rows:
             case = BY_NUMBER[operator](arena, each, names)

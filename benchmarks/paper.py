@@ -103,7 +103,14 @@ class Commands:
         """Learn weights."""
         size = self.size
         told = {"model": size.proxy, "steps": size.proxy_steps} | told
-        own = ("--sequences-per-domain", size.sequences, *size.proxy_options, *own)
+        own = (
+            "--score",
+            "paper",
+            "--sequences-per-domain",
+            size.sequences,
+            *size.proxy_options,
+            *own,
+        )
         return self.train("proxy", name, *own, **told)
 
     def base(self, name: str, weights: str, *own: Any, **told: Any) -> str:

@@ -12,9 +12,10 @@ For each seed a proxy is trained, and base models along its direction choose a t
 instead: a proxy with a quarter of mu, a proxy that is trained four times as long, as many random
 mixtures of which the best is kept, and a regression on those. Base models with another seed, which
 chose nothing, then judge all mixtures. With `--one-proxy`, only what one proxy gives is judged: the
-paper's rule, a quarter of mu, and the aligned rule. With `--longer`, only this is asked: is the
-temperature that base models of `--steps` find also the best for longer ones? The same command
-resumes.
+paper's rule, a quarter of mu, and the aligned rule. With `--extend`, the aligned rule is added to
+the seeds of a record. Uniform weights of the first one are judged once more: the same loss shows
+that the others are comparable. With `--longer`, only this is asked: is the temperature that base
+models of `--steps` find also the best for longer ones? The same command resumes.
 """
 
 import argparse
@@ -41,6 +42,7 @@ from doge_fast.pipeline.config import (
 from doge_fast.pipeline.evaluation import evaluate
 from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.reporting.statistics import change_text, paired_difference
+from doge_fast.pipeline.sizes import Settings
 from doge_fast.pipeline.tables import table_of, text
 from doge_fast.pipeline.temperature import sharpened, temperature
 
@@ -52,8 +54,11 @@ CHOOSING, JUDGING = 100, 200
 # Of log weights in the regression; the shares of a Dirichlet distribution are of the order of one.
 RIDGE = 0.1
 SIMULATED = 10_000
+# Between two judges of the same weights; other machines round differently.
+SAME_LOSS = 1e-3
 RECORD = "temperature.json"
 MEASURED, ALIGNED = "DoGE, measured distance", "aligned"
+BOTH = "aligned, measured distance"
 
 
 @dataclass(frozen=True)
@@ -187,6 +192,31 @@ def of_one_proxy(question: Question, seed: int) -> records.Json:
     return {"seed": seed, "methods": judged(question, methods, seed)}
 
 
+def extended(question: Question, record: records.Json, searches: bool) -> list[records.Json]:
+    """The seeds of a record, with the aligned rule, and if asked a distance measured along it.
+
+    RuntimeError: the record's losses do not come again.
+    """
+    seeds = []
+    for each in record["seeds"]:
+        seed, methods = each["seed"], each["methods"]
+        if not seeds:
+            weights, loss = (methods["uniform"][part] for part in ("weights", "loss"))
+            again = judged(question, {"uniform": (weights, 0)}, seed)["uniform"]["loss"]
+            if abs(again - loss) > SAME_LOSS:
+                raise RuntimeError(
+                    f"uniform weights came out at {again}, in the record at {loss}: the losses of "
+                    "this machine are not comparable with the record's."
+                )
+        proxy = question.proxy("proxy-aligned", seed, score="aligned")
+        added = {ALIGNED: (weights_of(proxy), 1)}
+        if searches:
+            found = question.search(proxy, "temperature-aligned", seed, question.steps)
+            added[BOTH] = (records.weights_by_name(found), 1 + len(found["points"]))
+        seeds.append(each | {"methods": methods | judged(question, added, seed)})
+    return seeds
+
+
 def judged(
     question: Question, methods: Mapping[str, tuple[Weights, int]], seed: int
 ) -> records.Json:
@@ -303,24 +333,24 @@ def table(record: records.Json) -> str:
     def change(own: str, other: str) -> str:
         return "" if own == other else change_text(paired_difference(losses[own], losses[other]))
 
-    # What the last but one column compares with the others.
-    last = MEASURED if MEASURED in losses else ALIGNED
+    # What is compared with every other way, in a column each.
+    measured_ways = [way for way in (MEASURED, ALIGNED) if way in losses]
     rows = []
     for name, own in losses.items():
         cost = np.mean([each["methods"][name]["trainings"] for each in seeds])
         perplexity = f"{math.exp(np.mean(list(own.values()))):.1f}"
-        changes = change(name, "uniform"), change(last, name)
+        changes = change(name, "uniform"), *(change(way, name) for way in measured_ways)
         # A proxy reads its targets too.
         domains = seeds[0]["methods"][name]["weights"].keys()
-        has_proxy = name == ALIGNED or name.startswith("DoGE")
-        proxies = 0 if not has_proxy else 1 if name == MEASURED else cost
+        has_proxy = name.startswith((ALIGNED, "DoGE"))
+        proxies = 0 if not has_proxy else 1 if name in (MEASURED, BOTH) else cost
         rows_read = proxies * len(domains | record["target"]) + (cost - proxies) * len(domains)
-        tokens = rows_read * BLOCKS * record["steps"] * CorpusConfig().block_size
+        tokens = rows_read * BLOCKS * record["steps"] * Settings().block_size
         rows.append([name, perplexity, *changes, f"{tokens / 1e6:.1f}M"])
-    against = "measured against it" if last == MEASURED else "aligned against it"
-    head = "weights", "perplexity", "against uniform", against, "tokens"
-    printed = text(table_of(head, rows))
-    if last != MEASURED:
+    heads = {MEASURED: "measured against it", ALIGNED: "aligned against it"}
+    against = [heads[way] for way in measured_ways]
+    printed = text(table_of(["weights", "perplexity", "against uniform", *against, "tokens"], rows))
+    if MEASURED not in losses:
         return printed
     found = ", ".join(f"{each['inverse_temperature']:g}" for each in seeds)
     return f"1/T found: {found}\n{printed}"
@@ -333,19 +363,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--longer", type=int, help="steps of longer base models; only these")
     parser.add_argument("--no-others", action="store_true", help="leave out the other ways")
     parser.add_argument("--one-proxy", action="store_true", help="what one proxy gives, by rule")
+    parser.add_argument("--extend", type=Path, help="a record to add the aligned rule to")
+    parser.add_argument("--search", action="store_true", help="and a distance measured along it")
     args = parser.parse_args(arguments)
     file = args.out / RECORD if args.out.is_dir() or not args.table else args.out
     if not args.table:
         question = question_of(args)
-        seeds = [
-            compared_lengths(question, args.longer, seed)
-            if args.longer
-            else of_one_proxy(question, seed)
-            if args.one_proxy
-            else measured(question, seed, not args.no_others)
-            for seed in args.seeds
-        ]
-        records.write_json(file, record_of("temperature", args, seeds))
+        if args.extend:
+            record = records.read_json(args.extend)
+            added = {
+                "seeds": extended(question, record, args.search),
+                "versions": records.versions(),
+            }
+            records.write_json(file, record | added)
+        else:
+            seeds = [
+                compared_lengths(question, args.longer, seed)
+                if args.longer
+                else of_one_proxy(question, seed)
+                if args.one_proxy
+                else measured(question, seed, not args.no_others)
+                for seed in args.seeds
+            ]
+            records.write_json(file, record_of("temperature", args, seeds))
     print(table(json.loads(file.read_text(encoding="utf-8"))))
     return 0
 

@@ -9,8 +9,10 @@ import json
 import logging
 import os
 import shlex
+import shutil
 import signal
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -68,8 +70,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return _print([overview(f"{name} ")])
             config = _configured(name, words)
             _load(VERBS[name].loads, config)
-            is_plan = getattr(config, "plan", False)
-            lines = _plan(config, words) if is_plan else VERBS[name].run(config)
+            if getattr(config, "dry_run", False):
+                lines = _rehearsed(config)
+            elif getattr(config, "plan", False):
+                lines = _plan(config, words)
+            else:
+                lines = VERBS[name].run(config)
     except KeyboardInterrupt as end:
         return _refuse(
             failures.INTERRUPTED, f"Interrupted. {str(end) or _left_by(config)}".rstrip()
@@ -217,17 +223,20 @@ def parse(words: Sequence[str]) -> Any:
 
 
 def overview(first: str = "") -> str:
-    """A table of the verbs that begin with `first`, with a sentence each."""
-    from doge_fast.pipeline.tables import table_of, text
-
+    """The verbs that begin with `first`, with a sentence each; without the pipeline's packages."""
     shown = {name: verb for name, verb in VERBS.items() if name.startswith(first)}
-    rows = [
-        (name, " ".join((verb.config.__doc__ or "").split()).split(". ")[0].rstrip("."))
+    lines = {
+        name: " ".join((verb.config.__doc__ or "").split()).split(". ")[0].rstrip(".")
         for name, verb in shown.items()
+    }
+    indent = 2 + max(map(len, VERBS))
+    width = shutil.get_terminal_size((100, 24)).columns
+    table = [
+        textwrap.fill(f"{name:<{indent}}{line}", width, subsequent_indent=" " * indent)
+        for name, line in {"verb": "what it does", **lines}.items()
     ]
-    table = text(table_of(("verb", "what it does"), rows), left=(0,))
     usage = "usage: doge-fast VERB [OPTIONS]; doge-fast VERB --help; doge-fast --version"
-    return f"{usage}\n\n{_DESCRIPTION}\n\n{table}"
+    return "\n".join([usage, "", _DESCRIPTION, "", *table])
 
 
 def _load(packages: Sequence[str], config: Any) -> None:
@@ -235,8 +244,15 @@ def _load(packages: Sequence[str], config: Any) -> None:
     missing = [package for package in packages if package not in sys.modules]
     told = ""
     if isinstance(config, configs.StageConfig):
-        corpus, training = config.corpus, config.training
-        told = f"{config.out}: {config.stage} of {training.steps} steps on {corpus.data}; "
+        corpus, steps = config.corpus, config.training.steps
+        if isinstance(config, configs.ProxyConfig):
+            blocks, whose = config.sequences_per_domain, " of every domain"
+        else:
+            blocks, whose = config.batch_size, ""
+        told = (
+            f"{config.out}: {config.stage} of {steps} steps on {corpus.data}, each of {blocks} "
+            f"blocks of {corpus.block_size} tokens{whose}; "
+        )
     if missing:
         _log.info("%sloading %s ...", told, ", ".join(missing))
     # What takes a while has a bar of ours, and what is wrong a sentence.
@@ -257,8 +273,6 @@ def _in(module: str, function: str) -> Callable[[Any], list[str]]:
 def _proxy(config: configs.ProxyConfig) -> list[str]:
     from doge_fast.pipeline.proxy import learn_weights
 
-    if config.dry_run:
-        return _rehearsed(config)
     return _learned(learn_weights(config).path)
 
 
@@ -274,8 +288,6 @@ def _temperature(config: configs.TemperatureConfig) -> list[str]:
 def _base(config: configs.BaseConfig) -> list[str]:
     from doge_fast.pipeline.base import held_out_perplexity, train_base
 
-    if config.dry_run:
-        return _rehearsed(config)
     out = train_base(config).path
     return [
         *held_out_perplexity(out),
@@ -284,7 +296,7 @@ def _base(config: configs.BaseConfig) -> list[str]:
     ]
 
 
-def _rehearsed(config: configs.ProxyConfig | configs.BaseConfig) -> list[str]:
+def _rehearsed(config: Any) -> list[str]:
     from doge_fast.pipeline.rehearsal import rehearse
 
     ranks.refuse_several("A dry run")

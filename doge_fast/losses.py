@@ -1,7 +1,7 @@
 """Losses of a batch that holds several domains: one mean per domain."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -12,6 +12,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from doge_fast.flat_buffer import on_device
+from doge_fast.kernels import cross_entropy, scale_rows
+from doge_fast.kernels.cross_entropy import IGNORED as IGNORED
 from doge_fast.kernels.schema import sum_dtype
 from doge_fast.stacked.layers.batch import SortedBatch
 from doge_fast.stacked.layers.linear import autocast_dtype, multiply, without_autocast
@@ -23,7 +25,10 @@ from doge_fast.stacked.stacked import (
     will_receive_grad,
 )
 
-IGNORED = -100
+# Logits of several small domains are computed together, up to so many bytes; those of one domain
+# are never split. On a CPU they stay in the cache.
+CHUNK_BYTES = {"cpu": 1 << 20}
+CHUNK_BYTES_ELSEWHERE = 1 << 28
 
 
 def domain_losses(
@@ -84,14 +89,17 @@ def linear_domain_losses(
     *,
     num_targets: Mapping[str, int | Tensor] | None = None,
 ) -> Tensor:
-    """`domain_losses` of a linear head without bias, with the logits of one domain at a time.
+    """`domain_losses` of a linear head without bias, with few of the logits at a time.
+
+    The logits of one domain, or of several small ones, exist at a time.
 
     l_i  =  1 / n_i  sum over the targets t of domain i of  - log softmax(W h)_t
 
     Equals `domain_losses(F.linear(hidden_BLH, weight_VH), labels_BL, sizes)` to rounding, which
-    holds several copies of all B L V logits. Inside `DoGEOptimizer.stacked` the head's gradient of
-    each domain goes straight into its row (`_LinearLosses`). Elsewhere the backward pass computes
-    the logits again, which costs one more product of the head's size::
+    holds several copies of all B L V logits. The logits turn into their gradients in the same
+    memory (`doge_fast.kernels.cross_entropy`). Inside `DoGEOptimizer.stacked` the head's gradient
+    of each domain goes straight into its row (`_LinearLosses`). Elsewhere the backward pass
+    computes the logits again, which costs one more product of the head's size::
 
         with optimizer.stacked(model, sizes):
             hidden = model.base_model(input_ids).last_hidden_state
@@ -188,6 +196,11 @@ class _HeadRows(NamedTuple):
         (row_VH,), adds = self.stacked.claim(self.weight, range(row, row + 1), dtype)
         return row_VH, adds
 
+    def claim_all(self, dtype: torch.dtype) -> list[Tensor]:
+        """All rows as `claim` gives them, [G, V, H] for each run of neighbouring rows."""
+        runs = self.batch.runs
+        return [self.stacked.claim(self.weight, run.row_range, dtype)[0] for run in runs]
+
 
 class _Head(NamedTuple):
     """The arguments of `_LinearLosses` that are no tensors."""
@@ -261,12 +274,12 @@ class _LinearLosses(torch.autograd.Function):
             needs_weight = was_trained and will_receive_grad(ctx, 1)
             is_computed = is_computed and rows.are_reserved(ctx.views_DVH)
         if is_computed and needs_weight == was_trained:
-            grad_TH, views_DVH = ctx.grad_TH, ctx.views_DVH
+            grad_TH, views_DVH, claimed = ctx.grad_TH, ctx.views_DVH, []
             ctx.grad_TH = ctx.views_DVH = None
             if rows is not None and needs_weight:
                 # The rows in the memory of the views count as written now.
-                views_DVH = [rows.claim(i, view.dtype)[0] for i, view in enumerate(views_DVH)]
-            _scale_gradients(grad_D, spans, grad_TH, views_DVH)
+                claimed = rows.claim_all(views_DVH[0].dtype)
+            _scale_gradients(grad_D, spans, grad_TH, claimed)
             return grad_TH, *[None] * 4
         dtype = tensors[0].dtype
         grad_VH = None
@@ -292,17 +305,18 @@ class _LinearLosses(torch.autograd.Function):
 
 
 def _scale_gradients(
-    grad_D: Tensor, spans: Sequence[slice], grad_TH: Tensor | None, rows_DVH: Sequence[Tensor]
+    grad_D: Tensor, spans: Sequence[slice], grad_TH: Tensor | None, rows: Sequence[Tensor]
 ) -> None:
-    """Multiply gradients of the mean losses by those of the loss with respect to these."""
-    # On a CPU the host reads numbers without waiting.
-    if grad_D.is_cpu and bool((grad_D == 1).all()):
-        return
-    for domain, span in enumerate(spans):
-        if grad_TH is not None:
-            grad_TH[span].mul_(grad_D[domain])
-        if rows_DVH:
-            rows_DVH[domain].mul_(grad_D[domain])
+    """Multiply gradients of the mean losses by those of the loss with respect to these.
+
+    `rows` are [G, V, H] each, of neighbouring domains.
+    """
+    if grad_TH is not None:
+        scale_rows(grad_TH, _per_token(grad_D, spans))
+    if rows:
+        sizes = [len(rows_GVH) for rows_GVH in rows]
+        for rows_GVH, grad_G in zip(rows, torch.split(grad_D, sizes), strict=True):
+            scale_rows(rows_GVH.flatten(1), grad_G)
 
 
 def _losses_and_gradients(
@@ -320,33 +334,62 @@ def _losses_and_gradients(
     `share_D` is d(result) / d(loss of a token) by domain; None: losses alone. `out_of` returns a
     domain's memory for the gradient of the weight, and whether it must be added to.
     """
-    counted_T = targets_T != IGNORED
-    # Ignored positions get a valid index; their share is zero.
-    targets_T1 = torch.where(counted_T, targets_T, 0)[:, None]
     grad_TH = torch.empty_like(hidden_TH) if needs_hidden and share_D is not None else None
-    sums = []
-    for domain, span in enumerate(spans):
-        hidden_SH, targets_S1 = hidden_TH[span], targets_T1[span]
-        # From logits to softmax to their gradient, [S, V] in the same memory.
-        values_SV = exact(F.linear(hidden_SH, weight_VH))
-        values_SV.sub_(values_SV.amax(1, keepdim=True))
-        picked_S1 = values_SV.gather(1, targets_S1)
-        totals_S1 = values_SV.exp_().sum(1, keepdim=True)
-        losses_S = (totals_S1.log() - picked_S1)[:, 0]
-        sums.append(torch.where(counted_T[span], losses_S, 0).sum())
+    share_T = None if share_D is None else _per_token(share_D, spans)
+    parts = []
+    for domains in _chunks(spans, weight_VH):
+        chunk = slice(spans[domains.start].start, spans[domains.stop - 1].stop)
+        hidden_SH = hidden_TH[chunk]
+        # From logits to their gradients, [S, V] in the same memory.
+        values_SV = _logits(hidden_SH, weight_VH)
+        share_S = None if share_T is None else share_T[chunk]
+        parts.append(cross_entropy(values_SV, targets_T[chunk], share_S))
         if share_D is None:
             continue
-        # share_t (softmax(logits) - one-hot(target)).
-        share_S1 = counted_T[span, None] * share_D[domain]
-        slope_SV = values_SV.mul_(share_S1 / totals_S1)
-        slope_SV.scatter_add_(1, targets_S1, -share_S1)
-        slope_SV = slope_SV.to(hidden_SH.dtype)
         if grad_TH is not None:
-            torch.mm(slope_SV, weight_VH, out=grad_TH[span])
-        if out_of is not None:
+            torch.mm(values_SV, weight_VH, out=grad_TH[chunk])
+        if out_of is None:
+            continue
+        sizes = _sizes(spans[domains])
+        pairs = zip(torch.split(values_SV, sizes), torch.split(hidden_SH, sizes), strict=True)
+        for domain, (slope_PV, part_PH) in enumerate(pairs, domains.start):
             out_VH, adds = out_of(domain)
-            multiply(out_VH[None], slope_SV.t()[None], hidden_SH[None], adds)
-    return torch.stack(sums), grad_TH
+            multiply(out_VH[None], slope_PV.t()[None], part_PH[None], adds)
+    losses_T, sizes = torch.cat(parts), _sizes(spans)
+    if len(set(sizes)) == 1:
+        return losses_T.view(len(spans), -1).sum(1), grad_TH
+    return torch.stack([losses_P.sum() for losses_P in torch.split(losses_T, sizes)]), grad_TH
+
+
+def _sizes(spans: Sequence[slice]) -> list[int]:
+    return [span.stop - span.start for span in spans]
+
+
+def _chunks(spans: Sequence[slice], weight_VH: Tensor) -> Iterator[slice]:
+    """Slices of neighbouring domains whose logits are computed together."""
+    per_token = len(weight_VH) * weight_VH.itemsize
+    most = CHUNK_BYTES.get(weight_VH.device.type, CHUNK_BYTES_ELSEWHERE) // max(1, per_token)
+    first = 0
+    for domain, span in enumerate(spans):
+        if domain > first and span.stop - spans[first].start > most:
+            yield slice(first, domain)
+            first = domain
+    yield slice(first, len(spans))
+
+
+def _logits(hidden_SH: Tensor, weight_VH: Tensor) -> Tensor:
+    """[S, V], in rows that start at multiples of 16 elements: of 50,257 all loads are wide."""
+    stride = -(-len(weight_VH) // 16) * 16
+    values_SV = hidden_SH.new_empty(len(hidden_SH), stride)[:, : len(weight_VH)]
+    return torch.mm(hidden_SH, weight_VH.t(), out=values_SV)
+
+
+def _per_token(values_D: Tensor, spans: Sequence[slice]) -> Tensor:
+    """[T] each domain's value for all of its tokens."""
+    sizes = _sizes(spans)
+    if len(set(sizes)) == 1:
+        return values_D.repeat_interleave(sizes[0])
+    return torch.cat([value.expand(size) for value, size in zip(values_D, sizes, strict=True)])
 
 
 def _counts(

@@ -92,8 +92,9 @@ class DoGEOptimizer(OptimizerWrapper):
         score: "paper" (W), "published" (W over the mean norm of the training rows, clipped to
             [0, 5]) or a `Score` of yours. "aligned": another rule, which moves the weights to the
             mixture whose gradient has the smallest angle with the targets'
-            (`doge_fast.weights.aligned`). It needs two halves of each domain in a step: an even
-            number of `micro_batches` is best, or `stacked`, or ranks. Rows are 2 R N elements.
+            (`doge_fast.weights.aligned`); the model moves by the mixture half-way between these
+            weights and uniform ones. It needs two halves of each domain in a step: an even number
+            of `micro_batches` is best, or `stacked`, or ranks. Rows are 2 R N elements.
         max_grad_norm: norm to which the combined gradient is clipped; None: the loop clips.
         domain_max_grad_norm: norm to which each domain's gradient is clipped before it is scored
             and combined, as the published code does (it has 5.0 for universal targets). None: no

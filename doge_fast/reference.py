@@ -168,4 +168,6 @@ def aligned_step(
         slope_K = slope_K.clamp(-10, 10) * (own_K @ alpha_K > 0.01 * at_right_angles)
         alpha_K = mirror_step(alpha_K, slope_K, 0.1, 1.0).clamp(min=0.01 / num_domains)
         alpha_K = alpha_K / alpha_K.sum()
-    return alpha_K, alpha_K @ rows_RN[:num_domains], mean_RR
+    # The model follows half-way.
+    mixture_K = (alpha_K + 1 / num_domains) / 2
+    return alpha_K, mixture_K @ rows_RN[:num_domains], mean_RR

@@ -92,7 +92,7 @@ class SimpleDoGE:
         # keeps p.grad None: with a gradient of zero, weight decay would still move it.
         params = self._params()
         grads_KN = parts_TRN.sum(0)[: len(self.domains)]
-        gradient_N = (self.alpha_K.to(grads_KN)[:, None] * grads_KN).sum(0)
+        gradient_N = (self.mixture_K.to(grads_KN)[:, None] * grads_KN).sum(0)
         pieces = torch.split(gradient_N, [param.numel() for param in params])
         for param, piece in zip(params, pieces, strict=True):
             if param in used:
@@ -121,6 +121,11 @@ class SimpleDoGE:
         self._num_steps += 1
         self.alpha_mean_K = self.alpha_mean_K + (self.alpha_K - self.alpha_mean_K) / self._num_steps
         return True
+
+    @property
+    def mixture_K(self) -> Tensor:
+        """The mixture that the model moves by."""
+        return self.alpha_K
 
     @property
     def weights(self) -> dict[str, float]:
@@ -174,3 +179,8 @@ class SimpleAligned(SimpleDoGE):
             raised_K = alpha_K.clamp(min=0.01 / K)
             self.alpha_K = self.alpha_mean_K = raised_K / raised_K.sum()
         return True
+
+    @property
+    def mixture_K(self) -> Tensor:
+        """Half-way from uniform weights to alpha."""
+        return (self.alpha_K + 1 / len(self.domains)) / 2

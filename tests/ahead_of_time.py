@@ -30,14 +30,14 @@ from doge_fast.weights.scores import PAPER, PUBLISHED
 from tests.processes import printed_by
 
 # The files of the operators; in their packages the same names are functions.
-gram, segment_sum, weighted_sum, reweight, aligned = (
+gram, segment_sum, weighted_sum, cross_entropy, scale_rows, reweight, aligned = FILES = [
     importlib.import_module(f"doge_fast.{name}")
     for name in (
-        *("kernels.gram", "kernels.segment_sum", "kernels.weighted_sum"),
-        *("weights.reweight", "weights.aligned"),
+        *("kernels.gram", "kernels.segment_sum", "kernels.weighted_sum", "kernels.cross_entropy"),
+        *("kernels.scale_rows", "weights.reweight", "weights.aligned"),
     )
-)
-for _file in (gram, segment_sum, weighted_sum, reweight, aligned):
+]
+for _file in FILES:
     decorate(vars(_file))
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -50,10 +50,12 @@ POINTERS = {
     **dict.fromkeys(["partials", "gram", "full", "state", "tau", "settings"], "*fp64"),
     **dict.fromkeys(["values", "coefficients_R", "mean", "first_share"], "*fp64"),
 }
-# Numbers that Triton finds to be multiples of 16 at a launch on a flat buffer's rows.
-ALIGNED = ("out_stride", "bias_stride")
+# Numbers that Triton finds to be multiples of 16 at a launch on a flat buffer's rows, and on padded
+# rows of logits.
+ALIGNED = ("out_stride", "bias_stride", "stride", "num_columns")
 
 FLOAT32, BFLOAT16, FLOAT16, FLOAT64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+NAMES = {FLOAT32: "*fp32", BFLOAT16: "*bf16", FLOAT16: "*fp16", FLOAT64: "*fp64"}
 # One of each kind of launch.
 SOME_GRAMS = (
     *itertools.product((1, 7, 22, 50, 128), (FLOAT32, BFLOAT16)),
@@ -176,10 +178,9 @@ def segment_sum_case(
     """Of 768 columns; `given` are the optional arguments that there are."""
     sizes = segment_sum.pick(num_tokens, num_segments, 768, sum_dtype(dtype, out_dtype))
     constants = segment_sum.constants_of(dtype, out_dtype, 768, sizes, add=add)
-    names = {FLOAT32: "*fp32", BFLOAT16: "*bf16"}
-    optional = dict.fromkeys(("factor", "bias_values"), names[dtype])
+    optional = dict.fromkeys(("factor", "bias_values"), NAMES[dtype])
     optional |= dict.fromkeys(("mean", "rstd"), "*fp32") | dict.fromkeys(EMBEDDING, "*i64")
-    optional |= {"bias": names[out_dtype]}
+    optional |= {"bias": NAMES[out_dtype]}
     # Each thread's part of a tile, for values and for the factor.
     tile = sizes.block_tokens * sizes.block_columns * dtype.itemsize
     wide = tile // (16 * 32 * segment_sum.NUM_WARPS) * (1 + ("factor" in given))
@@ -190,9 +191,41 @@ def segment_sum_case(
         constants | {name: None for name in optional if name not in given},
         {"num_warps": segment_sum.NUM_WARPS},
         wide,
-        pointers=optional | {"values": names[dtype], "out": names[out_dtype]},
+        pointers=optional | {"values": NAMES[dtype], "out": NAMES[out_dtype]},
         # Mean and deviation of each of the thread's tokens, which are two of the wide ones.
         narrow_loads=wide * ("mean" in given),
+    )
+
+
+def cross_entropy_case(dtype: torch.dtype, *, has_shares: bool) -> Case:
+    """Of padded rows."""
+    constants = cross_entropy.constants_of(dtype)
+    pointers = {"logits": NAMES[dtype], "targets": "*i64"}
+    pointers |= dict.fromkeys(("shares", "losses"), NAMES[sum_dtype(dtype)])
+    # Of both passes.
+    wide = cross_entropy.BLOCK * dtype.itemsize // (16 * 32 * cross_entropy.NUM_WARPS)
+    return Case(
+        f"cross_entropy of {dtype}{', with gradients' if has_shares else ''}",
+        cross_entropy.cross_entropy_of_row,
+        constants | ({} if has_shares else {"shares": None}),
+        {"num_warps": cross_entropy.NUM_WARPS},
+        wide * (1 + has_shares),
+        pointers=pointers,
+        # What an odd vocabulary leaves of each pass, an element of a thread at a time; the logit of
+        # the target, and the share.
+        narrow_loads=(cross_entropy.BLOCK // (32 * cross_entropy.NUM_WARPS) + 1) * (1 + has_shares),
+    )
+
+
+def scale_rows_case(dtype: torch.dtype) -> Case:
+    return Case(
+        f"scale_rows of {dtype}",
+        scale_rows.scale_piece,
+        scale_rows.constants_of(dtype),
+        {"num_warps": scale_rows.NUM_WARPS},
+        1,
+        pointers={"values": NAMES[dtype], "factors": "*fp32"},
+        narrow_loads=1,
     )
 
 
@@ -236,6 +269,12 @@ def cases() -> Iterator[Case]:
     yield segment_sum_case(FLOAT32, FLOAT32, 512, 7)
     # Its second launch.
     yield segment_sum_case(FLOAT32, FLOAT32, 7 * 73, 7, "bias", "bias_values")
+    for dtype in (FLOAT32, BFLOAT16, FLOAT16):
+        yield cross_entropy_case(dtype, has_shares=True)
+        yield scale_rows_case(dtype)
+    yield cross_entropy_case(BFLOAT16, has_shares=False)
+    yield cross_entropy_case(FLOAT64, has_shares=True)
+    yield scale_rows_case(FLOAT64)
 
 
 def spills() -> dict[str, list[int | None]]:

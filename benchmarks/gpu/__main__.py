@@ -1,14 +1,15 @@
 """Everything to know about the library on a GPU: right, repeatable, how fast.
 
     benchmarks/gpu.sh
-    benchmarks/gpu.sh correctness
+    benchmarks/gpu.sh correctness anchor
     benchmarks/gpu.sh steps --commit 0123456789 --out FOLDER
     benchmarks/gpu.sh --device cpu --quick
 
-Needs torch, numpy, Triton and einops; ninja, filelock and a compiler for the compiled
-operators. Parts run one after another, each within a time of its own: a slow one is cut between
-rows and says so, a failing one is recorded, the rest runs. Writes a JSON record and a table in
-Markdown. The exit code is 1 if something was wrong or missing, and 3 if on a GPU a bar was missed.
+Needs torch, numpy, Triton and einops; ninja, filelock and a compiler for the compiled operators;
+for the job transformers and accelerate. Parts run one after another, each within a time of its own:
+a slow one is cut between rows and says so, a failing one is recorded, the rest runs. Each part adds
+to a JSON record, and a table in Markdown, when it ends. The exit code is 1 if something was wrong
+or missing, and 3 if on a GPU a bar was missed.
 """
 
 import argparse
@@ -24,14 +25,11 @@ from typing import NamedTuple
 import torch
 
 from benchmarks import operators, protocol
-from benchmarks.gpu import bars, checks, job, ranks, report, sanitizer, times
-from benchmarks.gpu.session import CORPUS, Row, Session
+from benchmarks.gpu import bars, checks, job, profile, ranks, report, sanitizer, times
+from benchmarks.gpu.session import Row, Session
 from doge_fast.kernels import implementations
 from doge_fast.kernels.dispatch import chosen
 from doge_fast.profiling.roofline import bandwidth
-
-# Of a part. With the start of torch and the last row, which is not cut, that is under 8.
-MINUTES = 6.5
 
 
 class ScriptSection(NamedTuple):
@@ -41,27 +39,41 @@ class ScriptSection(NamedTuple):
     share: float = 1.0
 
 
-PARTS: dict[str, dict[str, ScriptSection]] = {
-    "correctness": {
-        "correctness": ScriptSection(checks.correctness, 0.4),
-        "determinism": ScriptSection(checks.determinism, 0.05),
-        "offsets": ScriptSection(checks.offsets, 0.1),
-        "graphs": ScriptSection(checks.graphs, 0.05),
-        "sanitizer": ScriptSection(sanitizer.sanitizer, 0.4),
-    },
-    "steps": {"steps": ScriptSection(times.first_steps)},
-    "sizes": {"sizes": ScriptSection(times.further_steps)},
-    "operators": {"operators": ScriptSection(times.operator_times)},
-    "profile": {"profile": ScriptSection(job.profiles)},
-    "job": {"job": ScriptSection(job.job)},
-    "ranks": {"ranks": ScriptSection(ranks.ranks)},
+class Part(NamedTuple):
+    """Sections by name, and the seconds that all of them have; the last row is not cut."""
+
+    seconds: float
+    sections: dict[str, ScriptSection]
+
+
+PARTS = {
+    "correctness": Part(
+        45,
+        {
+            "correctness": ScriptSection(checks.correctness, 0.2),
+            "determinism": ScriptSection(checks.determinism, 0.05),
+            "offsets": ScriptSection(checks.offsets, 0.1),
+            "graphs": ScriptSection(checks.graphs, 0.05),
+            "memcheck": ScriptSection(sanitizer.memcheck, 0.6),
+        },
+    ),
+    "anchor": Part(200, {"anchor": ScriptSection(times.anchors)}),
+    "operators": Part(120, {"operators": ScriptSection(times.operator_times)}),
+    "profile": Part(100, {"profile": ScriptSection(profile.profiles)}),
+    "job": Part(150, {"job": ScriptSection(job.job)}),
+    "steps": Part(390, {"steps": ScriptSection(times.first_steps)}),
+    "sizes": Part(390, {"sizes": ScriptSection(times.further_steps)}),
+    "racecheck": Part(390, {"racecheck": ScriptSection(sanitizer.racecheck)}),
+    "ranks": Part(390, {"ranks": ScriptSection(ranks.ranks)}),
 }
+# What runs without a name: twelve minutes, since GPUs come by the quarter of an hour.
+STANDARD = ("correctness", "anchor", "operators", "profile", "job")
 
 
-def run_part(part: str, session: Session, minutes: float) -> dict[str, Row]:
-    """All its sections, by name."""
-    sections, found = PARTS[part], {}
-    end_s = time.monotonic() + 60 * minutes
+def run_part(part: str, session: Session, minutes: float | None = None) -> dict[str, Row]:
+    """All its sections, by name; `minutes` in the place of the part's own time."""
+    sections, found = PARTS[part].sections, {}
+    end_s = time.monotonic() + (PARTS[part].seconds if minutes is None else 60 * minutes)
     for name, section in sections.items():
         left = sum(each.share for other, each in sections.items() if other not in found)
         seconds = (end_s - time.monotonic()) * section.share / left
@@ -138,8 +150,8 @@ def end(record: Row, sections: dict[str, Row], session: Session) -> None:
 
 
 def write(record: Row, parts: Sequence[str], folder: Path) -> Path:
-    """Record and page, named after device, commit and, where not all ran, parts."""
-    names = [record["device"], record["commit"], *([] if len(parts) == len(PARTS) else parts)]
+    """Record and page, named after device, commit and, where others than `STANDARD` ran, parts."""
+    names = [record["device"], record["commit"], *([] if tuple(parts) == STANDARD else parts)]
     path = folder / f"gpu-{re.sub(r'[^a-z0-9]+', '-', '-'.join(names).lower()).strip('-')}.json"
     protocol.write(path, record)
     path.with_suffix(".md").write_text(report.markdown(record), encoding="utf-8")
@@ -162,11 +174,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     # Not by `choices`: of what may be left out they would have to hold the default too.
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all")
+    words = f"of {', '.join(PARTS)}; {', '.join(STANDARD)}"
+    parser.add_argument("parts", nargs="*", metavar="PART", help=words)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--quick", action="store_true", help="tiny problems, for a test of this")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="of each part")
-    parser.add_argument("--corpus", type=Path, default=CORPUS, help="what the job trains on")
+    parser.add_argument("--minutes", type=float, help="of each part, in place of its own")
+    parser.add_argument("--tokens", type=Path, help="an .npz of domains that the job trains on")
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results")
     parser.add_argument("--commit", help="where the checkout has no git; or DOGE_FAST_COMMIT")
     args = parser.parse_args(arguments)
@@ -177,8 +190,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"torch {torch.__version__} sees no GPU. Run this where it does, or try it out with "
             "--device cpu --quick."
         )
-    parts = args.parts or list(PARTS)
-    session = Session(torch.empty(0, device=args.device).device, args.quick, args.corpus.absolute())
+    parts = args.parts or list(STANDARD)
+    tokens = None if args.tokens is None else args.tokens.absolute()
+    session = Session(torch.empty(0, device=args.device).device, args.quick, tokens)
     start = time.monotonic()
     record = begin(session, args.commit)
     print(f"{record['device']}, commit {record['commit']}: {', '.join(session.names)}", flush=True)

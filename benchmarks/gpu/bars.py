@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from benchmarks import cases, optimizer_step
+from benchmarks import anchor, cases, optimizer_step
 from benchmarks.gpu.session import Row
 
 # Operator, K and dtype of what must reach the bandwidth of a copy.
@@ -22,7 +22,7 @@ NOT_JUDGED = "not judged"
 # Of a run, worst last: a miss on a GPU is none of what argparse and Python themselves end with.
 ALL_WELL, WRONG, BARS_MISSED = 0, 1, 3
 # Sections whose rows say whether something is right: each must have run to its end.
-CHECKING = ("correctness", "determinism", "offsets", "graphs", "sanitizer", "ranks")
+CHECKING = ("correctness", "determinism", "offsets", "graphs", "memcheck", "racecheck", "ranks")
 
 Sections = Mapping[str, Row]
 
@@ -56,6 +56,9 @@ def _bars(sections: Sections) -> list[Row]:
     found: list[Row] = []
     if "graphs" in sections:
         found.append(_graph_bar(sections["graphs"]["rows"]))
+    if "anchor" in sections:
+        anchored = sections["anchor"]["rows"]
+        found += [_anchor_bar(*asked, anchored) for asked in anchor.GPU_BARS.items()]
     rows = [*sections.get("sizes", {}).get("rows", []), *sections.get("steps", {}).get("rows", [])]
     if "steps" in sections or "sizes" in sections:
         found += [_step_bar(*asked, bar, rows) for asked, bar in optimizer_step.GPU_BARS.items()]
@@ -82,6 +85,15 @@ def _step_bar(mode: str, num_domains: int, bar: float, rows: Sequence[Row]) -> R
         lambda value: value <= bar,
     )
     return found if ratios or not (asked and is_complete) else found | {"verdict": SKIPPED}
+
+
+def _anchor_bar(num_domains: int, bar: float, rows: Sequence[Row]) -> Row:
+    ratios = [row["ratio"] for row in rows if row["domains"] == num_domains and "ratio" in row]
+    return _bar(
+        f"compiled step, K = {num_domains}: at most {bar} of the fastest plain one, the worst size",
+        max(ratios, default=None),
+        lambda value: value <= bar,
+    )
 
 
 def _waiting_bar(rows: Sequence[Row]) -> Row:

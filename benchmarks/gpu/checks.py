@@ -11,7 +11,7 @@ from benchmarks import cases, operators, steps
 from benchmarks.gpu.session import Row, Session
 from benchmarks.problems import BLOCKS, MATRIX, OperatorProblem, coefficients
 from doge_fast import reference
-from doge_fast.kernels import accumulate, gram, segment_sum, weighted_sum
+from doge_fast.kernels import accumulate, gram, scale_rows, segment_sum, weighted_sum
 from doge_fast.kernels.dispatch import OPERATORS
 
 # The usual number first. 13 and 14 lie where pairs of rows end and tiles begin.
@@ -51,10 +51,26 @@ def correctness(session: Session) -> Iterator[Row]:
             case = cases.accumulate_case(arena, session.names, add=add)
             for name in case.ours:
                 yield checked(case, name)
+        for name in session.names:
+            yield from head(arena, name)
     # Summed by one program for each segment, and by several that share it.
     lengths = (70, 600 if session.quick else 9_001)
     for dtype, name, length in itertools.product(dtypes[:2], session.names, lengths):
         yield from segment_sums(session.device, name, dtype, length)
+
+
+def head(arena: cases.Arena, name: str) -> Iterator[Row]:
+    """Logits to their gradients, and rows times factors of which one is 1."""
+    if name not in OPERATORS["cross_entropy"].implementations:
+        return
+    yield checked(cases.cross_entropy_case(arena, [name]), name)
+    values_RN = arena.values[: 3 * 70_001 if len(arena.values) > 3 * 70_001 else 3].view(3, -1)
+    factors_R = torch.tensor([2.0, 1.0, 0.0], device=arena.device)
+    exact_RN = values_RN.double() * factors_R.double()[:, None]
+    scale_rows(values_RN, factors_R, implementation=name)
+    row: Row = {"operator": "scale_rows", "implementation": name, "rows": 3}
+    row |= {"dtype": str(arena.dtype).removeprefix("torch."), "columns": values_RN.shape[1]}
+    yield row | {"correct": torch.equal(values_RN.double(), exact_RN)}
 
 
 def segment_sums(device: torch.device, name: str, dtype: torch.dtype, length: int) -> Iterator[Row]:

@@ -1,5 +1,13 @@
-"""What a user starts: `doge-fast proxy` on text beside plain training, and `doge-fast profile`."""
+"""What a user starts: `DoGETrainer` on packed tokens from a file, beside plain `Trainer`.
 
+    python -m benchmarks.gpu.job doge tokens.npz --sequences 18
+
+Needs torch, transformers and what `Trainer` needs, and nothing of the pipeline. The file has an
+array of token ids below 50,304 for each domain, as `numpy.savez(path, code=..., books=...)` writes.
+Without one, tokens are drawn: seven domains, each with frequent words of its own, which come back.
+"""
+
+import argparse
 import itertools
 import json
 import math
@@ -7,54 +15,60 @@ import re
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from benchmarks import steps
+import numpy as np
+import torch
+
+from benchmarks import models
 from benchmarks.gpu.session import Row, Session, run_command
+from doge_fast.alternation import synchronize
 
-# `doge-fast`, which says in its last line how much of a GPU's memory it took.
-PROGRAM = """
-import atexit, sys, torch, doge_fast.cli
-atexit.register(lambda: print(f"peak: {torch.cuda.max_memory_allocated()} bytes"))
-sys.exit(doge_fast.cli.main())
-"""
-# What the commands import; a checkout with torch alone trains no language model.
-NEEDED = "import doge_fast.cli, doge_fast.profiling.profile, doge_fast.pipeline.proxy"
-# Of a command: text is read and packed once, then some steps are taken.
+SIDES = ("plain", "doge")
+# Of a command.
 SECONDS = 200
-# Lines of steps that are left out: memory is allocated and kernels are compiled.
-WARM_UP_LINES = 1
 # Of a domain: as many as plain training, which takes all of a step's at once, has room for.
 SEQUENCES = (18, 9, 4, 2)
 # Of plain training: bfloat16 logits, float32 ones and their gradient, and the activations of 82M.
 BYTES_PER_TOKEN = 50_304 * 12 + 150_000
+# Steps between two readings of the clock; before the second one memory is allocated and kernels are
+# compiled.
+EVERY = 5
+# Blocks of a domain that are not trained on.
+HELD_OUT = 8
+DRAWN_DOMAINS, DRAWN_TOKENS = 7, 500_000
 
 
 def job(session: Session) -> Iterator[Row]:
-    """A row of plain training at uniform weights, and one of the proxy over it."""
-    corpus = session.corpus
-    if not corpus.is_dir():
-        yield {"skipped": f"no corpus at {corpus}; --corpus names another place"}
-        return
+    """A row of plain training on the domains at equal shares, and one of DoGE over it."""
     if missing := _missing():
-        yield {"skipped": f"the pipeline needs more packages: {missing}"}
+        yield {"skipped": f"Trainer needs more packages: {missing}"}
         return
-    domains = sorted(path.stem for path in corpus.iterdir() if not path.name.startswith("."))
     with tempfile.TemporaryDirectory() as folder:
+        path = session.tokens or Path(folder) / "drawn.npz"
+        if session.tokens is None:
+            draw(path, DRAWN_TOKENS // (50 if session.quick else 1))
+        with np.load(path) as tokens:
+            num_domains = len(tokens.files)
         # Once: what is free may change, and both sides take as many.
-        sequences = sequences_of(session, len(domains))
-        plain = run("base", session, corpus, len(domains), sequences, Path(folder))
-        yield plain
-        doge = run("proxy", session, corpus, len(domains), sequences, Path(folder))
-        if "step_ms" in plain and "step_ms" in doge:
-            doge["ratio"] = round(doge["step_ms"] / plain["step_ms"], 4)
-        yield doge
+        sequences = sequences_of(session, num_domains)
+        done: dict[str, Row] = {}
+        for index, side in enumerate(SIDES):
+            seconds = session.seconds_for(len(SIDES) - index, SECONDS)
+            words = [side, str(path), f"--sequences={sequences}", f"--device={session.device}"]
+            done[side] = run(words + ["--quick"] * session.quick, seconds)
+            if side == "doge" and all("step_ms" in row for row in done.values()):
+                done[side]["ratio"] = round(done[side]["step_ms"] / done["plain"]["step_ms"], 4)
+            yield done[side]
 
 
 def _missing() -> str | None:
-    """Why the pipeline cannot be imported; None where it can."""
-    code, printed = run_command([sys.executable, "-c", NEEDED], SECONDS)
+    """Why Trainer cannot be used; None where it can."""
+    program = "from doge_fast.integrations.transformers import DoGETrainer; import accelerate"
+    code, printed = run_command([sys.executable, "-c", program], SECONDS)
     return None if code == 0 else printed.strip().splitlines()[-1]
 
 
@@ -62,109 +76,148 @@ def sequences_of(session: Session, num_domains: int) -> int:
     """Of each domain in a step."""
     if session.quick:
         return 1
-    room = 0.8 * session.free_bytes() / (num_domains * 512 * BYTES_PER_TOKEN)
+    room = 0.8 * session.free_bytes() / (num_domains * models.SEQUENCE * BYTES_PER_TOKEN)
     return next((each for each in SEQUENCES if each <= room), SEQUENCES[-1])
 
 
-def command(
-    stage: str, session: Session, corpus: Path, num_domains: int, sequences: int, out: Path
-) -> list[str]:
-    """Of a stage: 82M on blocks of 512 tokens; tiny where it is only tried out."""
-    words: dict[str, object] = {
-        "data": corpus,
-        "model": "tiny" if session.quick else "82M",
-        "block-size": 32 if session.quick else 512,
-        "steps": 4 if session.quick else 60,
-        "log-every": 1 if session.quick else 10,
-        "eval-blocks": 8,
-        "save-every": 0,
-        "device": session.device.type,
-        "dtype": "bfloat16" if session.on_gpu else "float32",
-        "out": out,
-    }
-    tokenizer = corpus.parent / "tokenizers" / "gpt2"
-    if session.quick:
-        words |= {"max-tokens-per-domain": 20_000, "vocab-size": 512}
-    elif tokenizer.is_dir():
-        words["tokenizer"] = tokenizer
-    if stage == "proxy":
-        words["sequences-per-domain"] = sequences
-    else:
-        words |= {"weights": "uniform", "batch-size": sequences * num_domains}
-    flags = [str(word) for name, value in words.items() for word in (f"--{name}", value)]
-    return [sys.executable, "-c", PROGRAM, stage, *flags]
-
-
-def run(
-    stage: str, session: Session, corpus: Path, num_domains: int, sequences: int, folder: Path
-) -> Row:
+def run(words: list[str], seconds: float) -> Row:
     """One command; right if it ends well, its losses are numbers and its weights sum to one."""
-    out = folder / stage
-    words = command(stage, session, corpus, num_domains, sequences, out)
-    # Of two commands that take about as long.
-    seconds = session.seconds_for(2 if stage == "base" else 1, SECONDS)
-    row = {"run": stage} | ended(words, seconds)
-    if "correct" in row or "skipped" in row:
-        return row
-    del row["lines"]
-    text = (out / "metrics.jsonl").read_text(encoding="utf-8")
-    lines = [json.loads(line) for line in text.splitlines()]
-    step_seconds = [line["seconds"] for line in lines if "seconds" in line][WARM_UP_LINES:]
-    (losses,) = [line["loss"] for line in lines if line["kind"] == "eval"][-1:]
-    tokens = num_domains * sequences * (32 if session.quick else 512)
-    step_s = statistics.median(step_seconds)
-    row |= {
-        "step_ms": round(1e3 * step_s, 2),
-        "tokens_per_s": round(tokens / step_s),
-        "held_out_loss": round(statistics.mean(losses.values()), 4),
-        "correct": all(map(math.isfinite, losses.values())),
-    }
-    if stage == "proxy":
-        row["weights"] = [line for line in lines if "alpha_mean" in line][-1]["alpha_mean"]
-        row["correct"] &= math.isclose(sum(row["weights"].values()), 1, rel_tol=1e-6)
-    return row
-
-
-def ended(words: list[str], seconds: float) -> Row:
-    """What there is to say of a command that has run; not whether it is right, if it ended well."""
-    row: Row = {"command": " ".join(["doge-fast", *words[3:]])}
-    code, printed = run_command(words, seconds)
+    row: Row = {"run": words[0], "command": " ".join(["python -m benchmarks.gpu.job", *words])}
+    code, printed = run_command([sys.executable, "-m", "benchmarks.gpu.job", *words], seconds)
     if code is None:
         # Slow is not wrong.
         return row | {"skipped": printed}
     lines = printed.strip().splitlines()
-    if lines and (peak := re.fullmatch(r"peak: (\d+) bytes", lines[-1])):
-        lines.pop()
-        row |= {"peak_bytes": int(peak[1])} if int(peak[1]) else {}
     if code == 0:
-        return row | {"lines": lines}
-    row["lines"] = lines[-6:]
+        return row | json.loads(lines[-1])
     if re.search("(not enough|out of) memory", printed):
         return row | {"skipped": "out of memory"}
-    return row | {"correct": False, "problem": f"code {code}"}
+    return row | {"correct": False, "problem": f"code {code}", "lines": lines[-6:]}
 
 
-def profiles(session: Session) -> Iterator[Row]:
-    """What generalization estimation costs, phase by phase, over plain training."""
-    if missing := _missing():
-        yield {"skipped": f"the pipeline needs more packages: {missing}"}
-        return
-    for num_domains, mode in itertools.product((7,) if session.quick else (7, 22), steps.MODES):
-        words: dict[str, object] = {"domains": num_domains, "mode": mode, "steps": 3}
-        words |= {"sequences": 2, "device": session.device.type}
-        if not session.quick:
-            sequences = sequences_of(session, num_domains)
-            words |= {"model": "82M", "sequence-length": 512, "sequences": sequences}
-            words |= {"steps": 9, "dtype": "bfloat16"}
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "profile.json"
-            flags = [f"--{name}={value}" for name, value in words.items()]
-            program = [sys.executable, "-c", PROGRAM, "profile", *flags, f"--json={path}"]
-            row = ended(program, session.seconds_for(1, SECONDS))
-            # The file goes, and with it what names it: the command's last word and its last line.
-            row["command"] = row["command"].removesuffix(f" --json={path}")
-            row |= {"domains": num_domains, "mode": mode}
-            if "correct" not in row and "skipped" not in row:
-                row |= {"lines": row["lines"][:-1], "correct": True}
-                row["profile"] = json.loads(path.read_text(encoding="utf-8"))
-        yield row
+def draw(path: Path, num_tokens: int) -> None:
+    """Write domains of words by Zipf's law; half of them repeat the word of seven places before."""
+    generator = np.random.default_rng(0)
+    found = {}
+    for domain in range(DRAWN_DOMAINS):
+        words = np.minimum(generator.zipf(1.2, num_tokens), 50_257) - 1
+        words = generator.permutation(50_257)[words]
+        for place in range(1, 1 + domain):
+            again = generator.random(num_tokens - 7 * place) < 0.5
+            words[7 * place :][again] = words[: -7 * place][again]
+        found[f"domain{domain}"] = words.astype(np.uint16)
+    np.savez(path, **found)
+
+
+class Blocks(torch.utils.data.Dataset[Row]):
+    """Blocks of a domain's tokens."""
+
+    def __init__(self, tokens: "np.ndarray[Any, Any]", length: int) -> None:
+        num_blocks = len(tokens) // length
+        blocks = tokens[: num_blocks * length].reshape(num_blocks, length).astype(np.int64)
+        self.blocks = torch.from_numpy(blocks)
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __getitem__(self, index: int) -> Row:
+        return {"input_ids": self.blocks[index], "labels": self.blocks[index]}
+
+
+def train(side: str, path: Path, sequences: int, device: torch.device, *, quick: bool) -> Row:
+    """Train one side; what a row says of it."""
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback
+    from transformers import TrainingArguments as Arguments
+
+    from doge_fast.integrations.transformers import DoGETrainer
+
+    times: list[float] = []
+
+    class Clock(TrainerCallback):
+        """Reads the clock when the device is idle."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+            """After a step."""
+            if state.global_step % EVERY == 0:
+                synchronize(device)
+                times.append(time.perf_counter())
+
+    shape = models.Shape(1, 2, 32, 50_304, 32) if quick else models.PAPER["82M"]
+    with np.load(path) as file:
+        domains = {name: Blocks(file[name], shape.sequence) for name in file.files}
+    parts = {
+        name: (
+            torch.utils.data.Subset(each, range(HELD_OUT, len(each))),
+            each.blocks[:HELD_OUT].to(device),
+        )
+        for name, each in domains.items()
+    }
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=shape.vocab_size,
+        n_positions=shape.sequence,
+        n_embd=shape.width,
+        n_layer=shape.num_layers,
+        n_head=shape.num_heads,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    model = GPT2LMHeadModel(config)
+    on_gpu = device.type == "cuda"
+    is_doge = side == "doge"
+    with tempfile.TemporaryDirectory() as folder:
+        arguments: Any = Arguments(
+            output_dir=folder,
+            per_device_train_batch_size=sequences * (1 if is_doge else len(parts)),
+            max_steps=3 * EVERY if quick else 12 * EVERY,
+            learning_rate=5e-4,
+            bf16=on_gpu,
+            use_cpu=not on_gpu,
+            logging_nan_inf_filter=False,
+            logging_strategy="no",
+            save_strategy="no",
+            disable_tqdm=True,
+            report_to=[],
+        )
+        train_parts = {name: part for name, (part, _) in parts.items()}
+        options: Row = {"model": model, "args": arguments, "callbacks": [Clock()]}
+        if is_doge:
+            options |= {"train_dataset": train_parts, "domains": [*parts], "mu": 0.05}
+            trainer: Any = DoGETrainer(**options)
+        else:
+            whole = torch.utils.data.ConcatDataset(train_parts.values())
+            trainer = Trainer(**options, train_dataset=whole)
+        trainer.train()
+    model.eval()
+    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, on_gpu):
+        losses = [float(model(held, labels=held).loss) for _, held in parts.values()]
+    step_s = statistics.median(b - a for a, b in itertools.pairwise(times)) / EVERY
+    num_tokens = sequences * len(parts) * shape.sequence
+    row: Row = {
+        "step_ms": round(1e3 * step_s, 2),
+        "tokens_per_s": round(num_tokens / step_s),
+        "held_out_loss": round(statistics.mean(losses), 4),
+        "correct": all(map(math.isfinite, losses)),
+    }
+    if is_doge:
+        row["weights"] = {name: round(value, 6) for name, value in trainer.weights.items()}
+        row["correct"] &= math.isclose(sum(row["weights"].values()), 1, rel_tol=1e-5)
+    return row | ({"peak_bytes": torch.cuda.max_memory_allocated(device)} if on_gpu else {})
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train, and print the row in the last line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("side", choices=SIDES)
+    parser.add_argument("tokens", type=Path, help="an .npz with an array for each domain")
+    parser.add_argument("--sequences", type=int, default=SEQUENCES[0], help="of a domain in a step")
+    parser.add_argument("--device", type=torch.device, default="cuda")
+    parser.add_argument("--quick", action="store_true", help="a tiny model")
+    args = parser.parse_args(arguments)
+    row = train(args.side, args.tokens, args.sequences, args.device, quick=args.quick)
+    print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()

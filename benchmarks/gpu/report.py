@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from benchmarks import anchor
 from benchmarks.gpu.session import Row
 
 KEYS = ("operator", "implementation", "dtype", "rows", "shape", "problem")
@@ -22,6 +23,11 @@ OPERATOR_HEADER = (
     *("operator", "dtype", "shape", "K", "N", "runs", "ms", "GB/s"),
     *("of the roof", "over plain torch", "bar"),
 )
+ANCHOR_HEADER = (
+    *("model", "K", "stacked / plain", "one domain after another", "plain, ms", "plain MFU"),
+    *("the plain one", "bar"),
+)
+KERNEL_HEADER = ("kernel", "ms a step", "launches a step")
 JOB_HEADER = ("run", "ms a step", "tokens/s", "over plain", "held-out loss", "weights")
 # What of a record says where it is from, in the order of the page.
 ORIGIN = ("torch", "triton", "cuda", "driver", "python", "transformers", "architecture", "commit")
@@ -76,8 +82,10 @@ def line_of(row: Row) -> str | None:
         return "WRONG " + ", ".join(text_of(row[key]) for key in KEYS if row.get(key) is not None)
     if "skipped" in row:
         return f"skipped {' '.join(_title(row))}: {row['skipped']}".replace(" :", ":")
-    if "profile" in row:
-        return " ".join([*_title(row), *row["lines"][-2:]])
+    if "kernels" in row:
+        return f"{' '.join(_title(row))}: {_profile_summary(row)}"
+    if "plain" in row and "stacked" in row:
+        return anchor.line(row)
     if "model" in row:
         return f"{' '.join(_title(row))}: {_spread(row)} of {row['baseline_ms']:.1f} ms"
     if "step_ms" in row:
@@ -157,13 +165,35 @@ def _operator_table(rows: Sequence[Row]) -> list[str]:
     return _table(OPERATOR_HEADER, body)
 
 
-def _profile_text(rows: Sequence[Row]) -> list[str]:
-    """As the command prints it."""
-    lines = _check_table([row for row in rows if "profile" not in row])
+def _anchor_table(rows: Sequence[Row]) -> list[str]:
+    body = []
     for row in rows:
-        if "profile" in row:
-            lines += ["", f"{row['command']}:", "", *[f"    {line}" for line in row["lines"]]]
+        start = [row["model"], row["domains"]]
+        if "skipped" in row:
+            body.append([*start, row["skipped"], *[""] * 5])
+            continue
+        mfu = f"{100 * row['plain_mfu']:.0f} %" if row["plain_mfu"] else ""
+        plain_ms = f"{row['stacked']['baseline_ms']:.1f}"
+        ratios = [_spread(row["stacked"]), _spread(row["sequential"])]
+        body.append([*start, *ratios, plain_ms, mfu, row["plain"], row.get("verdict", "")])
+    return _table(ANCHOR_HEADER, body)
+
+
+def _profile_text(rows: Sequence[Row]) -> list[str]:
+    """A table of kernels for each step."""
+    lines = _check_table([row for row in rows if "kernels" not in row])
+    for row in rows:
+        if "kernels" in row:
+            body = [[each["kernel"], each["ms"], each["launches"]] for each in row["kernels"]]
+            lines += ["", f"{row['problem']}: {_profile_summary(row)}", ""]
+            lines += _table(KERNEL_HEADER, body)
     return lines
+
+
+def _profile_summary(row: Row) -> str:
+    return (
+        f"{row['profiled_ms']:.1f} ms, of which {row['busy_ms']:.1f} in {row['launches']} launches"
+    )
 
 
 def _job_table(rows: Sequence[Row]) -> list[str]:
@@ -185,6 +215,7 @@ _WRITERS: dict[str, Callable[[Sequence[Row]], list[str]]] = {
     "steps": _step_table,
     "sizes": _step_table,
     "operators": _operator_table,
+    "anchor": _anchor_table,
     "profile": _profile_text,
     "job": _job_table,
     "ranks": _rank_table,

@@ -21,8 +21,6 @@ from doge_fast.kernels import build, implementations
 Row = dict[str, Any]
 
 ROOT = Path(__file__).resolve().parents[2]
-# Seven domains of text, where a checkout has its data beside it.
-CORPUS = ROOT.parent / "shared" / "data" / "mini_slimpajama"
 
 
 @dataclass(frozen=True)
@@ -32,8 +30,8 @@ class Session:
     device: torch.device
     quick: bool
     """Tiny problems, to try the code out."""
-    corpus: Path = CORPUS
-    """What the main job trains on."""
+    tokens: Path | None = None
+    """What the job trains on; None: what it draws."""
     end_s: float = math.inf
     """Of the section's time, as `time.monotonic` counts."""
 

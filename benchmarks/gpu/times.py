@@ -6,15 +6,18 @@ collection, which for a large model is half of a GPU.
 
 import itertools
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 
-from benchmarks import models, operators, optimizer_step, protocol, steps
+from benchmarks import anchor, models, operators, optimizer_step, protocol, steps
 from benchmarks.gpu.session import Row, Session
 from benchmarks.models import PAPER, Shape
 from benchmarks.steps import Problem
 
 STEP_ROWS = (7, 22, 50)
+# Sizes and domains of what is compared with the fastest plain step.
+ANCHORS = (("82M", 7), ("82M", 50), ("124M", 7), ("82M", 22))
 # Asked first, and before the others' turn.
 FIRST_SIZES = ("82M", "124M")
 # Of the memory: rows in float32 are kept where they take less than this.
@@ -76,14 +79,41 @@ def step_problem(session: Session, shape: Shape, num_domains: int, mode: str) ->
     )
 
 
+def anchors(session: Session) -> Iterator[Row]:
+    """Compiled DoGE steps over the fastest plain one; the candidates are tried once a model."""
+    asked = ANCHORS[: 1 if session.quick else None]
+    sizes = {"tiny": Shape(1, 2, 64, 256, 32)} if session.quick else PAPER
+    fastest: dict[str, tuple[str, int]] = {}
+    for name, num_domains in asked:
+        model = "tiny" if session.quick else name
+        problem = step_problem(session, sizes[model], num_domains, steps.STACKED)
+        problem = replace(problem, bar=None if session.quick else anchor.GPU_BARS[num_domains])
+        row: Row = {"model": model, "domains": num_domains, "problem": str(problem)}
+        try:
+            row |= anchor.measure(
+                problem,
+                session.device,
+                pairs=3 if session.quick else 15,
+                seconds=1.0 if session.quick else 8.0,
+                plain=fastest.get(model),
+            )
+            fastest[model] = row["plain_kind"]
+        except torch.cuda.OutOfMemoryError as failure:
+            row["skipped"] = f"out of memory: {str(failure).splitlines()[0]}"
+        yield row
+        protocol.release(session.device)
+
+
 def operator_times(session: Session) -> Iterator[Row]:
     """The ratio table of `benchmarks.operators`, all implementations side by side."""
     # What is asked first comes first: a section that is cut has seen it.
     large = tuple(operators.BY_SHAPE)
-    others = tuple(name for name in operators.OPERATORS if name not in large)
+    first = (*large, "cross_entropy")
+    others = tuple(name for name in operators.OPERATORS if name not in first)
     rounds: list[tuple[tuple[str, ...], tuple[int, ...], tuple[torch.dtype, ...]]] = [
         (large, (7, 22), (torch.bfloat16,)),
         (large, (7, 22), (torch.float32,)),
+        (("cross_entropy",), (7,), (torch.bfloat16,)),
         (others, (7, 22, 50), (torch.float32, torch.bfloat16)),
         (large, (50, 128, 2), (torch.bfloat16, torch.float32)),
         ((*large, "accumulate"), (7, 22, 50), (torch.float16,)),
@@ -91,7 +121,7 @@ def operator_times(session: Session) -> Iterator[Row]:
     ]
     if session.quick:
         quick = (torch.float32, torch.bfloat16)
-        rounds = [(large, (7,), quick), (others, (7,), quick)]
+        rounds = [(first, (7,), quick), (others, (7,), quick)]
     num_bytes = min(OPERATOR_BYTES, int(session.free_bytes() * OPERATOR_SHARE))
     for names, num_rows, dtypes in rounds:
         found = operators.all_cases(

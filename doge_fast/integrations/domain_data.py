@@ -89,12 +89,13 @@ def split_by_domain(dataset: Any, column: str, names: Sequence[str]) -> dict[str
         (number_of.setdefault(name, len(number_of)) for name in _domains_of(dataset, column)),
         dtype=np.int32,
     )
-    if number_of.keys() != set(names):
+    rule = f"column {column!r} must name exactly the domains and targets {list(names)}"
+    if missing := sorted(set(names) - number_of.keys()):
+        raise ValueError(f"{rule}; no example has {', '.join(missing)}.")
+    if extra := sorted(number_of.keys() - set(names)):
         raise ValueError(
-            f"column {column!r} must name exactly the domains and targets {list(names)}; it lacks "
-            f"{sorted(set(names) - number_of.keys())} and also names "
-            f"{sorted(number_of.keys() - set(names))}. Name the latter in domains= or target=, or "
-            "filter them out of the dataset."
+            f"{rule}; it also has {', '.join(extra)}. Name these in domains= or target=, or filter "
+            "them out of the dataset."
         )
     indices = {name: np.flatnonzero(numbers_E == number_of[name]) for name in names}
     if hasattr(dataset, "select"):

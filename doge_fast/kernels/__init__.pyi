@@ -14,6 +14,13 @@ def accumulate(
 ) -> None: ...
 def fill(grads: Sequence[Tensor], rows: Sequence[Tensor], *, add: bool) -> None: ...
 def chosen(device: torch.device | str = "cpu", operator: str = "gram") -> str: ...
+def cross_entropy(
+    logits_TV: Tensor,
+    targets_T: Tensor,
+    shares_T: Tensor | None = None,
+    *,
+    implementation: str | None = None,
+) -> Tensor: ...
 def implementations(device: torch.device | str = "cpu") -> dict[str, str | None]: ...
 def gram(
     grads: Tensor | Sequence[Tensor],
@@ -22,6 +29,9 @@ def gram(
     eps: float = 0.0,
     implementation: str | None = None,
 ) -> Tensor: ...
+def scale_rows(
+    values_RN: Tensor, factors_R: Tensor, *, implementation: str | None = None
+) -> None: ...
 def segment_sum(
     values_TD: Tensor,
     out_GRD: Tensor,

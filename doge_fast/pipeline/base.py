@@ -25,7 +25,7 @@ from doge_fast.pipeline.stage import ExistingRun
 from doge_fast.pipeline.tokenizer import tokenizer_sha256
 from doge_fast.pipeline.trainer import MixtureTrainer, from_first
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("doge_fast")
 
 
 def train_base(config: BaseConfig) -> Run:
@@ -48,6 +48,7 @@ def train_base(config: BaseConfig) -> Run:
 
     Source: DoGE, stage two of the method.
     """
+    config = stage.resolved(config)
     existing = stage.existing_run(config)
     if existing.is_complete:
         is_there = os.path.isfile(records.weights_path(config.weights))
@@ -62,12 +63,12 @@ def train_base(config: BaseConfig) -> Run:
     with stage.directory(trainer, existing) as checkpoint:
         from_first(
             lambda: stage.write_weights(
-                config.out,
-                trainer.corpus,
+                trainer,
                 {"weight": mean},
                 method=config.weights if config.weights in BASELINES else "given",
                 source=config.weights,
-                **({"stages": changes} if changes else {}),
+                **_target_of(config),
+                stages=changes or None,
             )
         )
         trainer.go_on(checkpoint)
@@ -75,10 +76,16 @@ def train_base(config: BaseConfig) -> Run:
     return Run(config.out)
 
 
+def _target_of(config: BaseConfig) -> Json:
+    """What the weights were learned for, as it stands in their file."""
+    record = {} if config.weights in BASELINES else records.read_weights(config.weights)
+    return {"target": record["target"]} if record.get("target") else {}
+
+
 def _check_weights(config: BaseConfig, mean: dict[str, float], changes: list[Json]) -> None:
     """Raise UserError where the run has used other weights than are asked for."""
     kept = records.read_weights(config.out)
-    if (records.weights_by_name(kept), kept.get("stages", [])) != (mean, changes):
+    if (records.weights_by_name(kept), kept.get("stages") or []) != (mean, changes):
         raise UserError(
             f"{config.out} began with other weights than {config.weights} has now; its "
             f"{records.WEIGHTS} holds them. Restore them, or start anew in another directory."
@@ -88,16 +95,24 @@ def _check_weights(config: BaseConfig, mean: dict[str, float], changes: list[Jso
 def prepare(config: BaseConfig, existing: ExistingRun) -> MixtureTrainer:
     """The trainer of a run: its corpus and weights read, its model made."""
     is_given = config.weights not in BASELINES
+    followed: list[str] = []
     # Before a corpus is packed, which may take hours.
     if is_given:
-        records.read_weights(Path(config.weights), domains=config.corpus.domains or None)
+        asked = config.corpus.domains or None
+        followed = records.held_out_targets(records.read_weights(config.weights, domains=asked))
 
     def check(model: object, names: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> None:
         if is_given:
             _given_phases(config, names)
             _warn_of_other_tokens(Path(config.weights), tokenizer)
 
-    corpus, model = stage.corpus_and_model(config, existing, check=check)
+    corpus, model = stage.corpus_and_model(config, existing, check=check, followed=followed)
+    for name in followed:
+        is_here = name in corpus.targets
+        _log.info(
+            "%s: the weights were learned for %s, which is %s",
+            *(config.out, name, "measured and not trained on" if is_here else "not in the corpus"),
+        )
     return MixtureTrainer(config, corpus, model, resolve_phases(config, corpus))
 
 

@@ -131,6 +131,7 @@ def load_corpus(
     config: CorpusConfig,
     *,
     targets: Sequence[str] = (),
+    followed: Sequence[str] = (),
     is_measured: bool = False,
     before_packing: Callable[[tuple[str, ...], PreTrainedTokenizerFast], None] | None = None,
 ) -> Corpus:
@@ -149,6 +150,7 @@ def load_corpus(
         config: where the text is and how it becomes blocks.
         targets: domains to measure. Those not in `config.domains` are held out of training.
             "mix" holds out a slice of every training domain; "universal" asks for nothing.
+        followed: domains to measure too, where the corpus has them.
         is_measured: nothing is trained on, so all of a domain without a validation split is held
             out, and of others any share may be.
         before_packing: called with the training domains and the tokenizer; may refuse.
@@ -160,6 +162,7 @@ def load_corpus(
     check(config)
     held_out = [name for name in dict.fromkeys(targets) if name not in (UNIVERSAL, MIX)]
     parts = find_parts(config, held_out)
+    held_out += [name for name in followed if name in parts and name not in held_out]
     names = _choose_names(config, held_out, sorted(parts))
     held_out = [name for name in held_out if name not in names]
     chosen = {name: parts[name] for name in (*names, *held_out)}

@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,7 @@ def learn_by_excess_loss(config: DoReMiConfig) -> Run:
 
     Source: DoReMi (Xie et al., NeurIPS 2023), steps 1 and 2; DoGE, section 4, the baseline.
     """
+    config = stage.resolved(config)
     existing = stage.existing_run(config)
     if existing.is_complete:
         return Run(config.out)
@@ -71,7 +72,11 @@ def _prepare(config: DoReMiConfig, existing: ExistingRun) -> "DoReMiTrainer":
     # Before a corpus is packed, which may take hours.
     reference = _open_reference(config)
     corpus, model = stage.corpus_and_model(
-        config, existing, check=lambda _, *text: _check_text(config.reference, *text)
+        config,
+        existing,
+        check=lambda _, *text: _check_text(config.reference, *text),
+        # Its weights have none for what it only measured.
+        followed=[*records.load_config(config.reference)[0].corpus.targets],
     )
     weights = {name: reference.weights[name] for name in corpus.names}
     return DoReMiTrainer(config, corpus, model, reference._replace(weights=weights))
@@ -199,9 +204,7 @@ def _leave(trainer: DoReMiTrainer) -> None:
         method="doremi",
         variant=config.variant,
         **trainer.rule,
-        parameters=cast(PreTrainedModel, trainer.model).num_parameters(),
         batch_size=config.batch_size,
-        tokens=sum(trainer.tokens(config.training.steps).values()),
         reference=trainer.against.record,
     )
     stage.leave_model(trainer)

@@ -118,7 +118,9 @@ def _task(name: str, folder: Path | None) -> Any:
         return name
     files = {split: str(folder / name / f"{split}.jsonl") for split in ("train", "validation")}
     if lost := [file for file in files.values() if not Path(file).is_file()]:
-        raise UserError(f"task_data needs {', '.join(files.values())}; {lost[0]} does not exist.")
+        raise UserError(
+            f"task_data (--task-data) needs {', '.join(files.values())}; {lost[0]} does not exist."
+        )
 
     def documents(**_: Any) -> datasets.DatasetDict:
         with reading(folder / name):

@@ -51,6 +51,7 @@ def learn_weights(config: ProxyConfig) -> Run:
 
     Source: DoGE, Algorithms 1 and 2, stage one.
     """
+    config = stage.resolved(config)
     existing = stage.existing_run(config)
     if existing.is_complete:
         return Run(config.out)
@@ -83,12 +84,7 @@ def prepare(config: ProxyConfig, existing: ExistingRun) -> "ProxyTrainer":
     resolved = {} if existing.record is None else existing.record.resolved
     mu = resolved.get("mu", config.mu)
     objective = Objective.of(corpus.names, parse_target(config.target))
-    if config.score == "aligned" and objective.has_equal_targets:
-        _log.warning(
-            "%s: where all domains are targets alike, uniform weights are the aligned ones: there "
-            "is nothing to learn. Name a target, or use the paper's score.",
-            config.out,
-        )
+    _log.info("%s: %s", config.out, _rule_line(config, objective))
     if config.score != "aligned" and have_equal_scores(
         len(corpus.names), config.domain_max_grad_norm, is_universal=objective.has_equal_targets
     ):
@@ -98,6 +94,19 @@ def prepare(config: ProxyConfig, existing: ExistingRun) -> "ProxyTrainer":
             config.out,
         )
     return ProxyTrainer(config, corpus, model, objective=objective, mu=mu, selection=selection)
+
+
+def _rule_line(config: ProxyConfig, objective: Objective) -> str:
+    """Which rule learns the weights, and which other one there is."""
+    if config.score == "aligned" and objective.has_equal_targets:
+        return (
+            "all domains are targets alike, so uniform weights are the aligned ones, and there is "
+            "nothing to learn. Name a target, or use --score paper."
+        )
+    if config.score == "aligned":
+        return "weights by the aligned rule; --score paper for the paper's"
+    universal = ", since uniform weights are the aligned ones where all domains are targets alike"
+    return f"weights by the {config.score} score{universal if objective.has_equal_targets else ''}"
 
 
 class ProxyTrainer(RecordedTrainer, DoGETrainer):

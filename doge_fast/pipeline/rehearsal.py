@@ -1,106 +1,78 @@
-"""What a run would read and train, and how long it would take: a dry run of a stage."""
+"""What a verb would read and train, and how long it would take: a dry run."""
 
-import itertools
-import statistics
-import time
+import math
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, cast
 
-import torch
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl
 
-from doge_fast.pipeline import base, proxy, stage, tables
-from doge_fast.pipeline.config import BaseConfig, ProxyConfig
+from doge_fast.pipeline import base, progress, proxy, stage, tables, temperature
+from doge_fast.pipeline.config import BaseConfig, ProxyConfig, TemperatureConfig
 from doge_fast.pipeline.domains import Batches
-from doge_fast.pipeline.proxy import ProxyTrainer
-from doge_fast.pipeline.trainer import MixtureTrainer
-
-# Of them the first is not counted: compilers and allocators take their time in it.
-TIMED_STEPS = 4
+from doge_fast.pipeline.trainer import RecordedTrainer
 
 
-class _Clock(TrainerCallback):
-    """When each step was done on the device; ends the training after a few."""
+class _FewSteps(TrainerCallback):
+    """Ends a training once its steps are timed."""
 
     def __init__(self) -> None:
-        self.times: list[float] = []
+        self.clock, self.seconds = progress.StepClock(), math.nan
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
-        self.times.append(time.monotonic())
-        control.should_save = False
-        control.should_training_stop = len(self.times) == TIMED_STEPS
+        timed = self.clock.add()
+        control.should_save, control.should_training_stop = False, timed is not None
+        self.seconds = self.seconds if timed is None else timed
 
 
-def rehearse(config: ProxyConfig | BaseConfig) -> str:
-    """Check, read and build all that a run needs, and time a few steps; leave nothing.
+def seconds_per_step(trainer: RecordedTrainer) -> float:
+    """The median of a few first steps, which are taken; the trainer is spent."""
+    few = _FewSteps()
+    trainer.train_dataset = Batches(trainer.batch)
+    trainer.args.max_steps = 1 + progress.TIMED_STEPS
+    trainer.add_callback(few)
+    trainer.train()
+    return few.seconds
 
-    Args:
-        config: of the run.
 
-    Returns:
-        Text for a terminal.
-
-    Raises:
-        UserError: what the run would refuse.
-    """
-    config = replace(config, dry_run=False)
+def rehearse(config: ProxyConfig | BaseConfig | TemperatureConfig) -> str:
+    """Check, read and build all that a verb needs, and time a few steps; leave nothing. Text."""
+    out, models, told = config.out, 1, list[tuple[str, str]]()
+    if isinstance(config, TemperatureConfig):
+        config, out, models, what = temperature.example(config)
+        told = [("models", what)]
+    config = stage.resolved(replace(config, dry_run=False))
     existing = stage.existing_run(config)
     if existing.is_complete:
-        return f"{config.out}: complete already, nothing to do"
+        return f"{out}: complete already, nothing to do"
     prepare: Any = proxy.prepare if isinstance(config, ProxyConfig) else base.prepare
-    trainer: ProxyTrainer | MixtureTrainer = prepare(config, existing)
-    device, training = trainer.args.device, config.training
-    parameters = cast(PreTrainedModel, trainer.model).num_parameters(only_trainable=True)
-    of_step = sum(trainer.tokens(1).values())
-    resumed = "" if existing.record is None else ", which is resumed"
-    plan = [
-        ("model", f"{config.model.model}, {parameters:,} parameters"),
-        *_settings(trainer),
-        ("steps", f"{training.steps:,} of {of_step:,} tokens, {of_step * training.steps:,} in all"),
-        ("writes", f"{config.out}{resumed}"),
-    ]
-    step = seconds_per_step(trainer)
-    total = timedelta(seconds=round(step * training.steps))
-    plan.append(("time", f"{total} at {step:.3g} s a step on {device.type},"))
-    plan.append(("", "and evaluations on held-out blocks"))
-    both = (_domains(trainer), tables.text(tables.table_of(("", "dry run"), plan), left=[0]))
-    return "\n\n".join(both)
-
-
-def _settings(trainer: ProxyTrainer | MixtureTrainer) -> list[tuple[str, str]]:
-    """The stage's own."""
-    if isinstance(trainer, ProxyTrainer):
-        # The aligned rule has no mu.
-        rule = ("mu", f"{trainer.mu:g}") if trainer.mu else ("score", trainer.config.score)
-        return [("target", ", ".join(trainer.config.target)), rule]
-    phases = f", {len(trainer.phases)} phases" if len(trainer.phases) > 1 else ""
-    return [("weights", cast(BaseConfig, trainer.config).weights + phases)]
-
-
-def _domains(trainer: ProxyTrainer | MixtureTrainer) -> str:
-    """What there is of every domain, and how often it would be read."""
-    corpus, read = trainer.corpus, trainer.tokens(trainer.config.training.steps)
+    trainer: RecordedTrainer = prepare(config, existing)
+    corpus, steps, of_step = trainer.corpus, config.training.steps, sum(trainer.tokens(1).values())
+    sizes, read = corpus.train_tokens, trainer.tokens(steps)
+    held = {name: len(blocks) for name, blocks in corpus.validation.items()}
     rows = [
-        (
-            name,
-            f"{corpus.train_tokens[name]:,}",
-            f"{corpus.documents[name]:,}",
-            f"{len(corpus.validation[name]):,}",
-            f"{read[name] / corpus.train_tokens[name]:.2f}" if name in read else "not read",
-        )
-        for name in (*corpus.names, *corpus.targets)
+        (*(name, f"{sizes[name]:,}", f"{corpus.documents[name]:,}", f"{held[name]:,}"), epochs)
+        for name in sizes
+        for epochs in [f"{read[name] / sizes[name]:.2f}" if name in read else "not read"]
     ]
     header = ("domain", "tokens", "documents", "held-out blocks", "epochs")
-    return tables.text(tables.table_of(header, rows))
-
-
-def seconds_per_step(trainer: ProxyTrainer | MixtureTrainer) -> float:
-    """The median of a few first steps, which are taken; the trainer is spent."""
-    clock = _Clock()
-    trainer.train_dataset = Batches(trainer.batch)
-    trainer.add_callback(clock)
-    trainer.train()
-    return statistics.median(after - before for before, after in itertools.pairwise(clock.times))
+    parameters = cast(PreTrainedModel, trainer.model).num_parameters(only_trainable=True)
+    if isinstance(config, ProxyConfig):
+        # The aligned rule has no mu.
+        mu = cast(proxy.ProxyTrainer, trainer).mu
+        rule = ("mu", f"{mu:g}") if mu else ("score", config.score)
+        told += [("target", ", ".join(config.target)), rule]
+    else:
+        told += [("weights", config.weights)]
+    seconds = seconds_per_step(trainer)
+    device, dtype = trainer.args.device.type, config.training.dtype
+    total = timedelta(seconds=round(seconds * steps * models))
+    plan = [
+        ("model", f"{config.model.model}, {parameters:,} parameters"),
+        ("steps", f"{steps:,} of {of_step:,} tokens, {of_step * steps:,} in all"),
+        *told,
+        ("writes", f"{out}{'' if existing.record is None else ', which is resumed'}"),
+        ("time", f"{total} at {seconds:.3g} s a step on {device} in {dtype}, and evaluations"),
+    ]
+    both = tables.table_of(header, rows), tables.table_of(("", "dry run"), plan)
+    return f"{tables.text(both[0])}\n\n{tables.text(both[1], left=[0])}"

@@ -55,7 +55,7 @@ def terminal_table(runs: Sequence[Path]) -> str:
         UserError: as `write_report`.
     """
     page = page_of(runs)
-    blocks = [f"{page.title}\n{wrapped(page.question)}", *map(wrapped, page.headlines)]
+    blocks = [f"{page.title}\n{wrapped(page.question)}", wrapped(page.headline)]
     for section in page.sections:
         tables = [f"{table.title}\n\n{text(table)}" for table in section.tables]
         lines = [*(f"  {command}" for command in section.commands), *map(wrapped, section.remarks)]

@@ -55,7 +55,7 @@ class Run:
         return [each for section in page_of([self.path]).sections for each in section.drawings]
 
     def __repr__(self) -> str:
-        """Run('runs/proxy': doge, target universal, 300 steps, seed 0)."""
+        """Run('runs/proxy': proxy, target universal, 300 steps, seed 0)."""
         return f"Run({str(self.path)!r}: {story(self.record)})"
 
     def _repr_html_(self) -> str:

@@ -45,6 +45,7 @@ def measure_cancellation(config: SelectConfig) -> Path:
     Source: DoGE, appendix cancellation.
     """
     check_strategies(config.strategies)
+    config = stage.resolved(config)
     existing = stage.existing_run(config)
     if not existing.is_complete:
         trainer = prepare(config, existing)

@@ -11,8 +11,9 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, set_seed
@@ -25,7 +26,11 @@ from doge_fast.pipeline.domains import Corpus
 from doge_fast.pipeline.failures import FileFailure, UserError
 from doge_fast.pipeline.model import build_model, check_model, without_bars
 from doge_fast.pipeline.records import ConfigRecord
+from doge_fast.pipeline.reporting.study import warnings_on
+from doge_fast.pipeline.sizes import settings_of
 from doge_fast.pipeline.trainer import RecordedTrainer, from_first
+
+Config = TypeVar("Config", bound=StageConfig)
 
 _log = logging.getLogger("doge_fast")
 
@@ -41,6 +46,20 @@ def is_finished(config: StageConfig) -> bool:
     if config.stage == "select":
         return (run / records.CANCELLATION).exists() and bool(records.load_cancellation(run))
     return records.check_model(run, is_hashed=False) and bool(records.read_weights(run))
+
+
+def resolved(config: Config) -> Config:
+    """With a dtype in the place of `auto`, so that the record has the one that was computed in.
+
+    Raises:
+        UserError: the device is absent.
+    """
+    told = config.training
+    if told.dtype != "auto":
+        return config
+    is_gpu = training.device_of(told.device).type != "cpu"
+    dtype = settings_of(config.model.model).gpu_dtype if is_gpu else "float32"
+    return replace(config, training=replace(told, dtype=dtype))
 
 
 class ExistingRun(NamedTuple):
@@ -81,6 +100,7 @@ def corpus_and_model(
     existing: ExistingRun,
     *,
     check: Callable[[PreTrainedModel, Sequence[str], PreTrainedTokenizerFast], object],
+    followed: Sequence[str] = (),
 ) -> tuple[Corpus, PreTrainedModel]:
     """The corpus, and the fresh or pretrained model, which is made first: packing may take hours.
 
@@ -89,6 +109,7 @@ def corpus_and_model(
         existing: what its directory holds.
         check: called before the corpus is packed, with the model, the names of the domains and the
             tokenizer; may refuse.
+        followed: domains that are measured and not trained on, where the corpus has them.
 
     Raises:
         UserError: as `load_corpus` and `build_model`; or a run that is resumed began with
@@ -106,7 +127,9 @@ def corpus_and_model(
 
     check_model(config.model, block_size=config.corpus.block_size)
     _log.info("%s: reading %s", config.out, config.corpus.data)
-    corpus = domains.load_corpus(config.corpus, targets=config.targets, before_packing=make)
+    corpus = domains.load_corpus(
+        config.corpus, targets=config.targets, followed=followed, before_packing=make
+    )
     if existing.record is not None:
         records.check_corpus(config.out, existing.record.corpus, corpus.describe())
     return corpus, made[0]
@@ -186,9 +209,18 @@ def _open_as_new(folder: Path) -> None:
 
 
 def write_weights(
-    out: Path, corpus: Corpus, columns: Mapping[str, Mapping[str, float]], **fields: Any
+    trainer: RecordedTrainer,
+    columns: Mapping[str, Mapping[str, float]],
+    *,
+    warnings: Sequence[str] = (),
+    **fields: Any,
 ) -> None:
-    """weights.json of {field: {domain: number}} and fields of the whole."""
+    """weights.json of {field: {domain: number}}, and of the run as far as a reader needs it.
+
+    Whoever gets the file alone reads in it on what text and how the weights were learned.
+    """
+    config, corpus = trainer.config, trainer.corpus
+    begun = records.load(config.out, ConfigRecord)
     entries = [
         {"name": name, **{field: each[name] for field, each in columns.items()}}
         | corpus.sizes(name)
@@ -196,18 +228,27 @@ def write_weights(
     ]
     record = fields | {
         "domains": entries,
+        "corpus": begun.config["corpus"]["data"],
+        "date": begun.created[:10],
+        "model": config.model.model,
+        "parameters": begun.parameters,
+        "learning_rate": config.training.learning_rate,
+        "steps": config.training.steps,
+        "seed": config.training.seed,
+        "tokens": sum(trainer.tokens(config.training.steps).values()),
         "tokenizer_sha256": corpus.tokenizer_sha256,
         "block_size": corpus.block_size,
         "versions": records.versions(),
+        "warnings": [*corpus.warnings, *warnings],
     }
-    records.write_weights(out, record)
+    records.write_weights(config.out, record)
 
 
 def write_learned(
     trainer: RecordedTrainer, average: Mapping[str, float], last_K: Tensor, **fields: Any
 ) -> None:
     """weights.json of what was learned: the average over the run, and the last weights."""
-    config, corpus = trainer.config, trainer.corpus
+    corpus = trainer.corpus
     columns = {
         "weight": average,
         "weight_last": dict(zip(corpus.names, last_K.tolist(), strict=True)),
@@ -215,12 +256,4 @@ def write_learned(
         # Of what is trained on: targets have tokens too, and no share.
         "prior": baselines.natural(corpus.tokens),
     }
-    write_weights(
-        config.out,
-        corpus,
-        columns,
-        model=config.model.model,
-        steps=config.training.steps,
-        seed=config.training.seed,
-        **fields,
-    )
+    write_weights(trainer, columns, warnings=warnings_on(trainer.config.out), **fields)

@@ -36,11 +36,12 @@ from doge_fast.pipeline.evaluation import evaluate, own_blocks
 from doge_fast.pipeline.failures import UserError
 from doge_fast.pipeline.health import Diverged
 from doge_fast.pipeline.model import check_model
-from doge_fast.pipeline.records import Json
+from doge_fast.pipeline.records import ConfigRecord, Json
 from doge_fast.pipeline.report import write_report
 from doge_fast.pipeline.reporting.statistics import PairedDifference, paired_difference
 from doge_fast.pipeline.run import Run
-from doge_fast.pipeline.wording import count_text, plural
+from doge_fast.pipeline.tables import as_ascii
+from doge_fast.pipeline.wording import count_text, plural, wrapped
 
 _LEAST_STEPS = 200
 _FIRST = (0.0, 1.0, 2.0)
@@ -48,7 +49,8 @@ _FIRST = (0.0, 1.0, 2.0)
 _INWARDS = (0.5, 0.25)
 _OUTWARDS = 2.0
 # Of the proxy's record: what holds of its weights at any temperature.
-_COPIED = ("target", "score", "mu", "tokenizer_sha256", "block_size", "seed", "versions")
+_COPIED = ("target", "score", "mu", "corpus", "tokenizer_sha256", "block_size", "versions")
+_OF_PROXY = ("model", "parameters", "learning_rate", "steps", "seed", "tokens", "date", "sha256")
 _OF_DOMAIN = ("prior", "tokens", "documents", "mean_doc_tokens")
 
 _log = logging.getLogger("doge_fast")
@@ -77,6 +79,8 @@ def temperature(config: TemperatureConfig) -> Run:
             changed, or `config.only` names no run to make; nothing has been trained.
         Diverged: every base model diverged, or one that `config.only` names.
     """
+    if config.dry_run:
+        raise UserError("A dry run trains nothing: call rehearsal.rehearse, or leave out dry_run.")
     search = _Search.of(config)
     # All that was measured is of the proxy's text, and so is what follows.
     own_blocks(config.proxy)
@@ -114,8 +118,18 @@ def plan_lines(config: TemperatureConfig, command: str) -> list[str]:
         for job in jobs
     ]
     next_step = "then --plan again: what follows depends on these" if lines else "weights, report"
-    cost = [f"# {_Search.of(config).cost()}"] if lines else []
-    return [*cost, *lines, f"{command}  # {next_step}"]
+    return [*lines, f"{command}  # {next_step}"]
+
+
+def example(config: TemperatureConfig) -> tuple[BaseConfig, Path, int, str]:
+    """For a dry run: one of the base models, at uniform weights, which cost what others do.
+
+    And the directory of the search, how many models it makes at most, and that in words.
+    """
+    search = _Search.of(replace(config, dry_run=False))
+    base = search.base(1.0, config.seeds[0])
+    own = replace(base, out=base.out.with_name("dry-run"), weights="uniform")
+    return own, search.out, search.most_runs, search.number_text
 
 
 def sharpened(weights: Mapping[str, float], inverse: float) -> dict[str, float]:
@@ -355,7 +369,8 @@ class _Search:
             (self.out / records.MIXTURES).mkdir(exist_ok=True)
         for inverse in inverses:
             weights = sharpened(self.alpha, inverse)
-            self._warn_of_epochs(inverse, weights)
+            for each in self._repeated(inverse, weights):
+                _log.warning("%s", each)
             if ranks.is_first():
                 record = {
                     "method": "doge",
@@ -363,7 +378,7 @@ class _Search:
                     "domains": [
                         {"name": name, "weight": weight} for name, weight in weights.items()
                     ],
-                    "tokenizer_sha256": self.record.get("tokenizer_sha256"),
+                    **_known(self.record, ("target", "tokenizer_sha256")),
                 }
                 records.write_weights(self._mixture(inverse), record)
 
@@ -372,15 +387,19 @@ class _Search:
         """Base models, with all seeds."""
         return self.config.most_runs * len(self.config.seeds)
 
+    @property
+    def number_text(self) -> str:
+        """That in words."""
+        temperatures, seeds = self.config.most_runs, len(self.config.seeds)
+        told = f"{plural(temperatures, 'temperature')}, {plural(seeds, 'seed')}"
+        return f"at most {self.most_runs} base models ({told})"
+
     def cost(self) -> str:
         """What the whole search takes at most, in a sentence."""
         config, base = self.config, self.base(1.0, self.config.seeds[0])
         steps = base.training.steps
         tokens = self.most_runs * steps * base.batch_size * base.corpus.block_size
-        text = (
-            f"at most {self.most_runs} base models ({plural(config.most_runs, 'temperature')}, "
-            f"{plural(len(config.seeds), 'seed')}) of {steps} steps: {count_text(tokens)} tokens"
-        )
+        text = f"{self.number_text} of {steps} steps: {count_text(tokens)} tokens"
         timed = [line.seconds for line in records.read_lines(config.proxy)]
         seconds = [each for each in timed if each is not None]
         if seconds and config.model is None:
@@ -467,11 +486,15 @@ class _Search:
     def _mixture(self, inverse: float) -> Path:
         return self.out / records.MIXTURES / f"{inverse:g}.json"
 
+    @property
+    def _tokens(self) -> int:
+        """Of the training of one base model."""
+        base = self.base(1.0, self.config.seeds[0])
+        return base.training.steps * base.batch_size * base.corpus.block_size
+
     def _epochs(self, weights: Mapping[str, float]) -> dict[str, float]:
         """{domain: passes over its text} of the training that the weights are for."""
-        base = self.base(1.0, self.config.seeds[0])
-        own = base.training.steps * base.batch_size * base.corpus.block_size
-        budget = self.config.budget_tokens or own
+        budget = self.config.budget_tokens or self._tokens
         tokens = {entry["name"]: entry.get("tokens") for entry in self.record["domains"]}
         return {
             name: epochs(weight, tokens[name], budget)
@@ -479,22 +502,48 @@ class _Search:
             if tokens[name] is not None
         }
 
-    def _warn_of_epochs(self, inverse: float, weights: Mapping[str, float]) -> None:
+    def _repeated(self, inverse: float, weights: Mapping[str, float]) -> Iterator[str]:
+        """A warning where a training at these weights reads some text too often."""
         many = {name: n for name, n in self._epochs(weights).items() if n > MAX_EPOCHS}
         if many:
             told = ", ".join(f"{name} {number:.1f}" for name, number in many.items())
-            _log.warning(
-                "1/T = %g reads some domains more than %g times in the training that the weights "
-                "are for (%s): less than fresh text is worth. doge-fast weights constrain "
-                "--max-epochs bounds the weights.",
-                *(inverse, MAX_EPOCHS, told),
+            yield (
+                f"1/T = {inverse:g} reads some domains more than {MAX_EPOCHS:g} times in the "
+                f"training that the weights are for ({told}): less than fresh text is worth. "
+                "doge-fast weights constrain --max-epochs bounds the weights."
             )
+
+    def _warnings(self, points: Sequence[Point], best: Point) -> list[str]:
+        """What to know before the weights are used: of the search, and of its proxy."""
+        what, change = f"1/T = {best.inverse:g}", best.against(points[0])
+        number, warnings = len(self.config.seeds), list[str]()
+        if best.inverse and not change.is_decided:
+            seeds = "one seed decides nothing" if number == 1 else f"{number} seeds do not decide"
+            warnings.append(
+                f"{what} cannot be told apart from uniform weights: {seeds}. More --seeds may."
+            )
+        if best.inverse and best is points[-1]:
+            warnings.append(
+                f"{what} is the farthest that was tried: a larger --most-runs may find a better "
+                "one."
+            )
+        if best.inverse and (self.config.budget_tokens or math.inf) > self._tokens:
+            warnings.append(
+                f"The base models saw {count_text(self._tokens)} tokens each. Short trainings "
+                "overstate the distance for longer ones: a smaller 1/T may be better there."
+            )
+        lost = [f"1/T = {point.inverse:g}" for point in points if not math.isfinite(point.mean)]
+        warnings += [f"Diverged, so left out: {', '.join(lost)}."] if lost else []
+        told = (f"The proxy: {each}" for each in self.record.get("warnings") or ())
+        return [*warnings, *self._repeated(best.inverse, best.weights), *told]
 
     def _weights(self, points: Sequence[Point], best: Point) -> Json:
         """weights.json."""
         uniform = points[0]
         entries = {entry["name"]: entry for entry in self.record["domains"]}
         base = self.base(best.inverse, self.config.seeds[0])
+        begun = [records.load(self.out / records.RUNS / run, ConfigRecord) for run in best.runs]
+        runs = [run for point in points for run in point.runs]
         measured: list[dict[str, Any]] = []
         for point in points:
             change = point.against(uniform)
@@ -511,15 +560,22 @@ class _Search:
             )
         return {
             "method": "doge",
-            "source": str(self.config.proxy),
+            "source": str(self.config.proxy.resolve()),
             "temperature": 1 / best.inverse if best.inverse else None,
             "inverse_temperature": best.inverse,
             "is_decided": best.against(uniform).is_decided,
             "objective": self.aim,
+            "date": max(run.created for run in begun)[:10],
             "model": base.model.model,
+            "parameters": begun[0].parameters,
+            "learning_rate": base.training.learning_rate,
             "steps": base.training.steps,
+            "seeds": self.config.seeds,
             "batch_size": base.batch_size,
+            "tokens": len(runs) * self._tokens + (self.record.get("tokens") or 0),
             "points": measured,
+            "warnings": self._warnings(points, best),
+            "proxy": _known(self.record, _OF_PROXY),
             **_known(self.record, _COPIED),
             "domains": [
                 {"name": name, "weight": weight, **_known(entries[name], _OF_DOMAIN)}
@@ -551,16 +607,28 @@ class _Search:
             records.TemperaturePoint(point.inverse, point.arm, dict(point.weights))
             for point in shown
         )
-        many = self._epochs(best.weights)
         title, arms = "How far to follow the proxy", tuple(point.arm for point in shown)
         focus = best.arm.label if best.inverse else None
-        seeds = tuple(zip(*(point.runs for point in points), strict=True))
-        methods = (
-            records.Method(f"{len(points)} base models", seeds),
-            records.Method("one of them", tuple((name,) for name in points[0].runs)),
+        models, proxy = (
+            [name for arm in arms for name in arm.runs],
+            self.config.proxy.resolve().name,
         )
+        methods = (
+            records.Method(f"proxy and {plural(len(models), 'base model')}", ((proxy, *models),)),
+            records.Method("proxy", ((proxy,),)),
+            records.Method("a base model", tuple((name,) for name in points[0].runs)),
+        )
+        budget = self.config.budget_tokens
         return (
-            records.TemperatureGroup(title, tuple(measured), self.aim, best.inverse, many),
+            records.TemperatureGroup(
+                title,
+                points=tuple(measured),
+                aim=self.aim,
+                chosen=best.inverse,
+                epochs=self._epochs(best.weights),
+                epochs_tokens=budget or self._tokens,
+                has_budget=budget is not None,
+            ),
             records.PerplexityGroup("Base models", arms, tuple(self.aim), focus=focus),
             records.CostGroup("Cost", methods),
         )
@@ -586,10 +654,7 @@ def lines_of(run: Path) -> list[str]:
     elif record["is_decided"]:
         told = f"{what} has the lowest loss, and the 95 % interval leaves out uniform weights."
     else:
-        told = (
-            f"{what} has the lowest loss and is written; it cannot be told apart from uniform "
-            "weights. More --seeds may."
-        )
-    if inverse and inverse == points[-1]["inverse_temperature"]:
-        told += " It is the farthest that was tried: a larger --most-runs may find a better one."
-    return [*lines, told, f"weights: {run / records.WEIGHTS}", f"report: {run / 'report.html'}"]
+        told = f"{what} has the lowest loss and is written."
+    warnings = (as_ascii(wrapped(f"Warning: {each}")) for each in record["warnings"])
+    written = (f"weights: {run / records.WEIGHTS}", f"report: {run / 'report.html'}")
+    return [*lines, told, *warnings, *written]

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
@@ -40,7 +41,7 @@ from doge_fast.pipeline.domains import Batch, Batches, BlockSampler, Corpus
 from doge_fast.pipeline.failures import FileFailure, UserError
 from doge_fast.pipeline.named import visible
 from doge_fast.pipeline.records import Json
-from doge_fast.pipeline.wording import first_few
+from doge_fast.pipeline.wording import count_text, first_few
 from doge_fast.weights.diagnosis import MOST_SKIPPED
 
 # A line waits this long on the device at most: reading it makes the host wait for the step.
@@ -131,6 +132,12 @@ class RecordedTrainer(Trainer):
         if checkpoint is not None:
             start, self._checkpoint = records.step_of(checkpoint), str(checkpoint)
             _log.info("%s: resuming at step %d of %d", out, start, self.args.max_steps)
+        last, of_step = self.args.max_steps, sum(self.tokens(1).values())
+        _log.info(
+            "%s: %d steps of %d tokens, %s in all, on %s in %s",
+            *(out, last, of_step, count_text(of_step * last)),
+            *(self.args.device.type, self.config.training.dtype),
+        )
         self.train_dataset = Batches(self.batch, start)
         stop = StopOnSignal(out)
         recorder = Recorder(self)
@@ -369,6 +376,7 @@ class Recorder(TrainerCallback):
         self._pending: list[dict[str, Any]] = []
         self._last_flush = self._last_line = time.monotonic()
         self._last_step = 0
+        self._clock = progress.StepClock()
 
     def close(self) -> None:
         """No bar any more, so that what is said next has a line of its own."""
@@ -408,6 +416,7 @@ class Recorder(TrainerCallback):
         """The step's line, held-out losses where they are due, and whether the run is lost."""
         trainer, step = self.trainer, state.global_step
         is_last = step >= state.max_steps
+        self._tell_time(state.max_steps - step)
         self.lost.add(trainer.is_lost())
         if too_many := self.lost.too_many(step):
             self._add_line(step)
@@ -469,6 +478,13 @@ class Recorder(TrainerCallback):
         # A launcher ends the others as soon as one has ended.
         self.trainer.accelerator.wait_for_everyone()
         raise health.diverged(self.run, what)
+
+    def _tell_time(self, left: int) -> None:
+        """How long the other steps take, once it is known and is more than a minute."""
+        seconds = self._clock.add()
+        if seconds is not None and seconds * left > 60:
+            to_go = timedelta(seconds=round(seconds * left))
+            _log.info("%s: %s to go, at %.3g s a step", self.run, to_go, seconds)
 
     def _add_line(self, step: int) -> None:
         now = time.monotonic()

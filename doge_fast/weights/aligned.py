@@ -14,8 +14,9 @@ G must be without minibatch noise on its diagonal: the squared norm of a small b
 nearly all noise, and would punish each domain for it. So a domain's gradient comes in two
 independent halves, and the diagonal is their product. Noise in the other entries averages out: G is
 the mean over all steps so far, each divided by the mean squared norm of its rows, so that no step
-decides alone. The model's steps follow the weights: what a model at uniform weights has learned
-already looks useless to it. docs/evidence.md has what was measured.
+decides alone. The model's steps follow the weights half-way: what a model at uniform weights has
+learned already looks useless to it, and what one at the weights alone has learned looks useless
+too soon. docs/evidence.md has what was measured.
 
 Axis letters: K training domains, R names of the objective, B = R rows of the step, C = 2 B halves.
 
@@ -51,6 +52,8 @@ WAITING_STEPS = 20
 """Steps before the first move: of fewer, the mean matrix is mostly noise."""
 RATE = 0.1
 """Of the mirror step on log(W.a / sqrt(a'Ga)) that each training step takes."""
+FOLLOWED = 0.5
+"""Share of the domain weights in the mixture that the model moves by; the rest is uniform."""
 _LEAST_WEIGHT = 0.01
 """The least weight of a domain, beside uniform, so that it can come back."""
 _LEAST_GAIN = 0.1
@@ -131,9 +134,10 @@ def align(
     mean     =  mean over steps of G;  W = mean tau
     slope_j  =  W_j / W.a  -  (mean a)_j / a' mean a
     alpha'_j ∝  max(alpha_j exp(RATE slope_j) / sum_i alpha_i exp(RATE slope_i), 0.01 / K)
+    c_j      =  FOLLOWED alpha'_j + (1 - FOLLOWED) / K
 
-    w_j is the share of the first half. A weight of zero stays zero. Arithmetic is float64, and
-    nothing is read on the host.
+    w_j is the share of the first half. A weight of zero stays zero, and then K counts the others
+    in c. Arithmetic is float64, and nothing is read on the host.
 
     Args:
         matrices: [C, C] float64, symmetric to the bit.
@@ -189,7 +193,9 @@ def align_torch(
     alpha_K = torch.where(num_steps > WAITING_STEPS, raised_K, state.alpha)
 
     coefficients_R = torch.zeros_like(names.tau_R)
-    coefficients_R[:num_domains] = alpha_K
+    is_trained_K = (alpha_K > 0).to(alpha_K)
+    coefficients_R[:num_domains] = FOLLOWED * alpha_K
+    coefficients_R[:num_domains] += (1 - FOLLOWED) * is_trained_K / is_trained_K.sum()
     coefficients_B = torch.empty_like(coefficients_R)
     coefficients_B[names.row_R.long()] = torch.where(finite, coefficients_R, torch.nan)
 
@@ -270,6 +276,7 @@ def constants_of(num_names: int, num_domains: int) -> dict[str, int | float]:
         **places,
         "WAITING_STEPS": WAITING_STEPS,
         "RATE": RATE,
+        "FOLLOWED": FOLLOWED,
         "LEAST_WEIGHT": _LEAST_WEIGHT / num_domains,
         "LEAST_GAIN": _LEAST_GAIN,
         "LEAST_SQUARE": _LEAST_SQUARE / num_domains,
@@ -310,6 +317,7 @@ def align_once(
     SMOOTHING: tl.constexpr,
     WAITING_STEPS: tl.constexpr,
     RATE: tl.constexpr,
+    FOLLOWED: tl.constexpr,
     LEAST_WEIGHT: tl.constexpr,
     LEAST_GAIN: tl.constexpr,
     LEAST_SQUARE: tl.constexpr,
@@ -423,7 +431,10 @@ def align_once(
     tl.store(difficulties + r, difficulty_K, mask=is_domain)
     tl.store(alphas + r, next_K, mask=is_domain)
     tl.store(alphas + K, float("nan"))
-    coefficient_R = tl.where(is_taken, tl.where(is_domain, next_K, 0.0), float("nan"))
+    trained_K = (is_domain & (next_K > 0)).to(tl.float64)
+    share = (1 - FOLLOWED) / tl.sum(trained_K, axis=0)
+    followed_K = tl.where(is_domain, FOLLOWED * next_K + share * trained_K, 0.0)
+    coefficient_R = tl.where(is_taken, followed_K, float("nan"))
     tl.store(coefficients + 2 * row_R, coefficient_R, mask=is_row)
     tl.store(coefficients + 2 * row_R + 1, coefficient_R, mask=is_row)
 

@@ -110,9 +110,9 @@ def new_outputs(
 
 def last_step_of(outputs: Outputs, num_names: int, num_domains: int, num_rows: int) -> LastStep:
     """The record whose parts `outputs` has, as views of it."""
-    sizes = [num_names**2, num_rows, num_names, 4 * num_domains, 1]
-    gram, coefficients, norms, vectors, combined_norm = torch.split(outputs.values, sizes)
-    gain, influence, difficulty, alpha = vectors.view(4, num_domains).unbind()
+    sizes = [num_names**2, num_rows, num_names, *4 * [num_domains], 1]
+    parts = torch.split(outputs.values, sizes)
+    gram, coefficients, norms, gain, influence, difficulty, alpha, combined_norm = parts
     return LastStep(
         gram=gram.view(num_names, num_names),
         coefficients=coefficients,

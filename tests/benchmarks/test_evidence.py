@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 
@@ -80,12 +81,14 @@ def test_percentages_in_running_text_stand_in_a_table(tables):
         assert percent <= numbers
 
 
-def test_kept_figure_shows_the_kept_records(tmp_path):
-    kept = (ROOT / "docs" / "_static" / "benchmarks" / "steps.svg").read_text(encoding="utf-8")
-    assert figure.main([str(tmp_path / "steps.svg")]) == 0
-    drawn = (tmp_path / "steps.svg").read_text(encoding="utf-8")
-    words = re.compile(r">([^<>\n]+)</text>")
-    assert words.findall(drawn) == words.findall(kept)
+@pytest.mark.parametrize("file", ["benchmarks/steps.svg", "evidence/targets.svg"])
+def test_kept_figures_show_the_kept_records(file, tmp_path):
+    kept = (ROOT / "docs" / "_static" / file).read_text(encoding="utf-8")
+    assert figure.main([Path(file).stem, str(tmp_path / "drawn.svg")]) == 0
+    drawn = (tmp_path / "drawn.svg").read_text(encoding="utf-8")
+    # Words, and where points and lines are.
+    for part in (r">([^<>\n]+)</text>", r' d="(M [^"]+)"', r'<use [^>]*x="([-.\d]+)"'):
+        assert re.findall(part, drawn) == re.findall(part, kept)
 
 
 def test_table_of_temperature_pairs_the_seeds():

@@ -4,19 +4,22 @@ import os
 import sys
 import time
 
+import numpy as np
 import pytest
 import torch
 
 from benchmarks import cases
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import bars
+from benchmarks.gpu import bars, job
 from benchmarks.gpu.session import Row, Session
+from tests.packages import needs_to_build
 from tests.pages import ROOT
 from tests.processes import printed_by
 
 QUICK = ["--device", "cpu", "--quick", "--commit", "abc"]
 
 
+@needs_to_build
 @pytest.mark.soak
 def test_every_part_runs_and_is_right(tmp_path):
     script, python = ROOT / "benchmarks" / "gpu.sh", os.environ | {"PYTHON": sys.executable}
@@ -48,6 +51,30 @@ def test_check_that_fails_or_does_not_end_is_not_right():
     assert not bars.is_correct({"correctness": cut})
     # A table may be shorter.
     assert bars.is_correct({"steps": cut})
+
+
+def test_the_worst_size_of_the_anchor_is_judged():
+    rows = [{"domains": 7, "ratio": ratio} for ratio in (1.01, 1.03)]
+    found = bars.bars({"anchor": {"rows": [*rows, {"domains": 50, "ratio": 1.09}]}}, on_gpu=True)
+    verdicts = {bar["bar"].split(",")[1].strip(): (bar["value"], bar["verdict"]) for bar in found}
+    assert verdicts["K = 7: at most 1.02 of the fastest plain one"] == (1.03, "MISSED")
+    assert verdicts["K = 50: at most 1.1 of the fastest plain one"] == (1.09, "met")
+    assert verdicts["K = 22: at most 1.05 of the fastest plain one"] == (None, "not measured")
+
+
+def test_the_job_draws_the_tokens_that_it_is_not_given(tmp_path):
+    path = tmp_path / "tokens.npz"
+    job.draw(path, 2000)
+    with np.load(path) as tokens:
+        assert len(tokens.files) == job.DRAWN_DOMAINS
+        found = {name: tokens[name] for name in tokens.files}
+    assert all(each.max() < 50_304 and len(each) == 2000 for each in found.values())
+    # The later the domain, the more of its words come back after seven places.
+    repeats = [(each[7:] == each[:-7]).mean() for each in found.values()]
+    assert repeats[-1] > 2 * repeats[0]
+    blocks = job.Blocks(found["domain0"], 32)
+    assert len(blocks) == 2000 // 32
+    assert blocks[1]["input_ids"].tolist() == found["domain0"][32:64].tolist()
 
 
 def test_bar_is_asked_of_the_worst_size_and_judged_on_a_gpu_alone():

@@ -69,6 +69,6 @@ def test_cells_run_and_draw_the_weights(tmp_path, monkeypatch):
     assert page.count("<svg") == 2
     assert sum(run.weights.values()) == pytest.approx(1)
     assert Path("weights-1.svg").read_text(encoding="utf-8").count("<svg") == 1
-    assert str(run) == "Run('runs/proxy': doge, target universal, 20 steps, seed 0)"
+    assert str(run) == "Run('runs/proxy': proxy, target universal, 20 steps, seed 0)"
     assert (run.path / "weights.json").samefile(Path(run) / "weights.json")
     assert run.metrics("eval")

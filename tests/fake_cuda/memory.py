@@ -17,6 +17,7 @@ from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import bars, job, times
 from benchmarks.gpu.session import Row, Session
 from benchmarks.models import PAPER, Shape
+from doge_fast import losses
 from doge_fast.alternation import Call, Ratio, ratio_of
 from doge_fast.stacked.layers import linear
 from tests import fake_cuda
@@ -51,7 +52,11 @@ def wide_product(out: Tensor, left: Tensor, right: Tensor, adds: bool) -> None:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", attention)
     monkeypatch.setattr(times, "PAPER", {name: scaled(shape) for name, shape in PAPER.items()})
-    limits = [(models, "MOST_LOGITS_BYTES"), (linear, "MOST_TEMPORARY_BYTES")]
+    limits = [
+        (models, "MOST_LOGITS_BYTES"),
+        (linear, "MOST_TEMPORARY_BYTES"),
+        (losses, "CHUNK_BYTES_ELSEWHERE"),
+    ]
     for module, limit in limits:
         monkeypatch.setattr(module, limit, getattr(module, limit) // SCALE**2)
     monkeypatch.setattr(linear, "multiply_wide", wide_product)

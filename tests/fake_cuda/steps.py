@@ -319,7 +319,8 @@ def test_a_launch_on_another_device_is_noticed(monkeypatch):
     pytest.importorskip("triton")
     fake_cuda.interpret_triton()
     monkeypatch.setenv("DOGE_FAST_BACKEND", "triton")
-    assert train("cuda:1")[0] == []
+    for mode in ("sequential", "linear"):
+        assert train("cuda:1", mode)[0] == []
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     with pytest.raises(RuntimeError, match="launched on"):
         train("cuda:1")

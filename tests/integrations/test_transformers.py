@@ -34,7 +34,7 @@ from transformers import (
 
 from doge_fast.integrations import causal_lm, domain_data
 from doge_fast.integrations import transformers as host
-from doge_fast.integrations.domain_data import DomainStream, DomainZip
+from doge_fast.integrations.domain_data import DomainStream, DomainZip, split_by_domain
 from doge_fast.integrations.transformers import DoGETrainer
 from doge_fast.optimizer import DoGEOptimizer
 from tests.integrations.trainers import EVERY_STEP_LOGGED, arguments
@@ -661,6 +661,14 @@ def test_domain_column_may_have_another_name_and_name_a_target(tmp_path):
         batch = next(iter(trainer.get_train_dataloader()))
         assert list(batch) == [*DOMAINS, "far"]
         assert all(set(rows) == {"input_ids", "labels"} for rows in batch.values())
+
+
+def test_a_domain_column_that_lacks_a_name_or_has_another_says_which():
+    dataset = mixed(dict.fromkeys(("ab", "cd"), 2))
+    with pytest.raises(ValueError, match="no example has ef, gh"):
+        split_by_domain(dataset, "domain", ["ab", "cd", "gh", "ef"])
+    with pytest.raises(ValueError, match="it also has cd"):
+        split_by_domain(dataset, "domain", ["ab"])
 
 
 @pytest.mark.parametrize("kind", ["mixed", "labelled", "tensors", "interleaved"])

@@ -8,10 +8,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from doge_fast import losses
 from doge_fast.losses import IGNORED, domain_losses, linear_domain_losses, token_losses
 from tests.dispatched import Dispatched
 from tests.method.architectures import VOCABULARY, Tiny, losses_of, optimizer_of
 
+MM = torch.ops.aten.mm
 SIZES = {"a": 2, "nobody": 0, "b": 3}
 LENGTH, WIDTH = 7, 5
 
@@ -137,12 +139,21 @@ def largest_of(dispatched: Dispatched) -> int:
     return max(result.numel() for result in results if isinstance(result, Tensor))
 
 
-def test_logits_exist_for_one_domain_at_a_time():
+@pytest.mark.parametrize("chunk_bytes", [0, 1 << 20])
+def test_logits_exist_for_one_domain_or_for_several_small_ones_at_a_time(chunk_bytes, monkeypatch):
+    monkeypatch.setattr(losses, "CHUNK_BYTES", {"cpu": chunk_bytes})
     inputs = case()
     with Dispatched() as dispatched:
-        fused(inputs).sum().backward()
-    most = max(SIZES.values()) * (LENGTH - 1)
-    assert largest_of(dispatched) == max(most * VOCABULARY, inputs[0].numel(), inputs[1].numel())
+        losses_D = fused(inputs)
+        losses_D.sum().backward()
+    torch.testing.assert_close(losses_D, naive(inputs), rtol=1e-14, atol=0)
+    sizes = SIZES.values()
+    tokens = (sum(sizes) if chunk_bytes else max(sizes)) * (LENGTH - 1)
+    products = [result for func, *_, result in dispatched.calls if func.overloadpacket is MM]
+    assert max(len(result) for result in products if VOCABULARY in result.shape[1:]) == tokens
+    # Rows of logits start at multiples of 16 elements.
+    padded = -(-VOCABULARY // 16) * 16
+    assert largest_of(dispatched) == max(tokens * padded, inputs[0].numel(), inputs[1].numel())
     with Dispatched() as dispatched:
         naive(inputs).sum().backward()
     assert largest_of(dispatched) >= 5 * (LENGTH - 1) * VOCABULARY

@@ -4,13 +4,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from doge_fast.kernels import accumulate, gram, implementations, segment_sum, weighted_sum
+from doge_fast.kernels import (
+    accumulate,
+    cross_entropy,
+    gram,
+    implementations,
+    scale_rows,
+    segment_sum,
+    weighted_sum,
+)
 from doge_fast.kernels.dispatch import OPERATORS, by_device
 
 GRAD, ROWS = torch.ones(5), torch.ones(2, 5)
 VALUES_TD, OUT_GRD = torch.ones(6, 4), torch.ones(2, 1, 4)
 SEGMENTS = (VALUES_TD, OUT_GRD)
 STATISTICS = {"mean_T": torch.zeros(6), "rstd_T": torch.ones(6)}
+LOGITS_TV, TARGETS_T, SHARES_T = torch.ones(3, 4), torch.ones(3).long(), torch.ones(3)
 BIAS = {"factor_TD": VALUES_TD}
 
 
@@ -41,6 +50,15 @@ BIAS = {"factor_TD": VALUES_TD}
         (accumulate, ([GRAD.to_sparse()], [GRAD]), {"add": True}, "sparse_coo"),
         (accumulate, ([GRAD], [GRAD.int()]), {"add": True}, r"rows\[0\] is torch.int32"),
         (accumulate, ([GRAD], [torch.ones(10)[::2]]), {"add": True}, "strides"),
+        (cross_entropy, (torch.ones(3), TARGETS_T), {}, r"logits_TV \[T, V\]"),
+        (cross_entropy, (LOGITS_TV.int(), TARGETS_T), {}, "torch.int32"),
+        (cross_entropy, (torch.ones(4, 3).T, TARGETS_T), {}, r"strides \[1, 3\]"),
+        (cross_entropy, (LOGITS_TV, SHARES_T), {}, "targets_T .*torch.int64"),
+        (cross_entropy, (LOGITS_TV, TARGETS_T[:2]), {}, r"shape \[3\] .* shape \[2\]"),
+        (cross_entropy, (LOGITS_TV, TARGETS_T, SHARES_T.half()), {}, "shares_T .*torch.float32"),
+        (scale_rows, (torch.ones(3), SHARES_T), {}, r"values_RN \[R, N\]"),
+        (scale_rows, (LOGITS_TV.int(), SHARES_T), {}, "torch.int32"),
+        (scale_rows, (LOGITS_TV, torch.ones(4)), {}, "each of 3 rows"),
         (segment_sum, (torch.ones(6), OUT_GRD), {}, r"values_TD \[T, D\]"),
         (segment_sum, (VALUES_TD, torch.ones(2, 1, 3)), {}, r"\[6, 4\] and \[2, 1, 3\]"),
         (segment_sum, (torch.ones(7, 4), OUT_GRD), {}, "7 tokens .* borders"),
@@ -65,7 +83,7 @@ def test_arguments_are_refused_before_anything_is_written(
         pytest.skip(f"not written in {implementation}")
     with pytest.raises(ValueError, match=message):
         operator(*arguments, **options, implementation=implementation)
-    assert all((tensor == 1).all() for tensor in (GRAD, ROWS, VALUES_TD, OUT_GRD))
+    assert all((tensor == 1).all() for tensor in (GRAD, ROWS, VALUES_TD, OUT_GRD, LOGITS_TV))
 
 
 def test_operators_trace_into_one_graph(implementation, device):

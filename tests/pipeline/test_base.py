@@ -4,6 +4,7 @@ import math
 import shutil
 import signal
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +17,12 @@ from doge_fast.mixture.counts import Phase
 from doge_fast.pipeline import base as stage_two
 from doge_fast.pipeline import failures, records
 from doge_fast.pipeline.base import resolve_phases, train_base
-from doge_fast.pipeline.config import TrainingConfig
+from doge_fast.pipeline.config import TemperatureConfig, TrainingConfig
 from doge_fast.pipeline.domains import load_corpus
+from doge_fast.pipeline.doremi import learn_by_excess_loss
 from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.run import Run
+from doge_fast.pipeline.temperature import temperature
 from doge_fast.pipeline.training import device_of, training_arguments
 from tests.pipeline.stages import (
     NAMES,
@@ -75,6 +78,39 @@ def test_weights_of_other_tokens_are_used_with_a_word(base, trained_base, caplog
     assert "another tokenizer" not in caplog.text
     train_base(base("other", steps=2, weights=str(trained_base), vocab_size=300))
     assert f"{trained_base}: learned with another tokenizer" in caplog.text
+
+
+def test_a_target_follows_its_weights(proxy, base, stage, tmp_path, caplog):
+    source = learn_weights(proxy("source", target=("verse",), steps=2, mu=1e-3)).path
+    search = tmp_path / "search"
+    temperature(TemperatureConfig(source, search, steps=2, seeds=(0,), most_runs=3, device="cpu"))
+    bounded = tmp_path / "bounded.json"
+    words = ["weights", "constrain", str(source), "--cap", "0.9", "--out", str(bounded)]
+    assert cli.main(words) == 0
+    for number, weights in enumerate((source, search, bounded, search / "runs" / "base-1-seed0")):
+        with caplog.at_level("INFO", "doge_fast"):
+            run = train_base(base(f"base{number}", steps=2, weights=str(weights)))
+        assert "learned for verse, which is measured and not trained on" in caplog.text
+        caplog.clear()
+        assert set(run.weights) == set(NAMES) - {"verse"}
+        assert set(records.read_metrics(run.path, kind="eval")[-1]["loss"]) == set(NAMES)
+        assert run.record["target"] == {"verse": 1.0}
+    # The weights of a run that follows a run; and a domain list that leaves the target out.
+    others = tuple(name for name in NAMES if name != "verse")
+    named = train_base(base("named", steps=2, weights=str(source), domains=others))
+    assert set(records.read_metrics(named.path, kind="eval")[-1]["loss"]) == set(NAMES)
+    _, doremi = stage("doremi")
+    excess = learn_by_excess_loss(doremi(reference=run.path, steps=2)).path
+    assert set(records.read_metrics(excess, kind="eval")[-1]["loss"]) == set(NAMES)
+    # Where the corpus has no such text it is said, and the rest is trained on.
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    data = Path(base().corpus.data)
+    for name in others:
+        shutil.copy(data / f"{name}.jsonl", elsewhere)
+    with caplog.at_level("INFO", "doge_fast"):
+        train_base(base("without", steps=2, weights=str(source), data=str(elsewhere)))
+    assert "learned for verse, which is not in the corpus" in caplog.text
 
 
 def test_a_killed_run_goes_on_with_no_other_weights(base, monkeypatch, tmp_path):

@@ -125,7 +125,7 @@ def test_every_option_is_explained(verb, capsys, monkeypatch):
     # A sentence below or beside it.
     # In a box, of blanks where the stream has no letters for it.
     inside = re.sub(r"^[│ ] (.*?)[│ ]*$", r"\1", printed, flags=re.M)
-    options = re.findall(r"^(?:--[\w.-]+|PATH)\b.*(?:\n {15,}.*)*", inside, re.M)
+    options = re.findall(r"^(?:--[\w.-]+|FILE|RUN)\b.*(?:\n {15,}.*)*", inside, re.M)
     assert options
     assert all(re.search(r"  [\w\"-]+.* [a-z]{2}", option) for option in options), printed
 
@@ -218,6 +218,16 @@ def test_quick_verbs_import_nothing_slow(words):
     assert ended(sys.executable, "-c", program).stderr.splitlines()[-1] == "[]"
 
 
+@pytest.mark.parametrize("words", [["--help"], ["proxy", "--help"], ["--version"]])
+def test_an_installation_without_the_pipeline_has_help(words):
+    absent = ["rich", "tqdm", "datasets", "transformers", "accelerate", "pyarrow", "filelock"]
+    program = (
+        f"import sys; sys.modules.update(dict.fromkeys({absent}))\n"
+        f"from doge_fast import cli\nsys.exit(cli.main({words}))"
+    )
+    assert ended(sys.executable, "-c", program).returncode == 0
+
+
 def test_an_interruption_says_how_to_go_on(tmp_path, capsys, monkeypatch):
     def interrupted(config: ProxyConfig) -> list[str]:
         raise KeyboardInterrupt
@@ -292,5 +302,6 @@ def test_the_first_rank_alone_says_what_comes_before_it_loads(rank, monkeypatch,
     monkeypatch.setattr(cli, "import_module", lambda _: cli._log.info("loaded"))
     cli._log_visibly()
     cli._load(["colorsys"], ProxyConfig(Path("runs/x")))
-    told = ["runs/x: proxy of 300 steps on installed; loading colorsys ...", "loaded"]
+    first = "each of 4 blocks of 128 tokens of every domain; loading colorsys ..."
+    told = [f"runs/x: proxy of 300 steps on installed, {first}", "loaded"]
     assert caplog.messages == (told if rank == 0 else [])

@@ -218,6 +218,13 @@ def test_the_verb_prints_writes_and_lists(file, capsys, caplog):
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 100
 
 
+def test_a_target_that_is_no_domain_is_named():
+    told = export(record(target={"wiki": 1.0, "web": 1.0}), to="json").notes
+    assert "wiki" in told[0]
+    assert "web" not in told[0]
+    assert not any("wiki" in note for note in export(record(target="universal"), to="json").notes)
+
+
 def test_nemo_means_what_it_trains_with():
     bridge = export(WEIGHTS, to="megatron-bridge", paths=PATHS)
     assert export(WEIGHTS, to="nemo", paths=PATHS) == bridge

@@ -1,6 +1,7 @@
 """The family has the sizes that its names say; any other causal model opens or is refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from transformers import (
     set_seed,
 )
 
-from doge_fast.pipeline.config import ModelConfig
+from doge_fast import cli
+from doge_fast.pipeline import stage, training
+from doge_fast.pipeline.config import BaseConfig, CorpusConfig, ModelConfig
 from doge_fast.pipeline.model import build_model, check_model
 
 PAPER_VOCAB = 50257
@@ -46,6 +49,37 @@ def test_a_size_of_the_paper_has_the_parameters_of_its_name(name):
     assert model.config.vocab_size == 50304
     # The names round, the 82M's down: 12 x 6 x 768^2 + 50304 x 768 = 81.1M without the rest.
     assert millions == pytest.approx(float(name.removesuffix("M")), rel=0.01)
+
+
+def test_what_nobody_says_comes_with_the_size(tmp_path, monkeypatch):
+    def told(model: str, *words: str) -> list[float | str]:
+        config = cli.parse(["proxy", "--out", str(tmp_path), "--model", model, *words])
+        rates = config.training.learning_rate, config.training.min_learning_rate
+        return [config.corpus.block_size, config.sequences_per_domain, *rates]
+
+    # Source: DoGE, section universal-exp and appendix model-archs.
+    assert told("82M") == [512, 18, 5e-4, 1e-4]
+    assert told("684M") == [512, 18, 1.5e-4, 5e-5]
+    assert told("tiny") == told("owner/name") == [128, 4, 5e-4, 1e-4]
+    words = ["--block-size", "128", "--sequences-per-domain", "4", "--learning-rate", "3e-4"]
+    assert told("684M", *words) == [128, 4, 3e-4, 5e-5]
+    # What a record repeats is what was said.
+    file = tmp_path / "fields.yaml"
+    file.write_text("corpus: {block_size: 64}\n")
+    assert told("82M", "--config", str(file)) == [64, 18, 5e-4, 1e-4]
+    corpus = CorpusConfig()
+    large, small = (
+        BaseConfig(tmp_path, corpus, ModelConfig(model=name)) for name in ("210M", "mini")
+    )
+    sizes = [(each.corpus.block_size, each.batch_size) for each in (large, small)]
+    assert sizes == [(512, 128), (128, 28)]
+    dtypes = []
+    for kind in ("cpu", "cuda"):
+        monkeypatch.setattr(training, "device_of", lambda name, kind=kind: torch.device(kind))
+        dtypes += [stage.resolved(each).training.dtype for each in (large, small)]
+    assert dtypes == ["float32", "float32", "bfloat16", "float32"]
+    plain = replace(large, training=replace(large.training, dtype="float32"))
+    assert stage.resolved(plain) == plain
 
 
 def test_there_is_no_dropout_and_one_embedding():

@@ -133,8 +133,31 @@ def test_a_held_out_domain_is_measured_and_not_trained_on(proxy):
     assert list(records.read_json(run.path / records.CONFIG)["corpus"]["targets"]) == ["verse"]
 
 
+def test_the_rule_follows_from_the_target_and_what_else_is_said(proxy, caplog):
+    """Held-out text has the aligned rule; what belongs to the paper's score brings that one."""
+    assert proxy(target=("verse",)).score == "aligned"
+    assert proxy(target=("mix=2", "verse")).score == "aligned"
+    for others in (
+        {},
+        {"target": ("mix",)},
+        *({"target": ("verse",)} | each for each in ({"mu": 0.1}, {"domain_max_grad_norm": 0})),
+        {"target": ("verse",), "sequences_per_domain": 1},
+    ):
+        assert proxy(**others).score == "paper"
+    assert proxy(target=("verse",), score="published").score == "published"
+    with pytest.raises(ValueError, match="no mu"):
+        proxy(target=("verse",), score="aligned", mu=0.1)
+    config = proxy(target=("verse",), steps=2)
+    with caplog.at_level("INFO", logger="doge_fast"):
+        run = learn_weights(config)
+    assert "aligned rule; --score paper" in caplog.text
+    assert records.read_weights(run.path)["score"] == "aligned"
+    assert records.read_json(run.path / records.CONFIG)["config"]["score"] == "aligned"
+
+
 def test_weighted_targets_and_chosen_domains(proxy):
-    config = proxy(steps=2, target=("verse=0.5", "table=2", "mix"), domains=("prose", "code"))
+    targets, domains = ("verse=0.5", "table=2", "mix"), ("prose", "code")
+    config = proxy(steps=2, target=targets, domains=domains, score="paper")
     record = records.read_weights(learn_weights(config).path)
     assert [entry["name"] for entry in record["domains"]] == ["prose", "code"]
     assert record["target"] == {"verse": 0.5, "table": 2.0, "mix": 1.0}

@@ -9,15 +9,16 @@ from doge_fast import cli
 from doge_fast.pipeline import records
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.model import open_model
+from doge_fast.pipeline.progress import TIMED_STEPS
 from doge_fast.pipeline.proxy import ProxyTrainer, learn_weights
-from doge_fast.pipeline.rehearsal import TIMED_STEPS, rehearse
+from doge_fast.pipeline.rehearsal import rehearse
 from tests.pipeline.corpora import texts, write_jsonl
 from tests.pipeline.stages import killed_at, words_of
 from tests.pipeline.workshop import said_in
 
 
 def test_a_dry_run_of_a_proxy(proxy):
-    config = proxy(target=("verse", "mix"), steps=1000, dry_run=True)
+    config = proxy(target=("verse", "mix"), score="paper", steps=1000, dry_run=True)
     told = said_in(rehearse(config))
     assert not config.out.exists()
     run = learn_weights(
@@ -38,7 +39,7 @@ def test_a_dry_run_of_a_proxy(proxy):
     assert f"target verse, mix mu {weights['mu']:g}" in told
     # Three domains and two targets.
     assert f"steps 1,000 of {5 * 2 * 16} tokens, {1000 * 5 * 2 * 16:,} in all" in told
-    assert "a step on cpu" in told
+    assert "a step on cpu in float32" in told
 
 
 def test_a_dry_run_of_the_aligned_rule(proxy):
@@ -72,7 +73,28 @@ def test_a_dry_run_refuses_to_go_on_with_another_corpus(base, monkeypatch, tmp_p
             call(config)
 
 
-def test_only_a_few_steps_are_timed(proxy, monkeypatch, capsys):
+def test_a_dry_run_of_a_search_writes_nothing(proxy, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "300")
+    source = learn_weights(proxy(target=("verse",), mu=1e-3)).path
+    before = sorted(source.parent.rglob("*"))
+    words = ["temperature", str(source), "--steps", "9", "--seeds", "0", "1", "--most-runs", "3"]
+    assert cli.main([*words, "--dry-run"]) == 0
+    told = said_in(capsys.readouterr().out)
+    assert "models at most 6 base models (3 temperatures, 2 seeds)" in told
+    # Blocks of 16 tokens, two of each of the three domains.
+    assert "steps 9 of 96 tokens, 864 in all" in told
+    assert f"writes {source}-temperature" in told
+    assert "verse" in told
+    # Of all models.
+    seconds = float(told.split(" s a step")[0].split()[-1])
+    days = told.split("time ")[1].split(" at ")[0].split(":")
+    whole = sum(int(part) * 60**place for place, part in enumerate(reversed(days)))
+    assert whole == pytest.approx(seconds * 9 * 6, abs=1)
+    assert sorted(source.parent.rglob("*")) == before
+
+
+@pytest.mark.parametrize("asked", [1000, 1])
+def test_only_a_few_steps_are_timed(proxy, monkeypatch, capsys, asked):
     steps = []
     original = ProxyTrainer.training_step
 
@@ -81,8 +103,8 @@ def test_only_a_few_steps_are_timed(proxy, monkeypatch, capsys):
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(ProxyTrainer, "training_step", counted)
-    config = proxy(steps=1000)
+    config = proxy(steps=asked, warmup_steps=0)
     assert cli.main(["proxy", *words_of(config), "--dry-run"]) == 0
-    assert steps == list(range(TIMED_STEPS))
+    assert steps == list(range(1 + TIMED_STEPS))
     assert capsys.readouterr().out.startswith("domain ")
     assert not config.out.exists()

@@ -31,6 +31,9 @@ from tests.pipeline.written_runs import (
     write_proxy,
 )
 
+# How the text of a headline is named.
+ON_ALL = "on held-out text of all 7 training domains"
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -170,10 +173,10 @@ def test_the_terminal_gets_the_same_tables_as_aligned_ascii(runs, page):
     [
         (
             {"learned": 0.1},
-            "learned weights: perplexity 10.5 % higher than uniform, undecided, one",
+            f"learned weights: perplexity 10.5 % higher than uniform {ON_ALL}, undecided, one",
         ),
-        ({"learned": 0.0}, "learned weights: perplexity the same as uniform, undecided, one seed"),
-        ({"natural": -0.2}, "natural: perplexity 18.1 % lower than uniform, undecided, one seed"),
+        ({"learned": 0.0}, f"learned weights: perplexity the same as uniform {ON_ALL}, undecided"),
+        ({"natural": -0.2}, f"natural: perplexity 18.1 % lower than uniform {ON_ALL}, undecided"),
         ({}, "nothing to compare"),
         ({"learned": math.nan}, "learned weights or uniform diverged"),
     ],
@@ -191,8 +194,8 @@ def test_one_seed_decides_nothing(tmp_path, changes, headline):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ((-0.02, -0.021, -0.019), "2.0 % lower than uniform, 95 % interval -2.2 to -1.7, 3 seeds"),
-        ((0.02, -0.03, 0.001), "0.3 % lower than uniform, undecided, 3 seeds"),
+        ((-0.02, -0.021, -0.019), f"2.0 % lower than uniform {ON_ALL}, 95 % interval -2.2 to -1.7"),
+        ((0.02, -0.03, 0.001), f"0.3 % lower than uniform {ON_ALL}, undecided, 3 seeds"),
     ],
 )
 def test_several_seeds_decide_by_their_interval(tmp_path, changes, told):
@@ -200,6 +203,32 @@ def test_several_seeds_decide_by_their_interval(tmp_path, changes, told):
     out = write_experiment(tmp_path / "e", changes)
     assert f"DoGE: perplexity {told}" in words_of(out)
     assert f"learned weights: perplexity {told}" in words_of(out / "runs")
+
+
+def test_a_page_has_one_headline_and_it_is_on_the_target(tmp_path):
+    """Those on the training domains are in a table that says so."""
+    trained = without("tests")
+    out: dict[str, Any] = {"domains": trained, "targets": ("tests",)}
+    proxy = write_proxy(tmp_path / "proxy", domains=trained, target=("tests",))
+    write_base(tmp_path / "uniform", **out)
+    loss = {name: UNIFORM_LOSS[name] + 0.1 for name in trained} | {"tests": 2.75}
+    # At weights that were made of the proxy's.
+    sharper = tmp_path / "sharper.json"
+    records.write_json(sharper, by_name(trained, (0.5, *[0.1] * 5)))
+    write_base(tmp_path / "learned", weights=str(sharper), loss=loss, **out)
+    page = page_of(tmp_path)
+    (headline,) = re.findall(r'<p class="headline">(.*?)</p>', page.source)
+    told = "perplexity 18.1 % lower than uniform on held-out text of tests"
+    assert told in headline
+    # What is exported is what the headline is about.
+    command = re.search(r"<pre[^>]*>(.*?)</pre>", page.source, re.DOTALL)
+    assert command[1].split()[:3] == ["doge-fast", "export", str(tmp_path / "learned")]
+    assert list(cells(page.source, "Perplexity per domain: Base models on tests")) == ["tests"]
+    title = "Against uniform, seed by seed: Base models on the training domains"
+    assert cells(page.source, title)["average"] == ["+10.5 %"]
+    alone = page_of(proxy)
+    assert len(re.findall(r'<p class="headline">', alone.source)) == 1
+    assert f"doge-fast temperature {proxy}" in alone.text
 
 
 def test_several_seeds_are_one_arm(tmp_path):

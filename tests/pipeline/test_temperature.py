@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.report import terminal_table
 from doge_fast.pipeline.reporting.study import open_study
 from doge_fast.pipeline.run import Run
+from doge_fast.pipeline.tables import as_ascii
 from doge_fast.pipeline.temperature import Job, next_inverses, sharpened, temperature
 from tests.pipeline.stages import NAMES, write_weights
 
@@ -103,6 +105,22 @@ def test_the_lowest_measured_loss_is_written(learned):
     assert record["inverse_temperature"] == best["inverse_temperature"]
     assert run.weights == best["weights"]
     assert (record["method"], record["target"]) == ("doge", "universal")
+    # The file says without its runs what it is of.
+    told = records.read_weights(learned)
+    assert record["corpus"] == told["corpus"] == records.load_config(learned)[1].corpus.data
+    assert record["proxy"]["seed"] == told["seed"] == 0
+    assert record["proxy"]["learning_rate"] == told["learning_rate"]
+    (_, base), seen = records.load_config(run.path / "runs/base-0-seed0"), record["tokens"]
+    assert seen == told["tokens"] + 8 * 4 * base.batch_size * base.corpus.block_size
+    (farthest,) = [each for each in record["warnings"] if "short" in each.lower()]
+    assert f"{4 * base.batch_size * base.corpus.block_size} tokens each" in farthest
+    assert f"The proxy: {told['warnings'][0]}" in record["warnings"]
+    # The page says what the terminal says, and counts the proxy too.
+    shown = " ".join(terminal_table([run.path]).split())
+    assert all(as_ascii(each) in shown for each in record["warnings"])
+    (cost,) = re.findall(r"proxy and 8 base models .*? tokens ([\d.]+) .*?x\) ([\d.]+)", shown)
+    assert float(cost[0]) == pytest.approx(seen / 1000, rel=0.01)
+    assert float(cost[1]) == pytest.approx(told["tokens"] / 1000, rel=0.01)
     # A directory like a proxy's: it is drawn, exported and trained at.
     assert run.figures()
     assert (run.path / "report.html").exists()
@@ -119,13 +137,13 @@ def test_runs_are_planned_and_made_one_by_one(learned, capsys, caplog):
     assert [each for each in caplog.messages if each.startswith("run ")] == [
         f"run {number} of at most 3: base-{number - 1}-seed0" for number in (1, 2, 3)
     ]
-    assert any(each.startswith("at most 3 base models") for each in caplog.messages)
+    (cost,) = [each for each in caplog.messages if each.startswith("at most")]
+    assert cost.startswith("at most 3 base models (3 temperatures, 1 seed) of 2 steps: ")
+    assert cost.endswith("at the time of the proxy's steps")
     words += ["--out", str(learned.parent / "parts")]
     capsys.readouterr()
     assert cli.main([*words, "--plan"]) == 0
-    cost, *lines, last = capsys.readouterr().out.splitlines()
-    assert cost.startswith("# at most 3 base models (3 temperatures, 1 seed) of 2 steps: ")
-    assert cost.endswith("at the time of the proxy's steps")
+    *lines, last = capsys.readouterr().out.splitlines()
     names = [line.split("  #")[0].split()[-1] for line in lines]
     assert names == ["base-0-seed0", "base-1-seed0", "base-2-seed0"]
     assert "--only" not in last
@@ -220,7 +238,8 @@ def test_a_model_that_diverges_is_no_choice(learned, monkeypatch, capsys):
     assert run.record["points"][2]["loss"] is None
     text = terminal_table([run.path])
     assert "not complete" not in text
-    assert "1/T = 2" not in text
+    assert text.replace("Diverged, so left out: 1/T = 2.", "").count("1/T = 2") == 0
+    assert "left out: 1/T = 2." in text
     # Uniform weights have no place in the curve.
     survivors = ("base-1-", "base-0-seed0", "base-0-seed1")
     run = temperature(asked(learned, out=learned.parent / "others", seeds=(0, 1, 2)))

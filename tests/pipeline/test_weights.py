@@ -180,7 +180,7 @@ def test_a_zero_is_lifted_by_a_floor_alone():
 def test_show_says_what_the_weights_mean(tmp_path, capsys):
     file = write(tmp_path / "w.json")
     text = said(capsys, "show", file, "--budget-tokens", "3e7")
-    assert text.startswith(f"{file}: doge, target universal, 300 steps, seed 0"[:40])
+    assert text.startswith(f"{file}: proxy, target universal, 300 steps, seed 0"[:40])
     assert cells(text, "verse") == ["0.2000", "0.2000", "0.1000", "2.00", "1", "M", "6.00"]
     assert "2.80 of 3" in text
     assert "More than 4 epochs in 30 M tokens" in text
@@ -188,6 +188,24 @@ def test_show_says_what_the_weights_mean(tmp_path, capsys):
     only = said(capsys, "show", write(tmp_path / "bare.json", record(tokens=None)))
     assert "prior" not in only
     assert "epochs" not in only
+
+
+def test_show_tells_a_proxy_a_search_and_their_average_apart(tmp_path, capsys):
+    proxy = record(corpus="/data/pile", date="2026-11-29", parameters=82_000_000, seed=1)
+    proxy["tokens"] = 1_200_000
+    measured = {"inverse_temperature": 4.0, "is_decided": False, "seeds": [0, 1]}
+    search = record(**measured, warnings=["1/T = 4 is the farthest that was tried."])
+    found = [proxy, search, summary.average({"a": proxy, "b": proxy | {"seed": 2}})]
+    files = [write(tmp_path / f"{n}.json", each) for n, each in enumerate(found)]
+    shown = [" ".join(said(capsys, "show", file).split()) for file in files]
+    assert "0.json: proxy, target universal, 300 steps, seed 1 Corpus /data/pile, " in shown[0]
+    assert "2026-11-29, 1.2 M tokens seen, 82 M parameters." in shown[0]
+    assert (
+        "1.json: search, 1/T = 4, undecided, target universal, 300 steps, seeds 0 and 1"
+        in (shown[1])
+    )
+    assert shown[1].endswith("Warning: 1/T = 4 is the farthest that was tried.")
+    assert "2.json: mean of 2 files, proxy, target universal, 300 steps, seeds 1 and 2" in shown[2]
 
 
 def test_weights_are_a_file_a_run_a_plain_object_or_typed(tmp_path, capsys):
@@ -208,6 +226,9 @@ def test_weights_are_a_file_a_run_a_plain_object_or_typed(tmp_path, capsys):
     assert cli.main(["weights", "show", long]) == 0
     assert cli.main(["weights", "show", "runs/seed=1"]) == 2
     assert "runs/seed=1 does not exist" in capsys.readouterr().err
+    (tmp_path / "run" / "weights.json").rename(tmp_path / "run" / "config.json")
+    assert cli.main(["weights", "show", str(tmp_path / "run")]) == 2
+    assert "is not complete" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("text", "number"), [("16.1k", 16100), ("1.001M", 1001000), ("7%", 0.07)])

@@ -1,7 +1,7 @@
 """What a number may be, written at the field; pydantic refuses others when the object is made."""
 
 import dataclasses
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AllowInfNan, BeforeValidator, ConfigDict, Strict
@@ -26,6 +26,13 @@ PositiveOrZero = Annotated[float, Strict(), AllowInfNan(False), Ge(0)]
 Positive = Annotated[PositiveOrZero, Gt(0)]
 # Of a whole that is never all of it.
 Share = Annotated[PositiveOrZero, Lt(1)]
+# Nobody has said it; a stage fills in what the size of its model has (`pipeline.sizes`).
+OF_SIZE: Any = None
+Value = TypeVar("Value")
+if TYPE_CHECKING:
+    OfSize = Annotated[Value, OF_SIZE]
+else:
+    OfSize = Value | None
 # CUDA_VISIBLE_DEVICES says which GPU is the first.
 Device = Literal["auto", "cpu", "cuda"]
 

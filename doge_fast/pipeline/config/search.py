@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar
 
 from annotated_types import Ge
 from pydantic.dataclasses import dataclass
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 from doge_fast.pipeline.config.ranges import EXACT, Count, Device, Positive, Seed
 from doge_fast.pipeline.config.stages import check_is_run, check_place
@@ -49,9 +49,9 @@ class DemoConfig:
 class TemperatureConfig:
     """How far to follow a proxy's weights, measured: base models at alpha^(1/T) for a few T."""
 
-    examples: ClassVar = ("runs/proxy", "runs/proxy --out runs/far --seeds 0 1 2 --plan")
+    examples: ClassVar = ("runs/proxy", "runs/proxy --out runs/far --seeds 0 1 2 --dry-run")
 
-    proxy: Positional[Path]
+    proxy: Annotated[Positional[Path], arg(metavar="RUN")]
     """The run directory of a proxy: its weights, and the corpus, model and settings of the base
     models."""
     out: Path | None = None
@@ -76,6 +76,9 @@ class TemperatureConfig:
     complete, ask again: the next temperatures follow from what was measured."""
     only: tuple[str, ...] = ()
     """Names of runs that --plan printed: make only these."""
+    dry_run: bool = False
+    """Time a few steps of one base model, and print how many there are at most, what they would
+    read, and how long all would take. Writes nothing."""
     device: Device = "auto"
     """auto: a GPU if there is one."""
 

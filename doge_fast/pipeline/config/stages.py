@@ -5,9 +5,9 @@ import os
 import re
 import shlex
 from collections.abc import Collection, Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Le
 from pydantic.dataclasses import dataclass
@@ -16,16 +16,18 @@ from doge_fast.pipeline import named
 from doge_fast.pipeline.baselines import BASELINES
 from doge_fast.pipeline.config.ranges import (
     EXACT,
+    OF_SIZE,
     Count,
     CountOrZero,
     Device,
+    OfSize,
     Positive,
     PositiveOrZero,
     Seed,
     Share,
 )
 from doge_fast.pipeline.failures import UserError
-from doge_fast.pipeline.sizes import SIZES
+from doge_fast.pipeline.sizes import SIZES, Settings, settings_of
 from doge_fast.weights.defaults import DOMAIN_MAX_GRAD_NORM
 
 Target = str | dict[str, float]
@@ -108,8 +110,9 @@ class CorpusConfig:
     """A folder or Hub id that AutoTokenizer opens, or "train": a byte-level BPE on this corpus."""
     vocab_size: Annotated[Count, Le(2**24)] = 4096
     """Vocabulary size of a trained tokenizer."""
-    block_size: Annotated[Count, Ge(2), Le(2**24)] = 128
-    """Tokens in a block; every training example is one block."""
+    block_size: OfSize[Annotated[Count, Ge(2), Le(2**24)]] = OF_SIZE
+    """Tokens in a block; every training example is one block. None: 512 for models of 60M and
+    larger, as in the paper; 128 for others."""
     validation_fraction: Annotated[Positive, Le(1)] = 0.05
     """Share of the documents to hold out if the data has no validation split."""
     max_tokens_per_domain: Count | None = None
@@ -122,14 +125,15 @@ class CorpusConfig:
 
     def __post_init__(self) -> None:
         limit = self.max_tokens_per_domain
-        if limit is not None and limit < self.block_size:
+        if limit is not None and self.block_size is not None and limit < self.block_size:
             raise UserError(
-                f"max_tokens_per_domain must hold a block of {self.block_size}; it is {limit}."
+                "max_tokens_per_domain (--max-tokens-per-domain) must hold a block of "
+                f"{self.block_size}; it is {limit}."
             )
         if self.tokenizer == "train" and self.vocab_size < 257:
             raise UserError(
-                "A trained tokenizer needs vocab_size >= 257, every byte and the end of text; "
-                f"it is {self.vocab_size}."
+                "A trained tokenizer needs a vocab_size (--vocab-size) of 257 or more, every byte "
+                f"and the end of text; it is {self.vocab_size}."
             )
 
     def _check(self) -> None:
@@ -157,10 +161,11 @@ class TrainingConfig:
 
     steps: Count = 300
     """Optimizer steps."""
-    learning_rate: Positive = 5e-4
-    """Peak learning rate; the paper's for all sizes below 684M (appendix, model-archs)."""
-    min_learning_rate: PositiveOrZero = 1e-4
-    """Learning rate at the end of the cosine schedule."""
+    learning_rate: OfSize[Positive] = OF_SIZE
+    """Peak learning rate. None: the paper's (appendix, model-archs), 5e-4, and 1.5e-4 for 684M."""
+    min_learning_rate: OfSize[PositiveOrZero] = OF_SIZE
+    """Learning rate at the end of the cosine schedule. None: 1e-4, and 5e-5 for 684M, but at most
+    the peak."""
     warmup_steps: CountOrZero | None = None
     """Steps of linear warm-up; None: a twentieth of the steps."""
     weight_decay: PositiveOrZero = 0.01
@@ -178,22 +183,25 @@ class TrainingConfig:
     """Held-out blocks per domain in those evaluations."""
     save_every: CountOrZero | None = None
     """Steps between checkpoints, from which a killed run resumes; None: ten in a run; 0: none."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16: autocast, with float32 master weights."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """bfloat16: autocast, with float32 master weights. auto: bfloat16 on a GPU for models of 60M
+    and larger, else float32."""
     device: Device = "auto"
     """auto: a GPU if there is one. cuda: the first that CUDA_VISIBLE_DEVICES leaves."""
     compile: bool = False
     """torch.compile the model."""
 
     def __post_init__(self) -> None:
-        if self.min_learning_rate > self.learning_rate:
+        rates = (self.min_learning_rate, self.learning_rate)
+        if None not in rates and self.min_learning_rate > self.learning_rate:
             raise UserError(
-                "min_learning_rate must be at most learning_rate; got "
+                "min_learning_rate (--min-learning-rate) must be at most the learning_rate; got "
                 f"{self.min_learning_rate} and {self.learning_rate}."
             )
         if self.warmup_steps is not None and self.warmup_steps >= self.steps:
             raise UserError(
-                f"warmup_steps must be less than steps; got {self.warmup_steps} of {self.steps}."
+                "warmup_steps (--warmup-steps) must be less than the steps; got "
+                f"{self.warmup_steps} of {self.steps}."
             )
 
 
@@ -213,6 +221,11 @@ class TasksConfig:
     """Score only the first documents of every task, this many; None: all."""
 
 
+def _missing(part: Any, settings: Settings) -> dict[str, Any]:
+    """Those of the settings that are fields of it, and None."""
+    return {k: value for k, value in settings._asdict().items() if getattr(part, k, value) is None}
+
+
 @dataclass(frozen=True, config=EXACT)
 class _Stage:
     """What every stage that trains is told."""
@@ -225,13 +238,28 @@ class _Stage:
 
     def __post_init__(self) -> None:
         name = self.model.model
+        settings = settings_of(name)
+        peak = self.training.learning_rate or settings.learning_rate
+        least = min(settings.min_learning_rate, peak)
+        self._fill_in(settings._replace(min_learning_rate=least))
         if self.model.pretrained and self.corpus.tokenizer == "train" and name not in SIZES:
             raise UserError(
                 "A pretrained model knows its own tokens by their numbers, and a new tokenizer has "
                 f"others. Pass tokenizer={name!r} (--tokenizer {shlex.quote(name)})."
             )
         if self.corpus.validation_fraction == 1:
-            raise UserError("validation_fraction must be less than 1 where a model is trained.")
+            raise UserError(
+                "validation_fraction (--validation-fraction) must be less than 1 where a model is "
+                "trained."
+            )
+
+    def _fill_in(self, settings: Settings) -> None:
+        """What nobody has said is what the size of the model has."""
+        parts = {name: getattr(self, name) for name in ("corpus", "training")}
+        filled = {name: replace(part, **_missing(part, settings)) for name, part in parts.items()}
+        for name, value in {**filled, **_missing(self, settings)}.items():
+            # Frozen for everybody else.
+            object.__setattr__(self, name, value)
 
     def _check(self) -> None:
         corpus, cache_dir = self.corpus, self.corpus.cache_dir or os.environ.get("DOGE_FAST_CACHE")
@@ -265,17 +293,19 @@ class ProxyConfig(_Stage):
     target: tuple[str, ...] = ("universal",)
     """universal (the loss on all training domains); mix (held-out blocks of all training domains);
     or held-out domains, each NAME or NAME=WEIGHT."""
-    sequences_per_domain: Count = 4
-    """Blocks of every domain in every step."""
+    sequences_per_domain: OfSize[Count] = OF_SIZE
+    """Blocks of every domain in every step. None: 18 for models of 60M and larger, which is the
+    paper's batch for its seven domains; 4 for others."""
     mu: Positive | None = None
     """Bregman coefficient: in a step the logarithms of the weights move by lr W / mu, so a larger
     mu makes slower weights. None: 20 times the peak learning rate (0.01 at 5e-4), times (T + 1) / 2
     where the weights of the targets sum to T, which is K for universal."""
-    score: Literal["paper", "published", "aligned"] = "paper"
-    """paper: the score W as in the paper. published: as in the published code, W over the mean norm
-    of the domains' gradients, clipped to [0, 5]. aligned: the mixture whose gradient makes the
-    smallest angle with the targets'; it has no mu and clips no domain, and for all domains alike it
-    is uniform."""
+    score: Literal["auto", "aligned", "paper", "published"] = "auto"
+    """aligned: the mixture whose gradient makes the smallest angle with the targets'; it has no mu
+    and clips no domain, and for all domains alike it is uniform. paper: the score W of the paper.
+    published: as in the published code, W over the mean norm of the domains' gradients, clipped to
+    [0, 5]. auto: aligned for held-out domains; paper for universal and mix, and with a mu, another
+    domain_max_grad_norm or a single block of each domain."""
     domain_max_grad_norm: PositiveOrZero | None = DOMAIN_MAX_GRAD_NORM
     """Clip each domain's gradient to this norm before scoring (published configs: 5.0, 1.0); 0 or
     None: do not clip, as in the paper's text. Without it a few steps with large gradients may
@@ -301,14 +331,18 @@ class ProxyConfig(_Stage):
     def __post_init__(self) -> None:
         super().__post_init__()
         parse_target(self.target)
-        if self.score == "aligned":
-            has_default = self.domain_max_grad_norm == DOMAIN_MAX_GRAD_NORM
-            if self.mu is not None or not has_default or self.sequences_per_domain < 2:
-                raise UserError(
-                    "score aligned has no mu and clips no domain: leave mu and "
-                    "domain_max_grad_norm as they are. It compares two halves of each domain's "
-                    "blocks: sequences_per_domain must be 2 or more."
-                )
+        has_default = self.mu is None and self.domain_max_grad_norm == DOMAIN_MAX_GRAD_NORM
+        can_align = has_default and self.sequences_per_domain >= 2
+        if self.score == "auto":
+            is_aligned = can_align and not {*self.targets} <= {UNIVERSAL, MIX}
+            # Records, reports and weights.json have the one that was taken.
+            object.__setattr__(self, "score", "aligned" if is_aligned else "paper")
+        if self.score == "aligned" and not can_align:
+            raise UserError(
+                "score aligned has no mu and clips no domain: leave out --mu and "
+                "--domain-max-grad-norm, or pass --score paper. It compares two halves of each "
+                "domain's blocks: sequences_per_domain (--sequences-per-domain) must be 2 or more."
+            )
 
     def _check(self) -> None:
         super()._check()
@@ -334,9 +368,11 @@ class BaseConfig(_Stage):
     divided into this many equal parts, and each part here uses the proxy's mean weights in its own.
     1: the proxy's average throughout."""
     targets: tuple[str, ...] = ()
-    """Domains that are evaluated and never trained on, as in the proxy whose weights are used."""
-    batch_size: Count = 28
-    """Blocks per step, over all domains."""
+    """Domains that are evaluated and never trained on; those that the weights were learned for are
+    among them by themselves, where the corpus has them."""
+    batch_size: OfSize[Count] = OF_SIZE
+    """Blocks per step, over all domains. None: 128 for models of 60M and larger, as in the paper;
+    28 for others."""
     log_every: Count = 10
     """Steps between lines of metrics.jsonl."""
     dry_run: bool = False
@@ -379,7 +415,8 @@ class DoReMiConfig(_Stage):
     """Run directory of a complete base run. Its model is the reference model. Its weights are those
     that batches are drawn at and that the learned weights start from."""
     targets: tuple[str, ...] = ()
-    """Domains that are evaluated and never trained on, as in the reference run."""
+    """Domains that are evaluated and never trained on; those of the reference run are among them by
+    themselves."""
     variant: Literal["doremi", "doge"] = "doremi"
     """doremi: clip the excess loss at zero for each token, as DoReMi's authors do. doge: clip each
     domain's mean, as the baseline in DoGE's published code does."""
@@ -389,8 +426,9 @@ class DoReMiConfig(_Stage):
     smoothing: Share | None = None
     """Share of uniform weights that is mixed in at every step; None: the variant's, 1e-4 for doremi
     (the authors' code; their paper says 1e-3) and 0 for doge."""
-    batch_size: Count = 28
-    """Blocks per step, over all domains."""
+    batch_size: OfSize[Count] = OF_SIZE
+    """Blocks per step, over all domains. None: 128 for models of 60M and larger, as in the paper;
+    28 for others."""
     log_every: Count = 1
     """Steps between lines of metrics.jsonl."""
 
@@ -416,8 +454,9 @@ class SelectConfig(_Stage):
     run measures all four; this one is ranked."""
     targets: tuple[str, ...] = ()
     """Domains that are evaluated and never trained on, as in the proxy."""
-    batch_size: Count = 28
-    """Blocks per step, equally many of each domain."""
+    batch_size: OfSize[Count] = OF_SIZE
+    """Blocks per step, equally many of each domain. None: 128 for models of 60M and larger, 28 for
+    others."""
     log_every: Count = 10
     """Steps between lines of metrics.jsonl."""
 

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Le, MinLen
 from pydantic.dataclasses import dataclass
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 from doge_fast.pipeline.config.ranges import EXACT, Count, CountOrZero, Device, Positive, Seed
 from doge_fast.pipeline.config.stages import TasksConfig, check_is_run, check_place
@@ -23,7 +23,7 @@ class EvaluateConfig:
 
     examples: ClassVar = ("runs/learned", "runs/learned --tasks copa sciq")
 
-    run: Positional[Path]
+    run: Annotated[Positional[Path], arg(metavar="RUN")]
     """The run directory whose model is evaluated."""
     blocks: Count | None = None
     """Held-out blocks per domain; None: all of them."""
@@ -72,7 +72,7 @@ class ReportConfig:
 
     examples: ClassVar = ("runs",)
 
-    runs: Positional[Paths]
+    runs: Annotated[Positional[Paths], arg(metavar="RUN [RUN ...]")]
     """Run directories of proxies and base models; or one directory that contains them; or that of
     a search."""
     out: Path | None = None
@@ -85,7 +85,7 @@ class WeightsShowConfig:
 
     examples: ClassVar = ("runs/proxy --budget-tokens 10B",)
 
-    files: Positional[Paths]
+    files: Annotated[Positional[Paths], arg(metavar="FILE [FILE ...]")]
     """weights.json files, run directories, or weights as NAME=NUMBER,..."""
     budget_tokens: Positive | None = None
     """Tokens of the training that the weights are for, such as 1e11: shows each domain's epochs in
@@ -98,7 +98,7 @@ class WeightsShowConfig:
 class WeightsAverageConfig:
     """The mean and spread of several runs' weights, such as one proxy with several seeds."""
 
-    files: Positional[Paths]
+    files: Annotated[Positional[Paths], arg(metavar="FILE [FILE ...]")]
     """weights.json files or run directories, with the same domains."""
     out: Path | None = None
     """The file to write; None: only print its content."""
@@ -110,7 +110,7 @@ class WeightsConstrainConfig:
 
     examples: ClassVar = ("runs/proxy --floor 0.02 --max-epochs 4 --budget-tokens 10B",)
 
-    file: Positional[Path]
+    file: Annotated[Positional[Path], arg(metavar="FILE")]
     """A weights.json, or a run directory."""
     out: Path | None = None
     """The file to write; None: only print its content."""
@@ -136,7 +136,7 @@ class ExportConfig:
         "runs/proxy --to megatron --paths code=/data/code wiki=/data/wiki --out blend.txt",
     )
 
-    file: Positional[Path | None] = None
+    file: Annotated[Positional[Path | None], arg(metavar="FILE")] = None
     """A weights.json, or a run directory that holds one."""
     to: str | None = None
     """The target; --list names them."""

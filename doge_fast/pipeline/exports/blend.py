@@ -163,7 +163,8 @@ class Blend:
     def require(self, name: str, why: str) -> None:
         """Refuse, with a UserError, where a setting that this target needs was not given."""
         if getattr(self, name) is None:
-            raise UserError(f"This target needs {name}: {why}.")
+            option = name.replace("_", "-")
+            raise UserError(f"This target needs {name} (--{option}): {why}.")
 
 
 def listed_paths(split: Split, given: Paths, names: Collection[str]) -> dict[str, list[str]]:

@@ -27,7 +27,7 @@ from doge_fast.pipeline.exports.blend import (
 )
 from doge_fast.pipeline.exports.writers import WRITERS
 from doge_fast.pipeline.failures import UserError
-from doge_fast.pipeline.records.weights import check_fields
+from doge_fast.pipeline.records.weights import check_fields, held_out_targets
 from doge_fast.pipeline.wording import first_few
 
 _UNITS = {"blocks": "tokens", "documents": "documents"}
@@ -117,7 +117,9 @@ def export(
     named.check("mean_doc_tokens", given_lengths, entries, "the weights")
     for name, tokens in given_lengths.items():
         if not (math.isfinite(tokens) and tokens > 0):
-            raise UserError(f"mean_doc_tokens must be above 0; that of {name} is {tokens}.")
+            raise UserError(
+                f"mean_doc_tokens (--mean-doc-tokens) must be above 0; that of {name} is {tokens}."
+            )
     if rows == "documents":
         lengths = _lengths(parts, entries, given_lengths)
         parts = by_document(parts, lengths)
@@ -148,10 +150,12 @@ def export(
             f"Left out: the {len(stages)} stages of the run. These are its mean weights, constant "
             "throughout."
         )
-    notes = (_unit(target, blend), *target.traps)
+    notes = [_unit(target, blend), *target.traps]
+    if aims := held_out_targets(record):
+        notes.insert(0, f"Learned for the loss on {first_few(aims)}: keep it out of the mixture.")
     made = target.write(blend)
     text = made if isinstance(made, str) else string.Template(target.template).substitute(made)
-    return Exported(text, tuple(warnings), notes)
+    return Exported(text, tuple(warnings), tuple(notes))
 
 
 def _record(weights: Mapping[str, Any]) -> Mapping[str, Any]:

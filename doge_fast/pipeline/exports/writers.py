@@ -169,7 +169,7 @@ def _torchtitan(blend: Blend) -> dict[str, object]:
 
 
 def _mosaic(blend: Blend) -> dict[str, object]:
-    blend.require("batch_size", why="StreamingDataset does not start without one (--batch-size)")
+    blend.require("batch_size", why="StreamingDataset does not start without one")
     streams = []
     for name, share in blend.shares().items():
         path = blend.one_path(name)

@@ -243,6 +243,10 @@ class TemperatureGroup:
     """1/T of the weights that were written."""
     epochs: dict[str, PositiveOrZero]
     """{domain: passes over its text} at the chosen weights."""
+    epochs_tokens: Positive
+    """Of the training that `epochs` are of."""
+    has_budget: bool
+    """Whether that is the training that the weights are for, and not that of a base model."""
     kind: Literal["temperature"] = "temperature"
 
 
@@ -334,8 +338,18 @@ class WeightsRecord:
     score: Text | None = None
     target: Literal["universal"] | Taus | None = None
     tokenizer_sha256: Text | None = None
+    corpus: Text | None = None
+    date: Text | None = None
+    tokens: CountOrZero | None = None
+    model: Text | None = None
+    parameters: CountOrZero | None = None
+    learning_rate: Positive | None = None
     steps: CountOrZero | None = None
     seed: int | None = None
+    seeds: tuple[int, ...] | None = None
+    inverse_temperature: PositiveOrZero | None = None
+    is_decided: bool | None = None
+    warnings: tuple[str, ...] | None = None
     reference: dict[str, Any] | None = None
     average: AverageRecord | None = None
     constraints: dict[str, Any] | None = None

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from doge_fast.pipeline import named
+from doge_fast.pipeline.config import MIX
 from doge_fast.pipeline.failures import FileFailure, UserError
 from doge_fast.pipeline.records.runs import METRICS, WEIGHTS, Json, check_schema, read_json
 from doge_fast.pipeline.records.shapes import (
@@ -98,6 +99,11 @@ def read_weights(source: str | Path, *, domains: Sequence[str] | None = None) ->
             # No file is damaged.
             raise UserError(str(error)) from None
     elif not os.path.lexists(file):
+        if Path(source, CONFIG).exists():
+            raise UserError(
+                f"{source} has no {WEIGHTS} yet: its run is not complete. Repeat the command that "
+                "began it; it resumes."
+            )
         raise UserError(
             f"{file} does not exist. Name a weights.json, a run that holds one, or the weights "
             "themselves, as web=0.7,code=0.3."
@@ -151,6 +157,13 @@ def _of_numbers(weights: Mapping[str, Any], where: str) -> Json:
 def weights_by_name(record: Mapping[str, Any]) -> dict[str, float]:
     """{name: weight} of a record that `read_weights` returned, in its order."""
     return {entry["name"]: float(entry["weight"]) for entry in record["domains"]}
+
+
+def held_out_targets(record: Mapping[str, Any]) -> list[str]:
+    """The targets of a record that `read_weights` returned, but for those that are trained on."""
+    target, weights = record.get("target"), weights_by_name(record)
+    names = target if isinstance(target, Mapping) else ()
+    return [name for name in names if name != MIX and name not in weights]
 
 
 def is_same_mixture(one: Mapping[str, float], other: Mapping[str, float]) -> bool:

@@ -45,8 +45,8 @@ class Section:
     """A part of the page."""
 
     title: str
-    headlines: Sequence[str] = ()
-    """What it comes to, for the top of the page."""
+    headline: str = ""
+    """What its comparison comes to, for the top of the page."""
     commands: Sequence[str] = ()
     """To copy."""
     tables: Sequence[Table] = ()
@@ -63,9 +63,10 @@ class Page:
     sections: Sequence[Section]
 
     @property
-    def headlines(self) -> list[str]:
-        """What the sections come to, each once."""
-        return list(dict.fromkeys(told for section in self.sections for told in section.headlines))
+    def headline(self) -> str:
+        """The first comparison's; the others stand in their tables."""
+        found = (section.headline for section in self.sections if section.headline)
+        return next(found, "Nothing is compared yet, so whether these weights help is not known.")
 
 
 def page_of(runs: Sequence[Path]) -> Page:
@@ -86,8 +87,8 @@ def page_of(runs: Sequence[Path]) -> Page:
         _provenance(study),
     )
     # Without those that have nothing to say.
-    told = [each for each in sections if any((each.headlines, each.remarks, each.tables))]
-    return Page(study.title, study.question, told)
+    filled = [each for each in sections if each.remarks or each.tables]
+    return Page(study.title, study.question, filled)
 
 
 def _mixture(study: Study, group: records.WeightsGroup) -> Section:
@@ -98,15 +99,18 @@ def _mixture(study: Study, group: records.WeightsGroup) -> Section:
         return Section(title)
     names = list(dict.fromkeys(name for weights in learned.values() for name in weights))
     columns = {(arm.label, arm.about): weights for arm, weights in learned.items()}
-    chosen, natural, totals = list(learned), None, []
+    natural, totals = None, []
+    # What the headline is about.
+    focus = next((each.focus for each in study.of(records.PerplexityGroup)), None)
+    chosen = [arm for arm in learned if arm.label == focus] or list(learned)[:1]
     if all(len(weights) == len(names) for weights in learned.values()):
         sizes = runs[chosen[0]][0].record.corpus.domains
         shares = baselines.natural({name: sizes[name].train_tokens for name in names})
         natural = {name: Stat(share) for name, share in shares.items()}
         columns["uniform", "baseline"] = dict.fromkeys(names, Stat(1 / len(names)))
         columns["natural", "by tokens"] = natural
-        chosen = chosen[:1]
     else:
+        chosen = list(learned)
         uniform = (f"{1 / len(weights):.3f}" for weights in columns.values())
         totals.append(("uniform would be", *uniform))
     targets = {arm.label: runs[arm][0].targets for arm in learned}
@@ -189,12 +193,10 @@ def _temperature(study: Study, group: records.TemperatureGroup) -> Section:
         is_chosen = "written" if point.inverse == group.chosen else ""
         rows.append((f"{point.inverse:g}", f"{means[point.inverse]:.4f}", cell, count, is_chosen))
     is_several = any(len(each) > 1 for each in losses.values())
-    aim = [f"{name} ({weight:.2f})" for name, weight in group.aim.items()]
-    if max(group.aim.values()) - min(group.aim.values()) < 1e-9:
-        aim = list(group.aim)
+    aim = _held_out_text(group.aim, study)
     note = (
-        f"Loss: mean over {first_few(aim)}, nats per token. 1/T = 0: uniform weights; 1: the "
-        "proxy's own. Change of perplexity with its 95 % interval over paired seeds."
+        f"Loss: on {aim}, nats per token. 1/T = 0: uniform weights; 1: the proxy's own. Change of "
+        "perplexity with its 95 % interval over paired seeds."
         f"{'' if is_several else ONE_SEED}"
     )
     header = ("1/T", "loss", f"against {uniform}", "effective domains", "")
@@ -202,25 +204,29 @@ def _temperature(study: Study, group: records.TemperatureGroup) -> Section:
     shown = [point for point in points if point.inverse in (0.0, 1.0, group.chosen)]
     heads = [(point.arm.label, f"1/T = {point.inverse:g}") for point in shown]
     heads.append(("epochs", "of the written weights"))
-    note = "Epochs: passes over the text of a domain in the training that the weights are for."
+    note = f"Epochs: passes over a domain's text in {count_text(group.epochs_tokens)} tokens"
+    note += ", the training that the weights are for."
+    if not group.has_budget:
+        note = f"{note.partition(',')[0]}, as one of these base models sees; --budget-tokens names "
+        note += "the training that the weights are for."
     mixtures = []
     for name in group.points[0].weights:
         epochs = f"{group.epochs[name]:.2f}" if name in group.epochs else "–"
         mixtures.append((name, *(f"{point.weights[name]:.3f}" for point in shown), epochs))
-    headline = "uniform: no temperature tried has a lower loss"
+    headline = f"uniform: no temperature tried has a lower loss on {aim}"
     if group.chosen:
-        headline = _headline(arms[group.chosen], uniform, changes[group.chosen])
+        headline = _headline(arms[group.chosen], uniform, changes[group.chosen], aim)
     caption = (
         "Held-out loss of base models at alpha^(1/T). Dotted: uniform weights. Bars: 95 % "
         "intervals of the difference to uniform over paired seeds, where there are several. "
         "Diamond: the weights that were written."
     )
     make = partial(figures.temperature_figure, means, changes, group.chosen)
-    directory = _short(next(iter(study.runs.values())).path.parents[1])
+    assert study.directory is not None
     return Section(
         group.title,
-        [headline],
-        commands=[shlex.join(["doge-fast", "export", directory, "--to", "json"])],
+        headline,
+        commands=[shlex.join(["doge-fast", "export", _short(study.directory), "--to", "json"])],
         tables=[table_of(["domain", *heads], mixtures, title="Mixtures", note=note), measured],
         drawings=[Drawing("Loss over 1/T", caption, make)],
     )
@@ -249,7 +255,7 @@ def _perplexities(study: Study, group: records.PerplexityGroup | records.Targets
     title, lines = group.title, study.lines(group)
     if not any(losses for line in lines for losses in line.losses.values()):
         why = "not measured yet on what it is about; doge-fast evaluate measures a base run"
-        return Section(title, [f"{title}: {why}"])
+        return Section(title, remarks=[f"{title}: {why}."])
     # Every line has the same arms.
     planned = group.arms if isinstance(group, records.PerplexityGroup) else group.rows[0].arms
     arms = {arm.label: arm for arm in planned if arm.label in lines[0].losses}
@@ -295,16 +301,11 @@ def _perplexities(study: Study, group: records.PerplexityGroup | records.Targets
     table = table_of([corner, *heads], rows[:num_domains], title=name, note=note, totals=totals)
     if not others:
         why = "nothing to compare; it takes base models at uniform weights and at others"
-        return Section(title, [f"{title}: {why}"], tables=[table])
+        return Section(title, tables=[table], remarks=[f"{title}: {why}."])
     focus = next((label for label in others if label.startswith(wanted)), list(others)[-1])
-    headlines = [
-        _headline(
-            focus,
-            others[focus] + ("" if line.is_total else f" on {line.label}"),
-            line.difference(focus, others[focus]),
-        )
-        for line in lines[num_domains:] or lines
-    ]
+    (line, *_) = lines[num_domains:] or lines
+    aim = _held_out_text(line.aim, study)
+    headline = _headline(focus, others[focus], line.difference(focus, others[focus]), aim)
     doubt = " Of twenty such intervals one is wrong by chance." if is_several else ONE_SEED
     against = table_of(
         [corner, *(own if other == baseline else f"{own} against {other}" for own, other in pairs)],
@@ -313,7 +314,16 @@ def _perplexities(study: Study, group: records.PerplexityGroup | records.Targets
         note=f"Change of perplexity. {MARKS}{doubt}",
         totals=changes[num_domains:],
     )
-    return Section(title, headlines, tables=[table, against])
+    return Section(title, headline, tables=[table, against])
+
+
+def _held_out_text(aim: Mapping[str, float], study: Study) -> str:
+    """The text that a mean loss is of: held-out text of ca, or of all 7 training domains."""
+    is_even = max(aim.values()) - min(aim.values()) < 1e-9
+    if len(aim) > 1 and is_even and aim.keys() == set(study.shown[0].domains):
+        return f"held-out text of all {len(aim)} training domains"
+    names = list(aim) if is_even else [f"{name} ({weight:.2f})" for name, weight in aim.items()]
+    return f"held-out text of {first_few(names)}"
 
 
 def _number_below(domains: Sequence[Line], arm: str, baseline: str) -> str:
@@ -321,8 +331,8 @@ def _number_below(domains: Sequence[Line], arm: str, baseline: str) -> str:
     return f"{below} of {len(domains)}" if arm != baseline else "–"
 
 
-def _headline(own: str, other: str, difference: PairedDifference) -> str:
-    """DoGE: perplexity 0.6 % higher than uniform, undecided, one seed."""
+def _headline(own: str, other: str, difference: PairedDifference, text: str) -> str:
+    """DoGE: perplexity 0.6 % higher than uniform on held-out text of ca, undecided, one seed."""
     if not difference.pairs:
         return f"{own} and {other} have no seed in common"
     if not math.isfinite(difference.mean):
@@ -336,7 +346,7 @@ def _headline(own: str, other: str, difference: PairedDifference) -> str:
         ends = f"{low:+.1f} to {high:+.1f}".replace("-", "−")
         verdict = f"95\N{NO-BREAK SPACE}% interval {ends}"
     seeds = "one seed" if difference.pairs == 1 else f"{difference.pairs} seeds"
-    return f"{own}: perplexity {what} {other}, {verdict}, {seeds}"
+    return f"{own}: perplexity {what} {other} on {text}, {verdict}, {seeds}"
 
 
 def _cost(study: Study, group: records.CostGroup) -> Section:
@@ -359,11 +369,14 @@ def _cost(study: Study, group: records.CostGroup) -> Section:
         if any(values) and not any(map(math.isnan, values)):
             rows.append((label, *(f"{a}  ({b})" for a, b in zip(told, ratios, strict=True))))
     note = (
-        "Of one seed, references and targets included; in brackets against the first column. "
+        "All runs of a column, references and targets included; in brackets against the first. "
         "FLOPs: 6 N a token (2 N where a reference is only run), and rows (rows + 1) N a step for "
         "the Gram matrix. Hours: steps at their median time on the machine of the runs."
     )
-    heads = [(label, plural(len(each), "seed")) for label, each in costs.items()]
+    heads = [
+        (label, f"mean of {len(each)} seeds" if len(each) > 1 else "")
+        for label, each in costs.items()
+    ]
     return Section(group.title, tables=[table_of(["", *heads], rows, title=group.title, note=note)])
 
 
@@ -446,10 +459,14 @@ def _warnings(study: Study) -> Iterator[str]:
             f"{plural(len(missing), 'run')} not complete yet, so left out: {first_few(missing)}. "
             "The same command goes on with them."
         )
-    # Runs of one corpus say the same.
-    yield from dict.fromkeys(told for run in study.shown for told in run.record.warnings)
+    if study.search is not None:
+        yield from study.search.get("warnings") or ()
+    else:
+        # Runs of one corpus say the same.
+        yield from dict.fromkeys(told for run in study.shown for told in run.record.warnings)
     for proxy in study.proxies:
-        yield from (f"{proxy.label}: {told}" for told in proxy.warnings())
+        if study.search is None:
+            yield from (f"{proxy.label}: {told}" for told in proxy.warnings())
         if len(proxy.runs) == 1:
             yield f"{proxy.label}: one seed, so the spread of its weights is unknown."
     for run in study.shown:
@@ -473,9 +490,13 @@ def _warnings(study: Study) -> Iterator[str]:
             yield f"{run.name}: diverged; the held-out loss of {listed(lost)} is not finite."
     bases = [run for run in study.shown if run.record.stage == "base"]
     if not bases:
+        (first, *_) = study.shown
+        how = "Train one at them and one at uniform weights with doge-fast base; evaluate both."
+        if first.record.stage == "proxy":
+            how = f"Measure both: doge-fast temperature {shlex.quote(_short(first.path))}"
         yield (
-            "No base model has been trained with these weights, so whether they help is not known. "
-            "Train one at them and one at uniform weights with doge-fast base; evaluate both."
+            "No base model has been trained with these weights, so whether they help, and how far "
+            f"to follow them, is not known. {how}"
         )
     if study.plan is None:
         if unknown := [run.name for run in bases if run.losses() is None]:

@@ -201,6 +201,15 @@ class Study:
     """What is set against what."""
     plan: records.ExperimentRecord | None = None
     """Of an experiment, which knows which runs are missing."""
+    directory: Path | None = None
+    """The experiment's."""
+
+    @cached_property
+    def search(self) -> records.Json | None:
+        """weights.json of a search that has come to its end."""
+        if not self.of(records.TemperatureGroup) or self.directory is None:
+            return None
+        return records.read_weights(self.directory)
 
     @property
     def shown(self) -> list[RecordedRun]:
@@ -244,7 +253,7 @@ class Study:
         }
 
     def lines(self, group: records.PerplexityGroup | records.TargetsGroup) -> list[Line]:
-        """A line a target; or a line a domain and their average, of the arms that are measured.
+        """A line a target; or a line a domain, then of several their average, measured arms alone.
 
         These are taken with the seeds that all of them have, or, without such, each with its own.
         Domains that one of them was not measured on are left out.
@@ -264,7 +273,7 @@ class Study:
         # That of a search is its objective.
         aim = next((each.aim for each in self.of(records.TemperatureGroup)), {})
         total = Line("average", arms, {name: aim.get(name, 1) for name in names}, is_total=True)
-        return [*lines, total] if names else []
+        return [*lines, total] if len(names) > 1 else lines
 
 
 def open_study(runs: Sequence[Path]) -> Study:
@@ -275,13 +284,14 @@ def open_study(runs: Sequence[Path]) -> Study:
             weights or trains at them, base models differ in more than weights and seed, or a
             record is not what it should be.
     """
-    plan = None
+    plan = directory = None
     if len(runs) == 1 and (path := Path(runs[0]) / records.EXPERIMENT).exists():
-        runs = [path.parent / records.RUNS]
+        directory = path.parent
+        runs = [directory / records.RUNS]
         if not any(runs[0].glob("*/config.json")):
-            raise UserError(f"No run of the experiment in {path.parent} has begun.")
-        plan = records.load(path.parent, records.ExperimentRecord)
-        if plan.settings.proxy and _is_searched(Path(plan.settings.proxy), path.parent):
+            raise UserError(f"No run of the experiment in {directory} has begun.")
+        plan = records.load(directory, records.ExperimentRecord)
+        if plan.settings.proxy and _is_searched(Path(plan.settings.proxy), directory):
             runs = [*runs, Path(plan.settings.proxy)]
     found = open_runs(runs)
     if all(run.record.stage == "select" for run in found):
@@ -299,7 +309,7 @@ def open_study(runs: Sequence[Path]) -> Study:
         alike.setdefault(run.settings(), []).append(run)
     proxies = _proxies_of(alike.values())
     if plan is not None:
-        return Study(plan.title, plan.question, opened, proxies, plan.groups, plan)
+        return Study(plan.title, plan.question, opened, proxies, plan.groups, plan, directory)
     bases = _comparable(alike.values())
     if len(proxies) == 1:
         proxies = (Proxy("learned weights", proxies[0].runs),)
@@ -343,10 +353,12 @@ def _groups(bases: Sequence[RecordedRun], proxies: Sequence[Proxy]) -> Iterator[
         first = bases[0]
         about = f"{first.asked.model.model} models, {count_text(first.tokens)} tokens each"
         focus = next((arm.label for arm in arms if arm.label not in _BASELINES), "natural")
+        title = "Base models"
         if first.targets:
-            title = f"Base models on {listed(first.targets)}"
-            yield records.PerplexityGroup(title, tuple(arms), first.targets, about, focus)
-        yield records.PerplexityGroup("Base models", tuple(arms), first.domains, about, focus)
+            target = f"{title} on {listed(first.targets)}"
+            yield records.PerplexityGroup(target, tuple(arms), first.targets, about, focus)
+            title = f"{title} on the training domains"
+        yield records.PerplexityGroup(title, tuple(arms), first.domains, about, focus)
     methods = [
         records.Method(proxy.label, tuple(map(_with_reference, proxy.runs))) for proxy in proxies
     ]
@@ -428,6 +440,15 @@ def _weights_agree(base: RecordedRun, proxy: RecordedRun) -> bool:
         return True
     own, learned = (records.weights_by_name(each.weights or {}) for each in (base, proxy))
     return own == learned
+
+
+def warnings_on(run: Path) -> list[str]:
+    """What to know of the weights that a run has learned, finished or not."""
+    try:
+        return list(Proxy(run.name, tuple(open_runs([run]))).warnings())
+    except ValueError as error:
+        # The weights are there, whatever became of the lines about the way to them.
+        return [str(error)]
 
 
 def remarks_on(run: Path) -> list[str]:

@@ -15,7 +15,7 @@ from doge_fast.pipeline import baselines, named, records
 from doge_fast.pipeline.failures import UserError
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.tables import Table, as_ascii, table_of, text
-from doge_fast.pipeline.wording import count_text, plural
+from doge_fast.pipeline.wording import count_text, listed, plural
 from doge_fast.weights.projection import effective_domains
 
 
@@ -177,23 +177,48 @@ def tokens_of(record: Mapping[str, Any], given: Mapping[str, float] | None) -> d
     return found | dict(given or {})
 
 
+_KINDS = {"doge": "proxy", "doremi": "proxy of DoReMi", "given": "weights of a base model"}
+
+
 def story(record: Mapping[str, Any]) -> str:
-    """doge, target universal, 300 steps, seed 0."""
+    """proxy, target universal, 300 steps, seed 0; or: search, 1/T = 2, undecided, ..."""
     known = {key: value for key, value in record.items() if value is not None}
-    score, average, target = (known.get(key) for key in ("score", "average", "target"))
+    method, score, target = (known.get(key) for key in ("method", "score", "target"))
     if isinstance(target, Mapping):
         shares = (name if tau == 1 else f"{tau:g} {name}" for name, tau in target.items())
         target = " + ".join(shares)
+    kind = [_KINDS.get(method, method) if method else "method not known"]
+    seeds = known.get("seeds", [known["seed"]] if "seed" in known else [])
+    if "inverse_temperature" in known:
+        decided = ("undecided", "decided")[known["is_decided"]] if "is_decided" in known else ""
+        kind = ["search", f"1/T = {known['inverse_temperature']:g}", decided]
+    if average := known.get("average"):
+        kind = [f"mean of {plural(average['count'], 'file')}", *kind]
+        seeds = [each["seed"] for each in average.get("of", ()) if each.get("seed") is not None]
     parts = [
-        str(known.get("method") or "method not known"),
+        *kind,
         "" if score in (None, "paper") else f"score {score}",
         f"target {target}" if target else "",
         plural(known["steps"], "step") if "steps" in known else "",
-        f"seed {known['seed']}" if "seed" in known else "",
-        f"mean of {plural(average['count'], 'file')}" if average else "",
+        f"seed{'s' * (len(seeds) > 1)} {listed(map(str, seeds))}" if seeds else "",
         "constrained" if known.get("constraints") else "",
     ]
     return ", ".join(filter(None, parts))
+
+
+def origin(record: Mapping[str, Any]) -> str:
+    """On which text the weights were learned, when, and with which model; what is known of it."""
+    known = {key: value for key, value in record.items() if value is not None}
+    parts = [
+        f"corpus {known['corpus']}" if "corpus" in known else "",
+        known.get("date", ""),
+        f"{tokens_text(known['tokens'])} tokens seen" if "tokens" in known else "",
+        f"model {known['model']}" if "model" in known else "",
+        f"{tokens_text(known['parameters'])} parameters" if "parameters" in known else "",
+        f"learning rate {known['learning_rate']:g}" if "learning_rate" in known else "",
+    ]
+    told = ", ".join(filter(None, parts))
+    return f"{told[:1].upper()}{told[1:]}." if told else ""
 
 
 def average(mixtures: Mapping[str, Mapping[str, Any]]) -> Json:
@@ -237,8 +262,11 @@ def average(mixtures: Mapping[str, Mapping[str, Any]]) -> Json:
         {"source": source, "seed": record.get("seed"), "steps": record.get("steps"), "weights": by}
         for (source, record), by in zip(mixtures.items(), weights.values(), strict=True)
     ]
-    kept = _common(found, ("domains", "seed", "average", "constraints", "stages", "is_decided"))
-    return {**kept, "domains": entries, "average": {"count": len(found), "of": members}}
+    of_each = ("domains", "seed", "average", "constraints", "stages", "is_decided", "warnings")
+    kept = _common(found, of_each)
+    warnings = [*dict.fromkeys(told for each in found for told in each.get("warnings") or ())]
+    made = {"domains": entries, "warnings": warnings}
+    return {**kept, **made, "average": {"count": len(found), "of": members}}
 
 
 def _common(found: Sequence[Mapping[str, Any]], left_out: Collection[str]) -> Json:
@@ -258,11 +286,10 @@ def _check_comparable(
     (first, expected), *others = weights.items()
     for source, by_name in others:
         if by_name.keys() != expected.keys():
-            missing, extra = expected.keys() - by_name.keys(), by_name.keys() - expected.keys()
             raise UserError(
-                f"An average is over weights of the same domains; compared with {first}, {source} "
-                f"lacks {', '.join(sorted(missing)) or 'none'} and adds "
-                f"{', '.join(sorted(extra)) or 'none'}. Leave it out, or train on the same domains."
+                "An average is over weights of the same domains; they are "
+                f"{', '.join(sorted(expected))} in {first} and {', '.join(sorted(by_name))} in "
+                f"{source}. Leave one out, or train on the same domains."
             )
     for field in ("target", "tokenizer_sha256"):
         known = [(source, r[field]) for source, r in mixtures.items() if r.get(field) is not None]

@@ -23,6 +23,7 @@ from doge_fast.pipeline.weights.summary import (
     WeightsSummary,
     by_domain,
     figure_text,
+    origin,
     story,
     tokens_text,
     weight_text,
@@ -37,11 +38,13 @@ def show(config: WeightsShowConfig) -> list[str]:
     """What the weights of each file mean."""
     found = summary.read_all(config.files)
     budget, tokens = config.budget_tokens, named.numbers(config.tokens, "tokens")
-    lines = []
+    lines = list[str]()
     for source, record in found.items():
         mixture = summary.describe(record, budget_tokens=budget, tokens=tokens)
-        lines += [_wrapped(f"{source}: {story(record)}"), text(mixture.table())]
-        lines += map(_wrapped, _remarks(mixture, budget, tokens))
+        lines += map(_wrapped, filter(None, (f"{source}: {story(record)}", origin(record))))
+        warnings = (f"Warning: {each}" for each in record.get("warnings") or ())
+        lines.append(text(mixture.table()))
+        lines += map(_wrapped, (*_remarks(mixture, budget, tokens), *warnings))
     return lines
 
 
