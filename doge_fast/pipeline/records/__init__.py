@@ -19,7 +19,7 @@ no word for NaN and infinity: in metrics they become null, in weights they are a
 from doge_fast.pipeline.records.checkpoints import *
 from doge_fast.pipeline.records.manifest import *
 from doge_fast.pipeline.records.runs import *
-from doge_fast.pipeline.records.shapes import *
+from doge_fast.pipeline.records.schema import *
 from doge_fast.pipeline.records.weights import *
 from doge_fast.weights.weights_file import plain as plain
 from doge_fast.weights.weights_file import write_json as write_json

@@ -18,13 +18,8 @@ from filelock import FileLock, Timeout
 from doge_fast import atomic_file
 from doge_fast.pipeline.failures import FileFailure, UserError
 from doge_fast.pipeline.records.manifest import read_manifest, write_manifest
-from doge_fast.pipeline.records.runs import (
-    CHECKPOINTS,
-    METRICS,
-    WRITING,
-    keep_metrics,
-    resume_metrics,
-)
+from doge_fast.pipeline.records.runs import keep_metrics, resume_metrics
+from doge_fast.pipeline.records.schema import CHECKPOINTS, METRICS, WRITING
 
 # How many stay.
 GENERATIONS = 2

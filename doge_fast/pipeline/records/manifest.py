@@ -12,8 +12,13 @@ from typing import Any
 
 from doge_fast import atomic_file
 from doge_fast.pipeline.failures import FileFailure, UserError
-from doge_fast.pipeline.records.runs import Json, load, read_json
-from doge_fast.pipeline.records.shapes import MANIFEST, ManifestRecord
+from doge_fast.pipeline.records.schema import (
+    MANIFEST,
+    Json,
+    ManifestRecord,
+    check_shape,
+    read_json,
+)
 from doge_fast.weights.weights_file import SCHEMA_VERSION, write_json
 
 MODEL = "model"
@@ -49,10 +54,9 @@ def read_manifest(folder: Path, *, is_hashed: bool = True) -> Json:
         UserError: what is wrong with which file.
     """
     try:
-        load(folder, ManifestRecord)
         record = read_json(folder / MANIFEST)
-        for name, entry in record["files"].items():
-            _check(folder / name, name, entry, is_hashed=is_hashed)
+        for name, entry in check_shape(record, ManifestRecord, folder / MANIFEST).files.items():
+            _check_file(folder / name, name, entry, is_hashed=is_hashed)
     except OSError as error:
         raise UserError(f"{error.filename} cannot be read: {error.strerror}") from None
     return record
@@ -86,7 +90,7 @@ def check_finished(run: Path) -> None:
         )
 
 
-def _check(file: Path, name: str, entry: Json, *, is_hashed: bool) -> None:
+def _check_file(file: Path, name: str, entry: Json, *, is_hashed: bool) -> None:
     if not file.is_file():
         raise UserError(f"{name} is missing")
     size, expected = file.stat().st_size, entry.get("bytes")

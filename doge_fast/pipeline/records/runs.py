@@ -20,11 +20,13 @@ from doge_fast import atomic_file
 from doge_fast.pipeline.baselines import BASELINES
 from doge_fast.pipeline.config import Reading, StageConfig
 from doge_fast.pipeline.failures import FileFailure, UserError
-from doge_fast.pipeline.records.shapes import (
+from doge_fast.pipeline.records.schema import (
     CANCELLATION,
+    CHECKPOINTS,
     CONFIG,
     EVALUATION,
     EXPERIMENT,
+    METRICS,
     STAGES,
     WAY_OUT,
     CancellationRecord,
@@ -32,21 +34,15 @@ from doge_fast.pipeline.records.shapes import (
     CorpusRecord,
     EvaluationRecord,
     ExperimentRecord,
-    Loaded,
+    Json,
     MetricsLine,
     check_shape,
+    load,
 )
 from doge_fast.pipeline.sizes import SIZES
 from doge_fast.pipeline.wording import first_few
 from doge_fast.weights.weights_file import SCHEMA_VERSION, plain, write_json
 
-METRICS = "metrics.jsonl"
-WEIGHTS = "weights.json"
-CHECKPOINTS = "checkpoints"
-# Where one is written, among them.
-WRITING = ".writing"
-
-Json = dict[str, Any]
 Config = TypeVar("Config", bound=StageConfig)
 
 # What does not change the numbers that a run computes.
@@ -220,48 +216,6 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
     return found
-
-
-def read_json(path: Path, way_out: str = WAY_OUT) -> Json:
-    """The object that the file holds; UserError where it is absent or holds another thing."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8-sig"))
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist.") from None
-    except (ValueError, RecursionError) as error:
-        raise FileFailure(f"{path} must hold JSON and does not: {error}. {way_out}") from None
-    if not isinstance(value, dict):
-        held = _JSON_NAMES.get(type(value), "a number")
-        raise FileFailure(f"{path} must hold a JSON object; it holds {held}. {way_out}")
-    return value
-
-
-_JSON_NAMES = {type(None): "null", bool: "true or false", list: "a list", str: "a string"}
-
-
-def load(folder: Path, kind: type[Loaded]) -> Loaded:
-    """A record of a directory, of a schema that is known and with all that a reader asks for.
-
-    Raises:
-        UserError: there is none, or it is damaged.
-    """
-    path = folder / kind.file
-    if not path.exists():
-        raise UserError(kind.absent.format(folder))
-    record = read_json(path)
-    if kind.has_schema:
-        check_schema(record, path)
-    return check_shape(record, kind, path)
-
-
-def check_schema(record: Json, path: str | Path, *, way_out: str = "") -> None:
-    """A record of another schema is refused before any of it is believed."""
-    version = record.get("schema_version")
-    if version != SCHEMA_VERSION:
-        raise FileFailure(
-            f"{path} must say that it follows schema {SCHEMA_VERSION}, as its schema_version; it "
-            f"says {version!r}.{way_out}"
-        )
 
 
 def check_empty(out: Path, missing: str = CONFIG) -> None:

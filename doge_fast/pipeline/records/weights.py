@@ -1,6 +1,6 @@
 """weights.json: domain weights by name.
 
-Fields that `shapes.WeightsRecord` does not name are kept and not looked at, so that other programs
+Fields that `schema.WeightsRecord` does not name are kept and not looked at, so that other programs
 may write more. docs/weights.md says what each means and who writes it.
 """
 
@@ -14,14 +14,17 @@ from typing import Any
 
 from doge_fast.pipeline import named
 from doge_fast.pipeline.failures import FileFailure, UserError
-from doge_fast.pipeline.records.runs import METRICS, WEIGHTS, Json, check_schema, read_json
-from doge_fast.pipeline.records.shapes import (
+from doge_fast.pipeline.records.schema import (
     CONFIG,
     EVALUATION,
     FEWSHOT,
+    METRICS,
     SUM_TOLERANCE,
+    WEIGHTS,
+    Json,
     WeightsRecord,
     check_shape,
+    read_json,
 )
 from doge_fast.weights import weights_file
 from doge_fast.weights.weights_file import SCHEMA_VERSION
@@ -166,7 +169,6 @@ def is_same_mixture(one: Mapping[str, float], other: Mapping[str, float]) -> boo
 
 
 def _check_weights(record: Json, where: str) -> None:
-    check_schema(record, where, way_out=_WAY_TO_WEIGHTS)
     check_fields(record, where)
     total = math.fsum(entry["weight"] for entry in record["domains"])
     if abs(total - 1) > SUM_TOLERANCE:
