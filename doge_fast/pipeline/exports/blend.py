@@ -25,8 +25,8 @@ from doge_fast.pipeline.failures import UserError
 
 Key = TypeVar("Key")
 Rows = Literal["blocks", "documents"]
-Split = Literal["train", "valid", "test"]
-Paths = Mapping[str, str | Sequence[str]]
+BlendSplit = Literal["train", "valid", "test"]
+DomainPaths = Mapping[str, str | Sequence[str]]
 """{domain: path or paths}."""
 Parts = Mapping[str, Fraction]
 """{domain: exact share}."""
@@ -94,7 +94,7 @@ class Blend:
 
     parts: Parts
     """{domain: exact share}, in the unit the framework counts; zeros included."""
-    paths: Mapping[Split, Mapping[str, Sequence[str]]]
+    paths: Mapping[BlendSplit, Mapping[str, Sequence[str]]]
     """{split: {domain: its paths}}."""
     rows: Rows
     """What the shares count."""
@@ -132,7 +132,7 @@ class Blend:
             )
         return paths[0]
 
-    def weighted_paths(self, split: Split = "train") -> list[tuple[Decimal, str]]:
+    def weighted_paths(self, split: BlendSplit = "train") -> list[tuple[Decimal, str]]:
         """[(share, path)] for a framework that weighs paths; sums to exactly 1.
 
         A domain of several paths shares its weight by the size of the files. Validation and test
@@ -166,7 +166,9 @@ class Blend:
             raise UserError(f"This target needs {name}: {why}.")
 
 
-def listed_paths(split: Split, given: Paths, names: Collection[str]) -> dict[str, list[str]]:
+def listed_paths(
+    split: BlendSplit, given: DomainPaths, names: Collection[str]
+) -> dict[str, list[str]]:
     """{domain: its paths}; UserError where they are none, or one is there twice."""
     named.check("paths", given, names, "the weights")
     found = {name: _listed(name, paths) for name, paths in given.items()}
@@ -248,7 +250,7 @@ def name_of_file(path: str, reader: str, *, is_pattern: bool, can_escape: bool =
 
 
 @dataclass(frozen=True)
-class Target:
+class ExportTarget:
     """A framework, or one of its ways to take a mixture."""
 
     name: str

@@ -15,11 +15,11 @@ import yaml
 from doge_fast.pipeline import named
 from doge_fast.pipeline.exports.blend import (
     Blend,
+    BlendSplit,
+    DomainPaths,
+    ExportTarget,
     Parts,
-    Paths,
     Rows,
-    Split,
-    Target,
     by_document,
     listed_paths,
     name_of_file,
@@ -47,13 +47,15 @@ class Exported(NamedTuple):
 
 
 @functools.cache
-def targets() -> Mapping[str, Target]:
+def targets() -> Mapping[str, ExportTarget]:
     """{name: target}, those of targets.yaml, each with what writes its text."""
     about = yaml.safe_load(Path(__file__).with_name("targets.yaml").read_text(encoding="utf-8"))
-    return {name: Target(name, write=WRITERS[name], **fields) for name, fields in about.items()}
+    return {
+        name: ExportTarget(name, write=WRITERS[name], **fields) for name, fields in about.items()
+    }
 
 
-def _find(name: str) -> Target:
+def _find(name: str) -> ExportTarget:
     known, name = targets(), _ALSO.get(name, name)
     if name not in known:
         near = named.nearest(name, known, f"There are {', '.join(known)}.")
@@ -67,9 +69,9 @@ def export(
     weights: Mapping[str, Any],
     *,
     to: str,
-    paths: Paths | None = None,
-    valid_paths: Paths | None = None,
-    test_paths: Paths | None = None,
+    paths: DomainPaths | None = None,
+    valid_paths: DomainPaths | None = None,
+    test_paths: DomainPaths | None = None,
     decimals: int = 6,
     rows: Rows | None = None,
     mean_doc_tokens: Mapping[str, float] | None = None,
@@ -121,7 +123,11 @@ def export(
     if rows == "documents":
         lengths = _lengths(parts, entries, given_lengths)
         parts = by_document(parts, lengths)
-    given: dict[Split, Paths | None] = {"train": paths, "valid": valid_paths, "test": test_paths}
+    given: dict[BlendSplit, DomainPaths | None] = {
+        "train": paths,
+        "valid": valid_paths,
+        "test": test_paths,
+    }
     blend = Blend(
         parts=parts,
         paths={split: listed_paths(split, each or {}, entries) for split, each in given.items()},
@@ -201,7 +207,7 @@ def _lengths(
     return found
 
 
-def _unit(target: Target, blend: Blend) -> str:
+def _unit(target: ExportTarget, blend: Blend) -> str:
     """What the numbers are shares of, and what they would be otherwise."""
     is_open = len(target.rows) > 1
     if blend.rows == "blocks":

@@ -62,7 +62,7 @@ def read_manifest(folder: Path, *, is_hashed: bool = True) -> Json:
     return record
 
 
-def check_model(run: Path, *, is_hashed: bool = True) -> bool:
+def has_model(run: Path, *, is_hashed: bool = True) -> bool:
     """Whether a run has left a model; an empty folder is none. `is_hashed` as for `read_manifest`.
 
     Raises:
@@ -83,7 +83,7 @@ def check_model(run: Path, *, is_hashed: bool = True) -> bool:
 
 def check_finished(run: Path) -> None:
     """Raise UserError where a run has no model yet, or a damaged one; reads all of it."""
-    if not check_model(run):
+    if not has_model(run):
         raise UserError(
             f"{run} has no {MODEL}/: its run is not complete. Repeat the command that began it; it "
             "resumes. Runs of select leave none."

@@ -27,8 +27,8 @@ from doge_fast.pipeline.records.schema import (
     EVALUATION,
     EXPERIMENT,
     METRICS,
+    RESTORE,
     STAGES,
-    WAY_OUT,
     CancellationRecord,
     ConfigRecord,
     CorpusRecord,
@@ -61,7 +61,7 @@ _INPUTS: dict[str, Sequence[str]] = {
 _NOT_KEPT = ("dry_run",)
 
 # How a search is run; seeds may be added, which its runs show, and it may go on for longer.
-_FREE = ("out", "plan", "only", "seeds", "device", "most_runs", "budget_tokens")
+_SEARCH_MAY_CHANGE = ("out", "plan", "only", "seeds", "device", "most_runs", "budget_tokens")
 
 _REPORTED_PACKAGES = (
     *("doge-fast", "torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy"),
@@ -314,15 +314,15 @@ def read_metrics(run: Path, *, kind: Literal["train", "eval"] | None = None) -> 
     Raises:
         UserError: there is no such file, or a line before the last is not a metrics line.
     """
-    return [line for line, _ in _read(run) if kind in (None, line["kind"])]
+    return [line for line, _ in _lines_of(run) if kind in (None, line["kind"])]
 
 
 def read_lines(run: Path) -> list[MetricsLine]:
     """As `read_metrics`, each line of its class."""
-    return [shape for _, shape in _read(run)]
+    return [shape for _, shape in _lines_of(run)]
 
 
-def _read(run: Path) -> list[tuple[Json, MetricsLine]]:
+def _lines_of(run: Path) -> list[tuple[Json, MetricsLine]]:
     path = run / METRICS
     if not path.exists():
         raise UserError(f"{path} does not exist: the run in {run} has not logged a step.")
@@ -334,7 +334,7 @@ def _read(run: Path) -> list[tuple[Json, MetricsLine]]:
             line = json.loads(text, parse_constant=_refuse_constant)
         except (ValueError, RecursionError) as error:
             raise FileFailure(
-                f"{where}, must hold a JSON object and does not: {error}. {WAY_OUT}"
+                f"{where}, must hold a JSON object and does not: {error}. {RESTORE}"
             ) from None
         lines.append((line, check_shape(line, MetricsLine, f"{where},")))
         first, _ = lines[0]
@@ -342,7 +342,7 @@ def _read(run: Path) -> list[tuple[Json, MetricsLine]]:
             if key in line and line[key].keys() != first.get(key, line[key]).keys():
                 raise FileFailure(
                     f"{where}, is damaged: {key} is of {', '.join(line[key])}, and in line 1 of "
-                    f"{', '.join(first[key])}. {WAY_OUT}"
+                    f"{', '.join(first[key])}. {RESTORE}"
                 )
     return lines
 
@@ -392,7 +392,7 @@ def load_evaluation(run: Path) -> EvaluationRecord:
     if not found.loss.keys() == found.blocks.keys() == found.perplexity.keys():
         raise FileFailure(
             f"{run / EVALUATION} is damaged: loss, blocks and perplexity are not of the same "
-            f"domains. {WAY_OUT}"
+            f"domains. {RESTORE}"
         )
     return found
 
@@ -402,7 +402,7 @@ def load_cancellation(run: Path) -> CancellationRecord:
     found = load(run, CancellationRecord)
     if lost := [reading for reading in get_args(Reading) if reading not in found.scores]:
         raise FileFailure(
-            f"{run / CANCELLATION} is damaged: it has no scores {', '.join(lost)}. {WAY_OUT}"
+            f"{run / CANCELLATION} is damaged: it has no scores {', '.join(lost)}. {RESTORE}"
         )
     return found
 
@@ -418,7 +418,7 @@ def is_measured(run: Path, blocks: int | None) -> bool:
     return load_evaluation(run).blocks == wanted
 
 
-def few_shot(
+def few_shot_record(
     *, step: int, tasks: Mapping[str, Mapping[str, Any]], setting: Mapping[str, Any]
 ) -> Json:
     """What fewshot.json holds: the scores of every task, what decides them, and their average.
@@ -466,7 +466,7 @@ def check_experiment(out: Path, record: ExperimentRecord) -> None:
     if all(entry.name == EXPERIMENT for entry in out.iterdir()):
         return
     known = load(out, ExperimentRecord)
-    check_same(out, known.config, record.config, _FREE)
+    check_same(out, known.config, record.config, _SEARCH_MAY_CHANGE)
     if missing := [name for name in known.runs if name not in record.runs]:
         raise UserError(
             f"{out} holds a search with further runs, as {missing[0]}. Name another directory, or "

@@ -54,10 +54,10 @@ class _NullIsNan:
 
 
 Number = Annotated[float, _NullIsNan()]
-ByName = dict[str, Number]
+NumberByName = dict[str, Number]
 Record = TypeVar("Record")
 Loaded = TypeVar("Loaded", bound="WholeFile")
-WAY_OUT = (
+RESTORE = (
     "Something other than doge-fast wrote it, or wrote over it: restore the file, or make it anew."
 )
 # Ten times what a float32 sum over a hundred domains, or six printed decimals, can be off.
@@ -121,9 +121,9 @@ class MetricsLine:
 
     step: CountOrZero
     kind: Literal["train", "eval"]
-    loss: Number | ByName = math.nan
-    alpha: ByName = field(default_factory=dict)
-    alpha_mean: ByName = field(default_factory=dict)
+    loss: Number | NumberByName = math.nan
+    alpha: NumberByName = field(default_factory=dict)
+    alpha_mean: NumberByName = field(default_factory=dict)
     lr: float | None = None
     seconds: float | None = None
     skipped: bool = False
@@ -144,8 +144,8 @@ class EvaluationRecord(WholeFile):
     absent = f"{{}} holds no {EVALUATION}: run doge-fast evaluate on it."
 
     blocks: dict[str, int]
-    loss: ByName
-    perplexity: ByName
+    loss: NumberByName
+    perplexity: NumberByName
 
 
 @dataclass(frozen=True)
@@ -299,7 +299,7 @@ class CancellationRecord(WholeFile):
     absent = f"{{}} holds no {CANCELLATION}: doge-fast select has not come to its end there."
 
     columns: dict[str, CountOrZero]
-    scores: dict[str, ByName]
+    scores: dict[str, NumberByName]
     selections: tuple[SelectionEntry, ...]
 
 
@@ -356,7 +356,7 @@ class WeightsRecord:
     stages: tuple[dict[str, Any], ...] | None = None
 
 
-def read_json(path: Path, way_out: str = WAY_OUT) -> Json:
+def read_json(path: Path, way_out: str = RESTORE) -> Json:
     """The object that the file holds; UserError where it is absent or holds another thing."""
     try:
         value = json.loads(path.read_text(encoding="utf-8-sig"))
@@ -391,7 +391,7 @@ def check_shape(
     where: str | Path,
     *,
     told: str = " is damaged",
-    way_out: str = WAY_OUT,
+    way_out: str = RESTORE,
 ) -> Record:
     """The dataclass that a value of JSON is, with defaults for what it lacks.
 

@@ -52,7 +52,7 @@ def write_weights(path: Path, weights: Mapping[str, Any]) -> None:
         UserError: as `read_weights`; nothing is written.
     """
     file = weights_path(path)
-    _check_weights({"schema_version": SCHEMA_VERSION, **weights}, str(file))
+    _check_record({"schema_version": SCHEMA_VERSION, **weights}, str(file))
     weights_file.write(file, weights)
 
 
@@ -96,7 +96,7 @@ def read_weights(source: str | Path, *, domains: Sequence[str] | None = None) ->
         words = [word for word in parts if word.strip()]
         try:
             record = _of_numbers(named.numbers(words, "weights"), file)
-            _check_weights(record, file)
+            _check_record(record, file)
         except FileFailure as error:
             # No file is damaged.
             raise UserError(str(error)) from None
@@ -114,7 +114,7 @@ def read_weights(source: str | Path, *, domains: Sequence[str] | None = None) ->
         record = read_json(Path(file), f"Restore it.{_WAY_TO_WEIGHTS}")
         if not record.keys() & {"domains", "schema_version"}:
             record = _of_numbers(record, file)
-        _check_weights(record, file)
+        _check_record(record, file)
         if record.pop("sha256", None) not in (None, weights_file.digest_of(record)):
             raise FileFailure(
                 f"{file} is not as it was written: its sha256 differs. Restore it; or remove its "
@@ -168,7 +168,7 @@ def is_same_mixture(one: Mapping[str, float], other: Mapping[str, float]) -> boo
     )
 
 
-def _check_weights(record: Json, where: str) -> None:
+def _check_record(record: Json, where: str) -> None:
     check_fields(record, where)
     total = math.fsum(entry["weight"] for entry in record["domains"])
     if abs(total - 1) > SUM_TOLERANCE:

@@ -20,8 +20,8 @@ from doge_fast.pipeline.wording import listed
 # Stages that end in weights.
 LEARNING = ("proxy", "doremi")
 # Do not change what a run computes, or are what arms and seeds are allowed to differ in.
-_FREE_TRAINING = ("seed", "eval_every", "eval_blocks", "save_every", "device", "compile")
-_FREE = ("out", "corpus", "weights", "log_every", "training")
+_MAY_DIFFER_IN_TRAINING = ("seed", "eval_every", "eval_blocks", "save_every", "device", "compile")
+_MAY_DIFFER = ("out", "corpus", "weights", "log_every", "training")
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class RecordedRun:
     def settings(self) -> str:
         """Everything that two runs of one arm share, as a key."""
         config = self.record.config | self.record.resolved
-        free = {key: value for key, value in config.items() if key not in _FREE}
+        free = {key: value for key, value in config.items() if key not in _MAY_DIFFER}
         if free.get("selection"):
             # Of each seed, in a run of its own.
             free["selection"] = Path(free["selection"]).name
@@ -136,7 +136,7 @@ class RecordedRun:
             keys = ("model", "parameters", "steps", "tokens")
             free["reference"] = [reference.get(key) for key in keys]
         settings = config["training"].items()
-        training = {key: value for key, value in settings if key not in _FREE_TRAINING}
+        training = {key: value for key, value in settings if key not in _MAY_DIFFER_IN_TRAINING}
         corpus = records.plain(self.record.corpus)
         return json.dumps((self.record.stage, free, training, corpus), sort_keys=True)
 
@@ -199,7 +199,7 @@ def _read_run(path: Path) -> RecordedRun:
         if names:
             raise FileFailure(
                 f"{path / file} is not of the run that {records.CONFIG} is of: "
-                f"{listed(sorted(names))}. {records.WAY_OUT}"
+                f"{listed(sorted(names))}. {records.RESTORE}"
             )
     return run
 

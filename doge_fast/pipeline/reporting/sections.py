@@ -26,7 +26,7 @@ from doge_fast.pipeline.reporting.statistics import (
     change_of,
     change_text,
     perplexity_text,
-    weight_text,
+    share_text,
 )
 from doge_fast.pipeline.reporting.study import Study, mean_weights, open_study
 from doge_fast.pipeline.tables import Cell, Table, table_of
@@ -79,7 +79,7 @@ def page_of(runs: Sequence[Path]) -> Page:
     sections = (
         *(_temperature(study, group) for group in study.of(records.TemperatureGroup)),
         *(_mixture(study, group) for group in study.of(records.WeightsGroup)),
-        Section("Before you use them", remarks=list(_warnings(study))),
+        Section("Before you use them", remarks=list(_cautions(study))),
         _course(study),
         *(_perplexities(study, group) for group in study.of(records.PerplexityGroup)),
         *(_perplexities(study, group) for group in study.of(records.TargetsGroup)),
@@ -117,7 +117,7 @@ def _mixture(study: Study, group: records.WeightsGroup) -> Section:
 
     def told(name: str, label: str, weights: Mapping[str, Stat]) -> str:
         if name in weights:
-            return weight_text(weights[name])
+            return share_text(weights[name])
         return "target" if name in targets[label] else "–"
 
     rows = [
@@ -452,7 +452,7 @@ def _what(run: RecordedRun) -> str:
     return f"target {' '.join(run.asked.target)}{mu}{score}"
 
 
-def _warnings(study: Study) -> Iterator[str]:
+def _cautions(study: Study) -> Iterator[str]:
     """Everything that a reader should know before believing a number."""
     if missing := study.unmeasured:
         yield (

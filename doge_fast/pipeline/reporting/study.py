@@ -18,13 +18,13 @@ from doge_fast.pipeline.config.stages import target_of
 from doge_fast.pipeline.failures import UserError
 from doge_fast.pipeline.records.movement import Floats, Movement, movement_of
 from doge_fast.pipeline.reporting.runs import LEARNING, RecordedRun, open_runs
-from doge_fast.pipeline.reporting.statistics import Line, Losses, Stat, stat_of, weight_text
+from doge_fast.pipeline.reporting.statistics import Line, Losses, Stat, stat_of, share_text
 from doge_fast.pipeline.tables import as_ascii
 from doge_fast.pipeline.wording import count_text, listed, plural, wrapped
 from doge_fast.weights import diagnosis
 from doge_fast.weights.projection import effective_domains
 
-Kind = TypeVar("Kind")
+GroupKind = TypeVar("GroupKind")
 _BASELINES, _GIVEN = {"uniform": "baseline", "natural": "by tokens"}, "from a file"
 
 # Hardly moved: no domain is further than this from uniform, as a share of uniform.
@@ -109,10 +109,10 @@ class Proxy:
         ranked = sorted(self.weights.items(), key=lambda item: -item[1].mean)
         most = [ranked[0], *(item for item in ranked[1:2] if item[1].mean > uniform)]
         top = listed(
-            f"{name} {weight_text(stat)} ({stat.mean / uniform:.1f}\N{NO-BREAK SPACE}× uniform)"
+            f"{name} {share_text(stat)} ({stat.mean / uniform:.1f}\N{NO-BREAK SPACE}× uniform)"
             for name, stat in most
         )
-        least = f", least to {ranked[-1][0]} {weight_text(ranked[-1][1])}" if ranked[1:] else ""
+        least = f", least to {ranked[-1][0]} {share_text(ranked[-1][1])}" if ranked[1:] else ""
         count = effective_domains(stat.mean for stat in self.weights.values())
         moved = self.movement
         seeds = "" if moved.spread is None else f", and seeds differ by {_share(moved.spread)}"
@@ -216,7 +216,7 @@ class Study:
         """Runs that learn weights or train at them."""
         return [run for run in self.runs.values() if run.record.stage != "select"]
 
-    def of(self, kind: type[Kind]) -> list[Kind]:
+    def of(self, kind: type[GroupKind]) -> list[GroupKind]:
         """The tables of a class."""
         return [group for group in self.groups if isinstance(group, kind)]
 

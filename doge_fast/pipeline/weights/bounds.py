@@ -12,7 +12,7 @@ from doge_fast.pipeline.wording import listed
 from doge_fast.weights.projection import BOUNDS_TOLERANCE, project
 
 # {bound: (what its numbers must be, the number that binds nothing)}.
-_KINDS = {
+_BOUNDS = {
     "floor": ("between 0 and 1", 0.0),
     "cap": ("between 0 and 1", 1.0),
     "max_epochs": ("greater than zero", math.inf),
@@ -75,7 +75,7 @@ def constrain(
     constraints: Json = {"source": source, "budget_tokens": budget_tokens, "bound": held}
     constraints["weights"] = weights
     for what, numbers in bounds.items():
-        nothing = _KINDS[what][1]
+        nothing = _BOUNDS[what][1]
         constraints[what] = {name: value for name, value in numbers.items() if value != nothing}
     entries = [dict(entry) | {"weight": moved[entry["name"]]} for entry in record["domains"]]
     for entry in entries:
@@ -86,7 +86,7 @@ def constrain(
 
 def _bounds(bound: Bound, names: Mapping[str, float], what: str) -> dict[str, float]:
     """A bound for every domain."""
-    rule, nothing = _KINDS[what]
+    rule, nothing = _BOUNDS[what]
     given = bound if isinstance(bound, Mapping) else dict.fromkeys(names, bound)
     named.check(what, given, names, "the weights")
     own = {name: value for name, value in given.items() if value is not None}

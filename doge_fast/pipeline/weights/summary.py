@@ -45,7 +45,7 @@ def by_domain(names: Iterable[str], columns: Mapping[str, Iterable[str]]) -> Tab
 
 
 @dataclass(frozen=True)
-class Share:
+class DomainShare:
     """One domain of a mixture; None is what the record does not say."""
 
     name: str
@@ -74,7 +74,7 @@ _COLUMNS = {
 class WeightsSummary:
     """Weights with what they mean; a notebook shows the table."""
 
-    domains: tuple[Share, ...]
+    domains: tuple[DomainShare, ...]
 
     @property
     def effective_domains(self) -> float:
@@ -145,7 +145,7 @@ def describe(
         if budget_tokens is not None and held is not None:
             passes = baselines.epochs(weight, held, budget_tokens)
         shares.append(
-            Share(
+            DomainShare(
                 name=name,
                 weight=weight,
                 std=entry.get("weight_std"),
@@ -177,7 +177,7 @@ def tokens_of(record: Mapping[str, Any], given: Mapping[str, float] | None) -> d
     return found | dict(given or {})
 
 
-_KINDS = {"doge": "proxy", "doremi": "proxy of DoReMi", "given": "weights of a base model"}
+_METHODS = {"doge": "proxy", "doremi": "proxy of DoReMi", "given": "weights of a base model"}
 
 
 def story(record: Mapping[str, Any]) -> str:
@@ -187,7 +187,7 @@ def story(record: Mapping[str, Any]) -> str:
     if isinstance(target, Mapping):
         shares = (name if tau == 1 else f"{tau:g} {name}" for name, tau in target.items())
         target = " + ".join(shares)
-    kind = [_KINDS.get(method, method) if method else "method not known"]
+    kind = [_METHODS.get(method, method) if method else "method not known"]
     seeds = known.get("seeds", [known["seed"]] if "seed" in known else [])
     if "inverse_temperature" in known:
         decided = ("undecided", "decided")[known["is_decided"]] if "is_decided" in known else ""

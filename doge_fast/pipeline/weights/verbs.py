@@ -34,7 +34,7 @@ from doge_fast.pipeline.wording import first_few, listed, wrapped
 _LONGEST_LINE = 100
 
 
-def show(config: WeightsShowConfig) -> list[str]:
+def show_files(config: WeightsShowConfig) -> list[str]:
     """What the weights of each file mean."""
     found = summary.read_all(config.files)
     budget, tokens = config.budget_tokens, named.numbers(config.tokens, "tokens")
@@ -48,7 +48,7 @@ def show(config: WeightsShowConfig) -> list[str]:
     return lines
 
 
-def average(config: WeightsAverageConfig) -> list[str]:
+def average_files(config: WeightsAverageConfig) -> list[str]:
     """The mean over files, written; its spread, told."""
     found = summary.read_all(config.files)
     record = summary.average(found)
@@ -69,7 +69,7 @@ def average(config: WeightsAverageConfig) -> list[str]:
     return [text(by_domain(means, texts)), _wrapped(total), *written]
 
 
-def constrain(config: WeightsConstrainConfig) -> list[str]:
+def constrain_file(config: WeightsConstrainConfig) -> list[str]:
     """The nearest weights within bounds, written; what bound and how far they moved, told."""
     record = records.read_weights(config.file)
     tokens = named.numbers(config.tokens, "tokens")
