@@ -65,8 +65,8 @@ def table_of(
         TableRow(
             str(label), [Cell(each) if isinstance(each, str) else each for each in cells], is_total
         )
-        for is_total, own in ((False, rows), (True, totals))
-        for label, *cells in own
+        for is_total, group in ((False, rows), (True, totals))
+        for label, *cells in group
     ]
     return Table(title, note, str(corner), columns, lines)
 

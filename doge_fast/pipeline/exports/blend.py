@@ -1,4 +1,4 @@
-"""What a target is, and what it is given: checked shares and paths in its own unit.
+"""What an export target is, and what it writes down: checked shares and paths, in its unit.
 
 Learned weights are shares of tokens; a framework that draws documents needs them divided by the
 mean length of a document. Each weight rounded by itself gives sums like 0.9999, which some loaders
@@ -90,7 +90,7 @@ def by_document(parts: Parts, mean_doc_tokens: Mapping[str, float]) -> dict[str,
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class Blend:
-    """Shares and paths that an exporter writes down; everything has been checked."""
+    """Checked shares and paths, ready to be written down."""
 
     parts: Parts
     """{domain: exact share}, in the unit the framework counts; zeros included."""
@@ -107,7 +107,7 @@ class Blend:
     batch_size: Count | None = None
     """Sequences in an optimizer step, over all devices."""
     seed: Seed = 0
-    """Of the framework's own draws."""
+    """Seed of the framework's sampling."""
 
     def shares(self) -> dict[str, Decimal]:
         """{domain: share}, sorted by name; positive, and sums to exactly 1."""
@@ -171,9 +171,9 @@ def listed_paths(
 ) -> dict[str, list[str]]:
     """{domain: its paths}; UserError where they are none, or one is there twice."""
     named.check("paths", given, names, "the weights")
-    found = {name: _listed(name, paths) for name, paths in given.items()}
+    by_domain = {name: _listed(name, paths) for name, paths in given.items()}
     owners: dict[str, str] = {}
-    for name, paths in found.items():
+    for name, paths in by_domain.items():
         for path in paths:
             owner = owners.setdefault(_normal(path), name)
             # It would count for both.
@@ -181,7 +181,7 @@ def listed_paths(
                 raise UserError(
                     f"A path belongs to one domain; {path} is given to {owner}, {name} ({split})."
                 )
-    return found
+    return by_domain
 
 
 def _normal(path: str) -> str:
@@ -243,10 +243,10 @@ def name_of_file(path: str, reader: str, *, is_pattern: bool, can_escape: bool =
         return path
     if can_escape and is_here:
         return glob.escape(path)
-    told = f"{path} has one of * ? [, which are a pattern for {reader}"
+    problem = f"{path} has one of * ? [, which are a pattern for {reader}"
     if is_here:
-        raise UserError(f"{told}: it would read other files. Rename it, or link to it.")
-    raise UserError(f"{told}, and is no file here. Name the files one by one (NAME=PATH ...).")
+        raise UserError(f"{problem}: it would read other files. Rename it, or link to it.")
+    raise UserError(f"{problem}, and is no file here. Name the files one by one (NAME=PATH ...).")
 
 
 @dataclass(frozen=True)

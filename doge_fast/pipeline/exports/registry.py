@@ -187,14 +187,14 @@ def _lengths(
     parts: Parts, entries: Mapping[str, Mapping[str, Any]], given: Mapping[str, float]
 ) -> dict[str, float]:
     """{domain with a share: mean tokens of a document}: as given, else as the record says."""
-    found: dict[str, float] = {}
+    lengths: dict[str, float] = {}
     for name in sorted(name for name, part in parts.items() if part):
         entry = entries[name]
         length = given.get(name) or entry.get("mean_doc_tokens")
         if not length and entry.get("documents"):
             length = (entry.get("tokens") or 0) / entry["documents"]
-        found[name] = float(length or 0)
-    missing = [name for name, length in found.items() if not length]
+        lengths[name] = float(length or 0)
+    missing = [name for name, length in lengths.items() if not length]
     if missing:
         raise UserError(
             "This framework draws documents, and learned weights are shares of tokens: to convert "
@@ -204,7 +204,7 @@ def _lengths(
             "framework reads it, or rows='blocks' (--rows blocks) if every row of the data holds "
             "equally many tokens."
         )
-    return found
+    return lengths
 
 
 def _unit(target: ExportTarget, blend: Blend) -> str:
@@ -227,11 +227,11 @@ def listing() -> str:
     for target in targets().values():
         default, *others = target.rows
         counts = [_UNITS[default], *(f"{_UNITS[rows]} with --rows {rows}" for rows in others)]
-        told = {
+        facts = {
             "path": target.takes,
             "counts": ", or ".join(counts),
             "checked": target.checked,
         }
         lines.append(f"{target.name}: {target.title}")
-        lines += [f"    {what:<7} {words}" for what, words in told.items() if words]
+        lines += [f"    {what:<7} {words}" for what, words in facts.items() if words]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What writes the text of each target: YAML, arguments, JSON, and what Python templates lack."""
+"""One function for each target: it makes the text, or the values of its Python template's words."""
 
 import json
 import re
@@ -26,7 +26,7 @@ _FLAGS: dict[BlendSplit, str] = {
 
 def _prefixes(blend: Blend, split: BlendSplit = "train") -> list[tuple[str, str]]:
     """[(share, prefix)] of a split; empty where it has no paths."""
-    found = []
+    shares = []
     for share, path in blend.weighted_paths(split):
         if re.search(r"\s", path):
             raise UserError(
@@ -34,14 +34,14 @@ def _prefixes(blend: Blend, split: BlendSplit = "train") -> list[tuple[str, str]
                 f"{path!r} has white space. Rename it, or link to it from a path without white "
                 "space."
             )
-        found.append((_plain(share), path.removesuffix(".bin").removesuffix(".idx")))
-    counts = Counter(prefix for _, prefix in found)
+        shares.append((_plain(share), path.removesuffix(".bin").removesuffix(".idx")))
+    counts = Counter(prefix for _, prefix in shares)
     if twice := sorted(prefix for prefix, count in counts.items() if count > 1):
         raise UserError(
             f"A .bin and its .idx are one path, their prefix; {', '.join(twice)} is given twice. "
             "Name it once."
         )
-    return found
+    return shares
 
 
 def _megatron(blend: Blend) -> str:
@@ -107,7 +107,7 @@ def _reader_of(paths: Sequence[str]) -> str | None:
 
 
 def _to_load(paths: Sequence[str]) -> str:
-    """What load_dataset opens a domain by: a reader and its files, or one folder or Hub id."""
+    """Arguments of load_dataset for a domain: a reader and its files, or one folder or Hub id."""
     reader = _reader_of(paths)
     if reader is None and len(paths) > 1:
         raise UserError(

@@ -390,14 +390,14 @@ def check_shape(
     kind: type[Record],
     where: str | Path,
     *,
-    told: str = " is damaged",
+    problem: str = " is damaged",
     way_out: str = RESTORE,
 ) -> Record:
     """The dataclass that a value of JSON is, with defaults for what it lacks.
 
     Raises:
         FileFailure: it follows another schema; a field is missing, or not of its type or range.
-            The sentence begins with `where` and `told`, names the field and what it holds, and
+            The sentence begins with `where` and `problem`, names the field and what it holds, and
             ends with `way_out`.
     """
     version = value.get("schema_version") if isinstance(value, dict) else None
@@ -408,15 +408,15 @@ def check_shape(
     adapter: Any = _adapter(cast(type, kind))
     try:
         # The settings that there are no more are passed over.
-        found: Record = adapter.validate_json(json.dumps(value), strict=True, extra="ignore")
-        return found
+        record: Record = adapter.validate_json(json.dumps(value), strict=True, extra="ignore")
+        return record
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         # A union's part is named by its type in brackets.
         parts = [str(part) for part in first["loc"] if "[" not in str(part)]
         place, why = ".".join(parts) or "the whole", first["msg"].rstrip(".")
         got = "" if first["type"] == "missing" else f"; got {str(first['input'])[:80]}"
-        raise FileFailure(f"{where}{told}: {place}: {why}{got}. {way_out}") from None
+        raise FileFailure(f"{where}{problem}: {place}: {why}{got}. {way_out}") from None
 
 
 @functools.cache

@@ -190,7 +190,7 @@ def check_fields(record: Mapping[str, Any], where: str) -> None:
         # First: JSON itself has no word for half a character.
         given = [entry.get("name") for entry in entries if isinstance(entry, Mapping)]
         named.check_visible([name for name in given if isinstance(name, str) and name], where)
-    found = check_shape(record, WeightsRecord, where, told="", way_out=_CORRECT)
-    names = [entry.name for entry in found.domains]
+    shaped = check_shape(record, WeightsRecord, where, problem="", way_out=_CORRECT)
+    names = [entry.name for entry in shaped.domains]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise FileFailure(f"{where}: a domain has one weight; {', '.join(twice)} occurs twice.")

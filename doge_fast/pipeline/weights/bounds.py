@@ -17,7 +17,7 @@ _BOUNDS = {
     "cap": ("between 0 and 1", 1.0),
     "max_epochs": ("greater than zero", math.inf),
 }
-# What a record says of the very weights that it has.
+# Fields that are true of the weights before, and not of the bounded ones.
 _OF_OTHER_WEIGHTS = ("stages", "temperature", "inverse_temperature", "is_decided", "points")
 Bound = float | Mapping[str, float] | None
 
@@ -89,11 +89,11 @@ def _bounds(bound: Bound, names: Mapping[str, float], what: str) -> dict[str, fl
     rule, nothing = _BOUNDS[what]
     given = bound if isinstance(bound, Mapping) else dict.fromkeys(names, bound)
     named.check(what, given, names, "the weights")
-    own = {name: value for name, value in given.items() if value is not None}
-    for name, value in own.items():
+    numbers = {name: value for name, value in given.items() if value is not None}
+    for name, value in numbers.items():
         if not (value > 0 if what == "max_epochs" else 0 <= value <= 1):
             raise UserError(f"{what} must be {rule}; that of {name} is {value:g}.")
-    return dict.fromkeys(names, nothing) | own
+    return dict.fromkeys(names, nothing) | numbers
 
 
 def _epoch_caps(
