@@ -26,7 +26,7 @@ from doge_fast.pipeline.config.ranges import check
 from doge_fast.pipeline.corpus_files import tell_once
 from doge_fast.pipeline.failures import UserError
 from doge_fast.pipeline.packing import ALL, Packed, pack, select
-from doge_fast.pipeline.records.shapes import CorpusRecord, DomainSizes
+from doge_fast.pipeline.records.schema import CorpusRecord, DomainSizes
 from doge_fast.pipeline.sources import Part, find_parts
 from doge_fast.pipeline.tokenizer import open_tokenizer, tokenizer_sha256, vocabulary_size
 from doge_fast.sampling import pieces
