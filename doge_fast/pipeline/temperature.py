@@ -12,7 +12,7 @@ multilingual training, where alpha are the shares of the text.
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -40,7 +40,7 @@ from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.report import write_report
 from doge_fast.pipeline.reporting.statistics import PairedDifference, paired_difference
 from doge_fast.pipeline.run import Run
-from doge_fast.pipeline.wording import count_text, plural
+from doge_fast.pipeline.wording import count_text, first_few, plural, wrapped
 
 _LEAST_STEPS = 200
 _FIRST = (0.0, 1.0, 2.0)
@@ -360,14 +360,14 @@ class _Search:
                 found.append(Point(inverse, sharpened(self.alpha, inverse), names, losses))
         return found
 
-    def begin(self, inverses: Iterable[float]) -> None:
+    def begin(self, inverses: Collection[float]) -> None:
         """Write the mixtures that are measured next, and warn of text that they repeat."""
         if ranks.is_first():
             records.write_experiment(self.out, self.experiment())
             (self.out / records.MIXTURES).mkdir(exist_ok=True)
+        self._warn_of_epochs(inverses)
         for inverse in inverses:
             weights = sharpened(self.alpha, inverse)
-            self._warn_of_epochs(inverse, weights)
             if ranks.is_first():
                 record = {
                     "method": "doge",
@@ -495,16 +495,21 @@ class _Search:
             if tokens[name] is not None
         }
 
-    def _warn_of_epochs(self, inverse: float, weights: Mapping[str, float]) -> None:
-        many = {name: n for name, n in self._epochs(weights).items() if n > MAX_EPOCHS}
-        if many:
-            told = ", ".join(f"{name} {number:.1f}" for name, number in many.items())
-            _log.warning(
-                "1/T = %g reads some domains more than %g times in the training that the weights "
-                "are for (%s): less than fresh text is worth. doge-fast weights constrain "
-                "--max-epochs bounds the weights.",
-                *(inverse, MAX_EPOCHS, told),
+    def _warn_of_epochs(self, inverses: Iterable[float]) -> None:
+        """In one paragraph, of all that are begun together."""
+        told = []
+        for inverse in inverses:
+            passes = self._epochs(sharpened(self.alpha, inverse))
+            most = sorted(passes, key=passes.__getitem__, reverse=True)
+            often = [f"{name} {passes[name]:.1f}" for name in most if passes[name] > MAX_EPOCHS]
+            told += [f"1/T = {inverse:g}: {first_few(often, 3)}"] if often else []
+        if told:
+            words = (
+                f"In the training that the weights are for some domains would be read more than "
+                f"{MAX_EPOCHS:g} times, where text is worth less than fresh one: "
+                f"{'; '.join(told)}. doge-fast weights constrain --max-epochs bounds the weights."
             )
+            _log.warning("%s", wrapped(words))
 
     def _weights(self, points: Sequence[Point], best: Point) -> Json:
         """weights.json."""
