@@ -124,8 +124,7 @@ def kept(config: Any) -> Json:
         inside: Any = fields.get(group) if group else fields
         value = inside.get(last) if isinstance(inside, dict) else None
         if isinstance(value, str) and value not in words:
-            path = os.path.expanduser(value)
-            inside[last] = os.path.realpath(path) if os.path.exists(path) else value
+            inside[last] = os.path.realpath(value) if os.path.exists(value) else value
     return fields
 
 

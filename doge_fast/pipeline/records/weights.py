@@ -128,7 +128,8 @@ def read_weights(source: str | Path, *, domains: Sequence[str] | None = None) ->
     extra = [name for name in by_name if name not in domains]
     if missing or extra:
         parts = [f"no weight for {', '.join(missing)}"] if missing else []
-        parts += [f"weights for {', '.join(extra)}, which are not trained on"] if extra else []
+        others = ", ".join(named.apart(extra, domains))
+        parts += [f"weights for {others}, which are not trained on"] if extra else []
         raise UserError(
             f"{file} must weigh exactly the domains of this corpus ({', '.join(domains)}); it has "
             f"{' and '.join(parts)}. Train on the domains of the file (--domains "
