@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks import aligned, temperature
 from doge_fast.pipeline import records
-from doge_fast.pipeline.records.shapes import PerplexityGroup
+from doge_fast.pipeline.records.schema import PerplexityGroup
 from doge_fast.pipeline.reporting.statistics import change_text
 from doge_fast.pipeline.reporting.study import open_study
 from doge_fast.pipeline.tables import table_of, text

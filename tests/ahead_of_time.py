@@ -88,7 +88,6 @@ SOME_PAIRS = ((FLOAT32, FLOAT32), (BFLOAT16, FLOAT32), (BFLOAT16, BFLOAT16), (FL
 
 
 GAIN = ("factor", "mean", "rstd")
-EMBEDDING = ("borders", "order")
 
 
 class Case(NamedTuple):
@@ -179,7 +178,7 @@ def segment_sum_case(
     sizes = segment_sum.pick(num_tokens, num_segments, 768, sum_dtype(dtype, out_dtype))
     constants = segment_sum.constants_of(dtype, out_dtype, 768, sizes, add=add)
     optional = dict.fromkeys(("factor", "bias_values"), NAMES[dtype])
-    optional |= dict.fromkeys(("mean", "rstd"), "*fp32") | dict.fromkeys(EMBEDDING, "*i64")
+    optional |= dict.fromkeys(("mean", "rstd"), "*fp32") | {"borders": "*i64"}
     optional |= {"bias": NAMES[out_dtype]}
     # Each thread's part of a tile, for values and for the factor.
     tile = sizes.block_tokens * sizes.block_columns * dtype.itemsize
@@ -194,6 +193,21 @@ def segment_sum_case(
         pointers=optional | {"values": NAMES[dtype], "out": NAMES[out_dtype]},
         # Mean and deviation of each of the thread's tokens, which are two of the wide ones.
         narrow_loads=wide * ("mean" in given),
+    )
+
+
+def sum_run_case(dtype: torch.dtype, out_dtype: torch.dtype) -> Case:
+    """Of 768 columns, as an embedding's."""
+    sizes = segment_sum.run_sizes(768, sum_dtype(dtype, out_dtype))
+    tile = sizes.block_tokens * sizes.block_columns * dtype.itemsize
+    return Case(
+        f"segment_sum of {dtype} to {out_dtype}, by tokens",
+        segment_sum.sum_run,
+        segment_sum.constants_of(dtype, out_dtype, 768, sizes, add=True),
+        {"num_warps": segment_sum.NUM_WARPS},
+        tile // (16 * 32 * segment_sum.NUM_WARPS),
+        pointers=dict.fromkeys(("segments", "order"), "*i64")
+        | {"values": NAMES[dtype], "out": NAMES[out_dtype]},
     )
 
 
@@ -265,7 +279,8 @@ def cases() -> Iterator[Case]:
     for dtype in (FLOAT32, BFLOAT16):
         yield segment_sum_case(dtype, FLOAT32, 65536, 7, *GAIN)
         yield segment_sum_case(dtype, FLOAT32, 65536, 7, *GAIN, "bias")
-        yield segment_sum_case(dtype, FLOAT32, 65536, 7 * 50257, *EMBEDDING, add=True)
+        yield segment_sum_case(dtype, FLOAT32, 65536, 7, "borders", add=True)
+        yield sum_run_case(dtype, FLOAT32)
     yield segment_sum_case(FLOAT32, FLOAT32, 512, 7)
     # Its second launch.
     yield segment_sum_case(FLOAT32, FLOAT32, 7 * 73, 7, "bias", "bias_values")

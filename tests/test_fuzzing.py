@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from doge_fast import cli
 from doge_fast.pipeline import records
 from doge_fast.pipeline.records import runs
-from doge_fast.pipeline.records.shapes import EvaluationRecord, ExperimentRecord
+from doge_fast.pipeline.records.schema import EvaluationRecord, ExperimentRecord
 
 CORPUS = Path(__file__).with_name("corpus")
 # Where an input becomes a file; it goes with the process.

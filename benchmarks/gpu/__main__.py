@@ -39,7 +39,7 @@ class ScriptSection(NamedTuple):
     share: float = 1.0
 
 
-class Part(NamedTuple):
+class ScriptPart(NamedTuple):
     """Sections by name, and the seconds that all of them have; the last row is not cut."""
 
     seconds: float
@@ -47,7 +47,7 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "correctness": Part(
+    "correctness": ScriptPart(
         45,
         {
             "correctness": ScriptSection(checks.correctness, 0.2),
@@ -57,14 +57,14 @@ PARTS = {
             "memcheck": ScriptSection(sanitizer.memcheck, 0.6),
         },
     ),
-    "anchor": Part(200, {"anchor": ScriptSection(times.anchors)}),
-    "operators": Part(120, {"operators": ScriptSection(times.operator_times)}),
-    "profile": Part(100, {"profile": ScriptSection(profile.profiles)}),
-    "job": Part(150, {"job": ScriptSection(job.job)}),
-    "steps": Part(390, {"steps": ScriptSection(times.first_steps)}),
-    "sizes": Part(390, {"sizes": ScriptSection(times.further_steps)}),
-    "racecheck": Part(390, {"racecheck": ScriptSection(sanitizer.racecheck)}),
-    "ranks": Part(390, {"ranks": ScriptSection(ranks.ranks)}),
+    "anchor": ScriptPart(200, {"anchor": ScriptSection(times.anchors)}),
+    "operators": ScriptPart(120, {"operators": ScriptSection(times.operator_times)}),
+    "profile": ScriptPart(100, {"profile": ScriptSection(profile.profiles)}),
+    "job": ScriptPart(150, {"job": ScriptSection(job.job)}),
+    "steps": ScriptPart(390, {"steps": ScriptSection(times.first_steps)}),
+    "sizes": ScriptPart(390, {"sizes": ScriptSection(times.further_steps)}),
+    "racecheck": ScriptPart(390, {"racecheck": ScriptSection(sanitizer.racecheck)}),
+    "ranks": ScriptPart(390, {"ranks": ScriptSection(ranks.ranks)}),
 }
 # What runs without a name: twelve minutes, since GPUs come by the quarter of an hour.
 STANDARD = ("correctness", "anchor", "operators", "profile", "job")

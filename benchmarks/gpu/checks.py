@@ -94,10 +94,12 @@ def segment_sums(device: torch.device, name: str, dtype: torch.dtype, length: in
     terms = {"gain": wide_TD * normal_TD, "bias": wide_TD, "embedding": wide_TD[order_T]}
     empty_GRD = torch.full((len(lengths), 1, width), math.nan, device=device)
     outs = {kind: empty_GRD.clone() for kind in terms}
-    options: Row = {"borders": torch.tensor(borders, device=device), "implementation": name}
     of_gain: Row = {"factor_TD": factor_TD, "mean_T": mean_T, "rstd_T": rstd_T}
-    segment_sum(values_TD, outs["gain"], bias_GRD=outs["bias"], **of_gain, **options)
-    segment_sum(values_TD, outs["embedding"], order=order_T, **options)
+    of_gain |= {"borders": torch.tensor(borders, device=device), "bias_GRD": outs["bias"]}
+    segments = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    of_embedding: Row = {"segment_T": segments.to(device), "order": order_T}
+    segment_sum(values_TD, outs["gain"], **of_gain, implementation=name)
+    segment_sum(values_TD, outs["embedding"], **of_embedding, implementation=name)
     for kind, terms_TD in terms.items():
         exact_SD = reference.segment_sum(terms_TD, borders)
         sizes_SD = reference.segment_sum(terms_TD.abs(), borders)

@@ -20,7 +20,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from benchmarks import models
@@ -47,6 +46,9 @@ def job(session: Session) -> Iterator[Row]:
     if missing := _missing():
         yield {"skipped": f"Trainer needs more packages: {missing}"}
         return
+    # The other parts need torch and little else.
+    import numpy as np
+
     with tempfile.TemporaryDirectory() as folder:
         path = session.tokens or Path(folder) / "drawn.npz"
         if session.tokens is None:
@@ -97,6 +99,8 @@ def run(words: list[str], seconds: float) -> Row:
 
 def draw(path: Path, num_tokens: int) -> None:
     """Write domains of words by Zipf's law; half of them repeat the word of seven places before."""
+    import numpy as np
+
     generator = np.random.default_rng(0)
     found = {}
     for domain in range(DRAWN_DOMAINS):
@@ -112,9 +116,9 @@ def draw(path: Path, num_tokens: int) -> None:
 class Blocks(torch.utils.data.Dataset[Row]):
     """Blocks of a domain's tokens."""
 
-    def __init__(self, tokens: "np.ndarray[Any, Any]", length: int) -> None:
+    def __init__(self, tokens: Any, length: int) -> None:
         num_blocks = len(tokens) // length
-        blocks = tokens[: num_blocks * length].reshape(num_blocks, length).astype(np.int64)
+        blocks = tokens[: num_blocks * length].reshape(num_blocks, length).astype("int64")
         self.blocks = torch.from_numpy(blocks)
 
     def __len__(self) -> int:
@@ -126,6 +130,7 @@ class Blocks(torch.utils.data.Dataset[Row]):
 
 def train(side: str, path: Path, sequences: int, device: torch.device, *, quick: bool) -> Row:
     """Train one side; what a row says of it."""
+    import numpy as np
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback
     from transformers import TrainingArguments as Arguments
 

@@ -38,6 +38,7 @@ def segment_sum(
     *,
     add: bool = False,
     borders: Tensor | None = None,
+    segment_T: Tensor | None = None,
     order: Tensor | None = None,
     factor_TD: Tensor | None = None,
     mean_T: Tensor | None = None,

@@ -107,7 +107,7 @@ def prepare(config: BaseConfig, existing: ExistingRun) -> MixtureTrainer:
             _warn_of_other_tokens(Path(config.weights), tokenizer)
 
     corpus, model = stage.corpus_and_model(config, existing, check=check, followed=followed)
-    for name in followed:
+    for name in (name for name in followed if name not in config.targets):
         is_here = name in corpus.targets
         _log.info(
             "%s: the weights were learned for %s, which is %s",

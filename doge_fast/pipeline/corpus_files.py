@@ -4,17 +4,23 @@ Nothing that lies in a folder steers what is read, and a path is never a pattern
 a folder and may be meant is told once.
 """
 
+import bz2
 import functools
+import gzip
+import io
 import logging
+import lzma
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal, cast
+
+import pyarrow as pa
 
 from doge_fast.pipeline import cache
-from doge_fast.pipeline.failures import UserError
-from doge_fast.pipeline.wording import first_few
+from doge_fast.pipeline.failures import UserError, reading
+from doge_fast.pipeline.wording import first_few, listed
 
 _log = logging.getLogger("doge_fast")
 
@@ -47,7 +53,11 @@ _WORDS: Mapping[str, Split] = {
 # "00002-of-00004", and the hash that the Hub puts after it.
 _SHARD = re.compile(r"(\d+)[-_ ]of[-_ ](\d+)(-[0-9a-f]{8,})?")
 _POINTER = b"version https://git-lfs.github.com/spec/"
-_END_OF_TEXT = re.compile(rb"^\s*(<\|end_?of_?text\|>|</s>|<eos>)\s*$", re.MULTILINE)
+# A line of nothing else; and what a text about it would hardly have twice.
+_SEPARATOR = re.compile(
+    rb"^[ \t]*(<\|[\w-]+\|>|</?s>|<(?:eo[sdt]|sep)>|\[(?:EO[SDT]|SEP)\])[ \t\r]*$", re.M | re.I
+)
+_END_OF_TEXT = re.compile(rb"<\|end_?of_?text\|>")
 _HEAD_BYTES = 65_536
 
 
@@ -141,24 +151,28 @@ def oddities(data: Path, files: Sequence[CorpusFile]) -> Iterator[str]:
     for paths in forms.values():
         if len(paths) > 1:
             yield f"{_few(paths)} differ in their endings alone, and are all read."
-    # {what their names are but for the shard's number: the numbers that are there}.
-    shards: dict[tuple[str, int], set[int]] = {}
+    # {what their names are but for the shards: {how many they are of: those that are there}}.
+    shards: dict[str, dict[str, set[int]]] = {}
     for file in files:
         if found := _SHARD.search(file.path.name):
-            series = f"{file.path.parent / file.path.name[: found.start()]}*-of-{found[2]}"
-            shards.setdefault((series, int(found[2])), set()).add(int(found[1]))
-    for (series, total), numbers in shards.items():
-        if len(numbers) < total:
-            yield f"{series}: {len(numbers)} of {total} shards are there."
-    heads = {file: _head(file.path) for file in files if file.kind != "saved"}
-    if pointers := [file.path for file, head in heads.items() if head.startswith(_POINTER)]:
+            series = shards.setdefault(str(file.path.parent / file.path.name[: found.start()]), {})
+            series.setdefault(found[2], set()).add(int(found[1]))
+    for name, series in shards.items():
+        for total, numbers in series.items():
+            if len(numbers) < int(total):
+                yield f"{name}*-of-{total}: {len(numbers)} of {int(total)} shards are there."
+        if len(series) > 1:
+            yield (
+                f"{name}*: sets of {listed(series)} shards are all read, and one text written "
+                "twice, in other shards, counts twice."
+            )
+    plain = [file for file in files if file.kind != "saved"]
+    if pointers := [file.path for file in plain if _head(file.path).startswith(_POINTER)]:
         yield f"{_few(pointers)}: a pointer of git-lfs, in the place of the text (git lfs pull)."
-    texts = {
-        file.path: _END_OF_TEXT.search(head) for file, head in heads.items() if file.kind == "text"
-    }
-    if spelled := {path: found[1].decode() for path, found in texts.items() if found}:
+    texts = {file.path: _separator(file.path) for file in plain if file.kind == "text"}
+    if spelled := {path: found for path, found in texts.items() if found}:
         yield (
-            f"{_few([*spelled])}: {next(iter(spelled.values()))} stands between documents, and is "
+            f"{_few([*spelled])}: {next(iter(spelled.values()))} is spelled between documents, and "
             "read as text like any other; a text file is cut at blank lines."
         )
 
@@ -238,9 +252,33 @@ def _is_doubtful(data: Path, file: CorpusFile) -> bool:
     return is_named and file.split == "train"
 
 
+def opened(path: Path) -> BinaryIO:
+    """The bytes of a file as they were before they were compressed."""
+    match path.suffix.lower():
+        case ".gz":
+            return cast(BinaryIO, gzip.open(path))
+        case ".bz2":
+            return cast(BinaryIO, bz2.open(path))
+        case ".xz":
+            return cast(BinaryIO, lzma.open(path))
+        case ".zst":
+            # Notices a file that was cut off, which zstandard's own reader does not.
+            return cast(BinaryIO, io.BufferedReader(pa.input_stream(str(path), compression="zstd")))
+        case _:
+            return path.open("rb")
+
+
 def _head(path: Path) -> bytes:
     with path.open("rb") as file:
-        return file.read(_HEAD_BYTES)
+        return file.read(len(_POINTER))
+
+
+def _separator(path: Path) -> str:
+    """What is spelled between the documents of a text file; empty where nothing is."""
+    with reading(path), opened(path) as file:
+        head = file.read(_HEAD_BYTES)
+    found = _SEPARATOR.findall(head) or _END_OF_TEXT.findall(head)[1:]
+    return found[0].decode() if found else ""
 
 
 def _few(paths: Iterable[Path], most: int = 5) -> str:

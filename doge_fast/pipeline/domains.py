@@ -26,7 +26,7 @@ from doge_fast.pipeline.config.ranges import check
 from doge_fast.pipeline.corpus_files import tell_once
 from doge_fast.pipeline.failures import UserError
 from doge_fast.pipeline.packing import ALL, Packed, pack, select
-from doge_fast.pipeline.records.shapes import CorpusRecord, DomainSizes
+from doge_fast.pipeline.records.schema import CorpusRecord, DomainSizes
 from doge_fast.pipeline.sources import Part, find_parts
 from doge_fast.pipeline.tokenizer import open_tokenizer, tokenizer_sha256, vocabulary_size
 from doge_fast.sampling import pieces
@@ -169,6 +169,10 @@ def load_corpus(
     groups: dict[Part, list[str]] = {}
     for name, part in chosen.items():
         groups.setdefault(part, []).append(name)
+    warnings = [line for part in groups for line in part.oddities]
+    for warning in warnings:
+        # Before a file that is none of text ends it.
+        tell_once(warning, logging.WARNING)
     tokenizer = open_tokenizer(config, groups)
     if before_packing is not None:
         before_packing(names, tokenizer)
@@ -182,7 +186,6 @@ def load_corpus(
     train, validation = (
         {name: select(tokens, name, held) for name in chosen} for held in (False, True)
     )
-    warnings = [line for part in groups for line in part.oddities]
     if not is_measured:
         _tell_held_out(chosen, config)
         sizes = {name: (len(train[name]), len(validation[name])) for name in chosen}

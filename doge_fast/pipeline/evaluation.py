@@ -115,7 +115,7 @@ def _check(config: EvaluateConfig, own: str, corpus: CorpusRecord) -> None:
                     f"{config.run / records.EVALUATION} holds {', '.join(lost)} too. Name another "
                     "file for these domains (--out), or leave out domains (--domains)."
                 )
-    elif os.path.realpath(os.path.expanduser(config.data)) == os.path.realpath(own):
+    elif os.path.realpath(config.data) == os.path.realpath(own):
         raise UserError(
             f"{config.run} was trained on {own}. Leave out data (--data) to measure what was held "
             "out of it."

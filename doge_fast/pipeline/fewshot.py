@@ -45,7 +45,7 @@ def few_shot(config: EvaluateConfig) -> dict[str, Any]:
         config: which run; and `tasks`.
 
     Returns:
-        What fewshot.json holds; see `records.few_shot`.
+        What fewshot.json holds; see `records.few_shot_record`.
 
     Raises:
         UserError: the run is not complete; a task is unknown or has no accuracy; or fewshot.json
@@ -91,7 +91,7 @@ def few_shot(config: EvaluateConfig) -> dict[str, Any]:
         # Nothing else is drawn: this process keeps its generators.
         **dict.fromkeys(("random_seed", "numpy_random_seed", "torch_random_seed")),
     )
-    result = records.few_shot(
+    result = records.few_shot_record(
         step=trained.training.steps,
         tasks={name: _scores(name, found, model) for name in names},
         setting={

@@ -4,21 +4,18 @@ Other columns may hold anything and change from row to row. Files are opened by 
 no library takes for patterns or addresses.
 """
 
-import bz2
-import gzip
 import io
 import itertools
 import json
-import lzma
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from doge_fast.pipeline.corpus_files import CorpusFile
+from doge_fast.pipeline.corpus_files import CorpusFile, opened
 from doge_fast.pipeline.failures import FileFailure, UserError, reading
 
 Row = Mapping[str, Any]
@@ -119,7 +116,7 @@ def roots_of(names: Sequence[str], columns: Iterable[str]) -> list[str]:
 
 def _json_rows(path: Path) -> Iterator[Row]:
     """An object a line, or one array of objects."""
-    with _opened(path) as file:
+    with opened(path) as file:
         lines = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
         first = next(lines, None)
         if first is None:
@@ -142,22 +139,6 @@ def _loaded(path: Path, number: int, line: bytes) -> Any:
         return json.loads(line.decode("utf-8-sig"))
 
 
-def _opened(path: Path) -> BinaryIO:
-    """The bytes of a file as they were before they were compressed."""
-    match path.suffix.lower():
-        case ".gz":
-            return cast(BinaryIO, gzip.open(path))
-        case ".bz2":
-            return cast(BinaryIO, bz2.open(path))
-        case ".xz":
-            return cast(BinaryIO, lzma.open(path))
-        case ".zst":
-            # Notices a file that was cut off, which zstandard's own reader does not.
-            return cast(BinaryIO, io.BufferedReader(pa.input_stream(str(path), compression="zstd")))
-        case _:
-            return path.open("rb")
-
-
 def text_document_chars(files: Iterable[CorpusFile]) -> int:
     """Characters past which a domain's text files are cut at a blank line; see the constants."""
     num_bytes = sum(file.path.stat().st_size for file in files if file.kind == "text")
@@ -167,7 +148,7 @@ def text_document_chars(files: Iterable[CorpusFile]) -> int:
 
 def _texts(path: Path, chars: int) -> Iterator[str]:
     """A text file cut at blank lines past `chars`, and anywhere past 16 times that."""
-    with io.TextIOWrapper(_opened(path), "utf-8-sig") as file:
+    with io.TextIOWrapper(opened(path), "utf-8-sig") as file:
         for text in filter(str.strip, _cut(file, chars)):
             if text.count("\0") > len(text) / 10:
                 raise FileFailure(

@@ -18,9 +18,8 @@ def from_pretrained(opener: Callable[..., Opened], name: str, **options: Any) ->
 
     Code that comes with a model is never run.
     """
-    path = Path(name).expanduser()
-    if path.exists():
-        return opener(str(path), trust_remote_code=False, **options)
+    if Path(name).exists():
+        return opener(name, trust_remote_code=False, **options)
     with asked_once():
         return opener(name, trust_remote_code=False, **options)
 

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     GPT2Config,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 from transformers.utils import logging as transformers_logging
 
@@ -25,7 +26,7 @@ from doge_fast.pipeline import hub
 from doge_fast.pipeline.config import ModelConfig
 from doge_fast.pipeline.failures import FileFailure, UserError, one_line, reading
 from doge_fast.pipeline.sizes import SIZES, Size
-from doge_fast.pipeline.tokenizer import end_of_text_id, vocabulary_size
+from doge_fast.pipeline.tokenizer import end_of_text_id, text_vocabulary_size, vocabulary_size
 from doge_fast.pipeline.wording import first_few
 
 # Matrix products want a multiple of 64 rows; 50257 becomes the paper's 50304.
@@ -36,7 +37,7 @@ _CHECKED_TOKENS = 8
 
 def build_model(
     config: ModelConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerFast,
     *,
     block_size: int,
 ) -> PreTrainedModel:
@@ -61,17 +62,21 @@ def build_model(
     Source: DoGE, appendix model-archs.
     """
     architecture = check_model(config, block_size=block_size)
-    vocab_size = vocabulary_size(tokenizer)
     if config.pretrained:
-        known = architecture.get_text_config().vocab_size
-        if known < vocab_size:
+        known, needed = architecture.get_text_config().vocab_size, text_vocabulary_size(tokenizer)
+        if known < needed:
             raise UserError(
-                f"{config.model} knows {known} tokens and the corpus's tokenizer has {vocab_size}. "
+                f"{config.model} knows {known} tokens and the corpus's tokenizer has {needed}. "
                 "Continue pretraining with the model's own tokenizer: "
                 f"tokenizer={config.model!r} (--tokenizer {shlex.quote(config.model)})."
             )
     else:
-        architecture.vocab_size = -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        # A padding token that a configuration insists on gets a number that no text has.
+        has_padding = getattr(architecture, "pad_token_id", None) is not None
+        num_tokens = vocabulary_size(tokenizer) + has_padding
+        architecture.vocab_size = -(-num_tokens // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        if has_padding:
+            architecture.pad_token_id = architecture.vocab_size - 1
         architecture.bos_token_id = architecture.eos_token_id = end_of_text_id(tokenizer)
     if config.pretrained:
         model = open_model(config.model)
@@ -102,7 +107,11 @@ def check_model(config: ModelConfig, *, block_size: int) -> Any:
         architecture.dtype = torch.float32
         architecture.return_dict = True
         # Blocks hold no padding, and the embedding of a padding token never learns.
-        architecture.pad_token_id = None
+        try:
+            architecture.pad_token_id = None
+        except StrictDataclassError:
+            # It takes no None, and its own may lie outside of its vocabulary.
+            architecture.pad_token_id = architecture.vocab_size - 1
         architecture.output_attentions = architecture.output_hidden_states = False
         _leave_out_balance(architecture)
         if hasattr(architecture, "quantization_config"):
@@ -252,7 +261,7 @@ def _check_pretrained(config: ModelConfig) -> None:
             "pretrained=True (--pretrained) needs a folder or Hub id to load weights from; got the "
             f"size {config.model!r}, which has none. Leave it out to train from scratch."
         )
-    path = Path(config.model).expanduser()
+    path = Path(config.model)
     if path.is_dir() and not (any(path.glob("*.safetensors")) or any(path.glob("*.bin"))):
         raise UserError(
             "pretrained=True (--pretrained) needs a folder with weights (model.safetensors); "

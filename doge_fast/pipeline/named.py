@@ -33,6 +33,14 @@ def visible(text: str) -> str:
     return _INVISIBLE.sub(escaped, text)
 
 
+def _look(name: str) -> str:
+    """The name as it is seen: normalised, without what is not drawn."""
+    # Of NFKC, which writes U+3164 as U+1160.
+    letters = _BLANK.sub("", unicodedata.normalize("NFKC", name))
+    visible_ones = (each for each in letters if unicodedata.category(each) != "Cf")
+    return " ".join("".join(visible_ones).split())
+
+
 def check_visible(names: Iterable[str], where: str) -> None:
     """Raise UserError where a name that `where` gives cannot be seen whole, or told from another.
 
@@ -40,10 +48,7 @@ def check_visible(names: Iterable[str], where: str) -> None:
     """
     alike: dict[str, str] = {}
     for name in names:
-        # Of NFKC, which writes U+3164 as U+1160.
-        letters = _BLANK.sub("", unicodedata.normalize("NFKC", name))
-        visible_ones = (each for each in letters if unicodedata.category(each) != "Cf")
-        seen = " ".join("".join(visible_ones).split())
+        seen = _look(name)
         if not seen or _INVISIBLE.search(name):
             raise UserError(
                 f"A domain's name must be of characters that are written; {where} has {name!a}. "
@@ -63,8 +68,14 @@ def check(what: str, names: Iterable[str], known: Collection[str], where: str) -
     if unknown:
         raise UserError(
             f"{what} must name domains of {where}, which are {', '.join(known)}; "
-            f"{', '.join(unknown)} is not among them."
+            f"{', '.join(apart(unknown, known))} is not among them."
         )
+
+
+def apart(names: Iterable[str], known: Iterable[str]) -> list[str]:
+    """The names, those that look like a known one letter by letter: 'web\\u200b'."""
+    looks = set(map(_look, known))
+    return [f"{name!a}" if _look(name) in looks else name for name in names]
 
 
 def nearest(word: str, known: Iterable[str], otherwise: str = "") -> str:

@@ -35,13 +35,13 @@ def write_report(config: ReportConfig) -> Path:
 
     Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), tab:universal_ppl, tab:dw and tab:ood-dw.
     """
-    found = page_of(config.runs)
+    content = page_of(config.runs)
     page = config.out or _default_page(config.runs)
     check_out(page, config.runs)
     templates = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=templates, autoescape=True, undefined=StrictUndefined)
     environment.filters["inline"] = _inline
-    html = environment.get_template("report.html").render(page=found)
+    html = environment.get_template("report.html").render(page=content)
     with failures.writing(page):
         # Names in records of runs made elsewhere may hold anything.
         atomic_file.write(page, visible(html))

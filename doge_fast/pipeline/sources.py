@@ -110,7 +110,7 @@ class Part:
 
 def find_parts(config: CorpusConfig, targets: Sequence[str]) -> dict[str, Part]:
     """{domain: where it is read}, for all that `config.data` holds."""
-    path = Path(config.data).expanduser()
+    path = Path(config.data)
     chosen = {*config.domains, *targets} if config.domains else set()
     if config.data == "installed":
         parts = _installed_parts(config)
@@ -193,7 +193,7 @@ def _files_part(config: CorpusConfig, domain: str | None, files: Sequence[Corpus
         cache.digest([stamp, chars, domain, config.domain_column]),
         held_out=first_few([f"{file.path.parent.name}/{file.path.name}" for file in held]),
         is_cut=any(file.kind == "text" for file in splits["train"]),
-        oddities=tuple(corpus_files.oddities(Path(config.data).expanduser(), files)),
+        oddities=tuple(corpus_files.oddities(Path(config.data), files)),
     )
 
 

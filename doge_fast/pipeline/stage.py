@@ -45,7 +45,7 @@ def is_finished(config: StageConfig) -> bool:
     run = config.out
     if config.stage == "select":
         return (run / records.CANCELLATION).exists() and bool(records.load_cancellation(run))
-    return records.check_model(run, is_hashed=False) and bool(records.read_weights(run))
+    return records.has_model(run, is_hashed=False) and bool(records.read_weights(run))
 
 
 def resolved(config: Config) -> Config:

@@ -27,7 +27,7 @@ class Cell(NamedTuple):
     is_warning: bool = False
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """A line of a table."""
 
     label: str
@@ -43,7 +43,7 @@ class Table(NamedTuple):
     corner: str
     columns: list[tuple[str, str]]
     """(label, what it is) of each column but the first."""
-    rows: list[Row]
+    rows: list[TableRow]
 
 
 def table_of(
@@ -62,9 +62,11 @@ def table_of(
     corner, *heads = header
     columns = [(head, "") if isinstance(head, str) else head for head in heads]
     lines = [
-        Row(str(label), [Cell(each) if isinstance(each, str) else each for each in cells], is_total)
-        for is_total, own in ((False, rows), (True, totals))
-        for label, *cells in own
+        TableRow(
+            str(label), [Cell(each) if isinstance(each, str) else each for each in cells], is_total
+        )
+        for is_total, group in ((False, rows), (True, totals))
+        for label, *cells in group
     ]
     return Table(title, note, str(corner), columns, lines)
 

@@ -12,7 +12,7 @@ multilingual training, where alpha are the shares of the text.
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -41,7 +41,7 @@ from doge_fast.pipeline.report import write_report
 from doge_fast.pipeline.reporting.statistics import PairedDifference, paired_difference
 from doge_fast.pipeline.run import Run
 from doge_fast.pipeline.tables import as_ascii
-from doge_fast.pipeline.wording import count_text, plural, wrapped
+from doge_fast.pipeline.wording import count_text, first_few, plural, wrapped
 
 _LEAST_STEPS = 200
 _FIRST = (0.0, 1.0, 2.0)
@@ -362,15 +362,15 @@ class _Search:
                 found.append(Point(inverse, sharpened(self.alpha, inverse), names, losses))
         return found
 
-    def begin(self, inverses: Iterable[float]) -> None:
+    def begin(self, inverses: Collection[float]) -> None:
         """Write the mixtures that are measured next, and warn of text that they repeat."""
         if ranks.is_first():
             records.write_experiment(self.out, self.experiment())
             (self.out / records.MIXTURES).mkdir(exist_ok=True)
+        for warning in self._repeated(inverses):
+            _log.warning("%s", wrapped(warning))
         for inverse in inverses:
             weights = sharpened(self.alpha, inverse)
-            for each in self._repeated(inverse, weights):
-                _log.warning("%s", each)
             if ranks.is_first():
                 record = {
                     "method": "doge",
@@ -502,16 +502,21 @@ class _Search:
             if tokens[name] is not None
         }
 
-    def _repeated(self, inverse: float, weights: Mapping[str, float]) -> Iterator[str]:
-        """A warning where a training at these weights reads some text too often."""
-        many = {name: n for name, n in self._epochs(weights).items() if n > MAX_EPOCHS}
-        if many:
-            told = ", ".join(f"{name} {number:.1f}" for name, number in many.items())
-            yield (
-                f"1/T = {inverse:g} reads some domains more than {MAX_EPOCHS:g} times in the "
-                f"training that the weights are for ({told}): less than fresh text is worth. "
-                "doge-fast weights constrain --max-epochs bounds the weights."
-            )
+    def _repeated(self, inverses: Iterable[float]) -> list[str]:
+        """A warning, if trainings at these places of the line read some text too often."""
+        told = []
+        for inverse in inverses:
+            passes = self._epochs(sharpened(self.alpha, inverse))
+            most = sorted(passes, key=passes.__getitem__, reverse=True)
+            often = [f"{name} {passes[name]:.1f}" for name in most if passes[name] > MAX_EPOCHS]
+            told += [f"1/T = {inverse:g}: {first_few(often, 3)}"] if often else []
+        if not told:
+            return []
+        return [
+            f"In the training that the weights are for some domains would be read more than "
+            f"{MAX_EPOCHS:g} times, where text is worth less than fresh one: {'; '.join(told)}. "
+            "doge-fast weights constrain --max-epochs bounds the weights."
+        ]
 
     def _warnings(self, points: Sequence[Point], best: Point) -> list[str]:
         """What to know before the weights are used: of the search, and of its proxy."""
@@ -535,7 +540,7 @@ class _Search:
         lost = [f"1/T = {point.inverse:g}" for point in points if not math.isfinite(point.mean)]
         warnings += [f"Diverged, so left out: {', '.join(lost)}."] if lost else []
         told = (f"The proxy: {each}" for each in self.record.get("warnings") or ())
-        return [*warnings, *self._repeated(best.inverse, best.weights), *told]
+        return [*warnings, *self._repeated([best.inverse]), *told]
 
     def _weights(self, points: Sequence[Point], best: Point) -> Json:
         """weights.json."""

@@ -38,7 +38,7 @@ def open_tokenizer(config: CorpusConfig, parts: Groups) -> PreTrainedTokenizerFa
         tokenizer = hub.from_pretrained(AutoTokenizer.from_pretrained, name)
     except Exception as error:
         # Whatever it stumbles over is in the file.
-        kind = FileFailure if Path(name).expanduser().exists() else UserError
+        kind = FileFailure if Path(name).exists() else UserError
         raise kind(f"The tokenizer {name} does not open: {one_line(error)}.") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise UserError(f"Packing needs a fast tokenizer, a tokenizer.json; {name} has none.")
@@ -60,6 +60,17 @@ def end_of_text_id(tokenizer: PreTrainedTokenizerBase) -> int:
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
     """One more than the largest number of a token: their numbers may have gaps."""
     return max(tokenizer.get_vocab().values()) + 1
+
+
+def text_vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
+    """One more than the largest number that text and its end become.
+
+    No text becomes a special token that was added to a tokenizer, such as for padding, and a model
+    may lack those.
+    """
+    plain = tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False).values()
+    added = [id for id, token in tokenizer.added_tokens_decoder.items() if not token.special]
+    return max(*plain, *added, end_of_text_id(tokenizer)) + 1
 
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerFast) -> str:

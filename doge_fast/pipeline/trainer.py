@@ -104,13 +104,15 @@ class RecordedTrainer(Trainer):
         self, config: StageConfig, corpus: Corpus, model: PreTrainedModel, **kwargs: Any
     ) -> None:
         self.config, self.corpus = config, corpus
-        arguments = training.training_arguments(config.training, config.out)
+        with training.own_settings():
+            arguments = training.training_arguments(config.training, config.out)
         # A checkpoint holds a shared matrix once; Trainer takes the other name for missing and
         # says so.
         model._keys_to_ignore_on_save = set(model.all_tied_weights_keys)
         # Trainer makes its directory at once, and this one is made when the run begins.
         out, arguments.output_dir = arguments.output_dir, tempfile.gettempdir()
-        super().__init__(model=model, args=arguments, **kwargs)
+        with training.own_settings():
+            super().__init__(model=model, args=arguments, **kwargs)
         arguments.output_dir = out
         # One micro-batch is the whole step: the model's own mean is the loss, and Trainer need
         # not count targets for it (some versions count one too many in every block).
@@ -144,7 +146,7 @@ class RecordedTrainer(Trainer):
         self.add_callback(stop)
         self.add_callback(recorder)
         set_seed(self.args.seed)
-        with closing(recorder), stop.watching():
+        with closing(recorder), stop.watching(), training.own_settings():
             self.train(resume_from_checkpoint=self._checkpoint)
 
     # What a stage says of itself.

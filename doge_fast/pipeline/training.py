@@ -1,5 +1,8 @@
 """What every stage tells Trainer, and on which device."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
@@ -60,11 +63,27 @@ def training_arguments(config: TrainingConfig, out: Path) -> TrainingArguments:
     return arguments
 
 
+@contextmanager
+def own_settings() -> Iterator[None]:
+    """Within, accelerate finds none of its settings in the environment: those of the run hold.
+
+    `accelerate launch` leaves its own there (mixed precision, compilation, FSDP, accumulation),
+    and the record would have what was typed. Ranks and their device are no such settings.
+    """
+    names = [name for name in os.environ if name.startswith("ACCELERATE_")]
+    others = {name: os.environ.pop(name) for name in names}
+    try:
+        yield
+    finally:
+        os.environ.update(others)
+
+
 def wait_for_ranks(device: torch.device) -> torch.device:
     """Wait for the other processes of the launcher; this one's device, of the given kind."""
     if ranks.number() == 1:
         return device
-    state = PartialState(cpu=device.type == "cpu")
+    with own_settings():
+        state = PartialState(cpu=device.type == "cpu")
     state.wait_for_everyone()
     return cast(torch.device, state.device)
 

@@ -121,6 +121,17 @@ def test_what_is_written_alone_takes_time():
     assert Traffic(4, 12).seconds(limits) == 8.0
 
 
+def test_a_difference_below_that_of_two_plain_steps_is_noise():
+    def row(peer: str, ratio: float, low: float, high: float) -> peers.Row:
+        return {"peer": peer, "ratio": ratio, "low": low, "high": high}
+
+    rows = [row(peers.PLAIN, 1.01, 0.97, 1.04), row("a", 0.97, 0.9, 1.0), row("b", 1.05, 1.0, 1.1)]
+    assert peers.noise(rows) == pytest.approx(0.04)
+    lines = peers.table(rows, PROBLEM).splitlines()[-3:]
+    assert ["noise" in line for line in lines] == [True, True, False]
+    assert peers.noise(rows[1:]) == 0
+
+
 @pytest.mark.exhaustive
 def test_every_peer_finds_the_truth():
     for row in peers.measure(PROBLEM, "cpu", pairs=2, seconds=0.0, with_memory=False)[1:]:

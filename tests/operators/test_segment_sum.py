@@ -37,7 +37,10 @@ class Problem:
         """The arguments after `add`."""
         num_tokens = sum(self.lengths)
         made: dict[str, Tensor] = {}
-        if not self.is_equal:
+        if self.is_ordered:
+            segments = torch.arange(len(self.lengths)).repeat_interleave(torch.tensor(self.lengths))
+            made["segment_T"] = segments.to(device)
+        elif not self.is_equal:
             borders = torch.tensor([0, *self.lengths]).cumsum(0)
             made["borders"] = borders.to(device)
         if self.is_ordered:
@@ -100,8 +103,12 @@ PROBLEMS = {
     "an embedding": Problem([0, 3, 1, 0, 9, 2, 0, 40], 16, rows=4, is_ordered=True),
     "a wide embedding": Problem([0, 3, 1, 40], 1100, rows=2, is_ordered=True),
     "an embedding of 16 bits": Problem(
-        [0, 3, 1, 70], 16, rows=2, is_ordered=True, dtype=FLOAT16, out_dtype=FLOAT32
+        [0, 3, 16, 70], 16, rows=2, is_ordered=True, dtype=FLOAT16, out_dtype=FLOAT32
     ),
+    "an embedding in float64": Problem(
+        [5, 0, 91, 1], 24, is_ordered=True, dtype=FLOAT64, out_dtype=FLOAT64
+    ),
+    "an embedding of nothing": Problem([0, 0], 3, is_ordered=True),
     "one column": Problem([3, 4], 1),
     "float64 rounded to 16 bits": Problem([30, 4], 5, dtype=FLOAT64, out_dtype=BFLOAT16),
     "no tokens": Problem([0, 0], 3),
@@ -153,14 +160,15 @@ def test_a_bias_beside_a_gain_is_that_of_two_calls(name, add, implementation, de
     assert torch.equal(bias, apart[1])
 
 
-def test_a_row_without_tokens_is_left_alone_when_adding(implementation, device):
+@pytest.mark.parametrize("lengths", [{"borders": [0, 0, 2, 2]}, {"segment_T": [1, 1]}], ids=str)
+def test_a_row_without_tokens_is_left_alone_when_adding(lengths, implementation, device):
     out = torch.full((1, 3, 4), math.nan, device=device)
     out[0, 1] = 1
     segment_sum(
         torch.ones(2, 4, device=device),
         out,
         add=True,
-        borders=torch.tensor([0, 0, 2, 2], device=device),
+        **{name: torch.tensor(numbers, device=device) for name, numbers in lengths.items()},
         implementation=implementation,
     )
     assert (out[0, 1] == 3).all()
@@ -171,7 +179,7 @@ def test_a_row_without_tokens_is_left_alone_when_adding(implementation, device):
 def test_torch_knows_it(name, implementation, device):
     problem = PROBLEMS[name]
     terms, out = problem.terms(device), problem.out(device)
-    names = ("borders", "order", "factor_TD", "mean_T", "rstd_T")
+    names = ("borders", "segment_T", "order", "factor_TD", "mean_T", "rstd_T")
     bias = problem.out(device) if problem.has_factor else None
     arguments = (problem.values(device), out, True, *map(terms.get, names), bias)
     for changed in (out, out if bias is None else bias):

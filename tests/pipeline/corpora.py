@@ -53,6 +53,18 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     return path
 
 
+def write_text(path: Path, text: str) -> Path:
+    """A text file, compressed as its name says."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    plain = text.encode()
+    packed = {
+        ".gz": lambda: gzip.compress(plain),
+        ".zst": lambda: pa.compress(plain, "zstd", asbytes=True),
+    }
+    path.write_bytes(packed.get(path.suffix, lambda: plain)())
+    return path
+
+
 def write_jsonl(path: Path, documents: Iterable[str]) -> Path:
     return write_rows(path, [{"text": text} for text in documents])
 

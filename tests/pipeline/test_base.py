@@ -1,6 +1,7 @@
 """Stage two trains at the weights it was given, whoever gave them, and survives being killed."""
 
 import math
+import os
 import shutil
 import signal
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import DynamoBackend
 from transformers import AutoModelForCausalLM
 from transformers import trainer as trainer_module
 
@@ -22,6 +24,7 @@ from doge_fast.pipeline.domains import load_corpus
 from doge_fast.pipeline.doremi import learn_by_excess_loss
 from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.run import Run
+from doge_fast.pipeline.stage import ExistingRun
 from doge_fast.pipeline.temperature import temperature
 from doge_fast.pipeline.training import device_of, training_arguments
 from tests.pipeline.stages import (
@@ -262,6 +265,21 @@ def test_the_trainer_is_told_what_was_asked(tmp_path):
     assert not args.push_to_hub
     assert not args.bf16
     assert training_arguments(TrainingConfig(dtype="bfloat16", device="cpu"), tmp_path).bf16
+
+
+def test_what_is_typed_holds_against_the_environment(base, trained_base, monkeypatch):
+    """As `accelerate launch` leaves it: each of these would change what a step computes."""
+    told = {"MIXED_PRECISION": "bf16", "GRADIENT_ACCUMULATION_STEPS": "4", "USE_FSDP": "true"}
+    told |= {"DYNAMO_BACKEND": "EAGER", "USE_PARALLELISM_CONFIG": "true", "TORCH_DEVICE": "meta"}
+    for name, value in told.items():
+        monkeypatch.setenv(f"ACCELERATE_{name}", value)
+    config = base("told")
+    trainer = stage_two.prepare(config, ExistingRun(None, False))
+    assert trainer.accelerator.mixed_precision == "no"
+    assert trainer.accelerator.gradient_accumulation_steps == 1
+    assert trainer.accelerator.state.dynamo_plugin.backend == DynamoBackend.NO
+    assert_same_run(train_base(config).path, trained_base)
+    assert os.environ["ACCELERATE_MIXED_PRECISION"] == "bf16"
 
 
 def test_the_device_is_there_or_refused(monkeypatch):

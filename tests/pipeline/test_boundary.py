@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from doge_fast import cli
-from doge_fast.pipeline import failures, named, trainer
+from doge_fast.pipeline import failures, named, records, trainer
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.health import Diverged
 from tests.pipeline.stages import write_weights
@@ -102,6 +102,15 @@ def test_a_full_standard_output_is_said():
     assert done.returncode == failures.WORLD
     assert done.stderr.startswith("doge-fast: The standard output: No space left on device.")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_name_that_looks_like_a_known_one_is_shown_letter_by_letter():
+    for call in (
+        lambda: named.check("domains", ["we\u200bb"], ["web"], "here"),
+        lambda: records.read_weights("we\u200bb=1", domains=["web"]),
+    ):
+        with pytest.raises(ValueError, match=r"'we\\u200bb'"):
+            call()
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from doge_fast.pipeline.config import (
     ModelConfig,
     ProxyConfig,
     ReportConfig,
+    TemperatureConfig,
     TrainingConfig,
     WeightsShowConfig,
 )
@@ -128,6 +129,18 @@ def test_every_option_is_explained(verb, capsys, monkeypatch):
     options = re.findall(r"^(?:--[\w.-]+|FILE|RUN)\b.*(?:\n {15,}.*)*", inside, re.M)
     assert options
     assert all(re.search(r"  [\w\"-]+.* [a-z]{2}", option) for option in options), printed
+
+
+def test_a_users_folder_is_expanded_wherever_a_path_may_stand(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    corpus, model = CorpusConfig(data="~/a", tokenizer="~/b"), ModelConfig("~/c")
+    base = BaseConfig(Path("x"), corpus, model, weights="~/d.json")
+    search = TemperatureConfig(Path("x"), model="~/f")
+    paths = [base.corpus.data, base.corpus.tokenizer, base.model.model, base.weights, search.model]
+    paths += [EvaluateConfig(Path("x"), data="~/e", out=Path("y")).data]
+    assert paths == [str(tmp_path / each) for each in ("a", "b", "c", "d.json", "f", "e")]
+    typed = cli.parse(["base", "--out", "x", "--weights=~/d.json"])
+    assert typed.weights == str(tmp_path / "d.json")
 
 
 def test_runs_may_lie_in_a_folder_named_like_data_that_is_no_folder():

@@ -66,7 +66,7 @@ def test_a_learning_rate_that_no_model_survives_leaves_records_and_no_result(
         # Of a base run these are what it was given.
         {"weights.json"} if name == "base" else set()
     )
-    assert not records.check_model(config.out)
+    assert not records.has_model(config.out)
 
 
 def test_the_domain_is_named_and_a_second_try_ends_alike(proxy, monkeypatch):

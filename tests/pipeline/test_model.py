@@ -9,10 +9,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     BertConfig,
     BloomConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     set_seed,
@@ -80,6 +83,33 @@ def test_what_nobody_says_comes_with_the_size(tmp_path, monkeypatch):
     assert dtypes == ["float32", "float32", "bfloat16", "float32"]
     plain = replace(large, training=replace(large.training, dtype="float32"))
     assert stage.resolved(plain) == plain
+
+
+def test_a_padding_token_that_must_be_one_is_a_number_that_no_text_has(tmp_path):
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 99}
+    config = CONFIG_MAPPING["modernbert-decoder"](intermediate_size=48, **shape)
+    config.save_pretrained(tmp_path)
+    # 128 entries fill two blocks of 64.
+    model = built(tmp_path, 128)
+    assert len(model.get_input_embeddings().weight) == 192
+    tokens_BL = torch.arange(128).view(8, 16)
+    model(input_ids=tokens_BL, labels=tokens_BL).loss.backward()
+    gradient_VE = model.get_input_embeddings().weight.grad
+    # Every token of a text learns.
+    assert gradient_VE[:128].abs().sum(1).min() > 0
+
+
+def test_a_special_token_that_no_text_becomes_may_lie_outside_of_a_pretrained_model(tmp_path):
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=100, n_embd=32, n_layer=1, n_head=2))
+    model.save_pretrained(tmp_path)
+    config = ModelConfig(str(tmp_path), pretrained=True)
+    tokenizer = tokenizer_of(100)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    assert max(tokenizer.get_vocab().values()) == 100
+    assert build_model(config, tokenizer, block_size=16).config.vocab_size == 100
+    tokenizer.add_tokens(["word"])
+    with pytest.raises(ValueError, match="knows 100 tokens"):
+        build_model(config, tokenizer, block_size=16)
 
 
 def test_there_is_no_dropout_and_one_embedding():

@@ -204,7 +204,7 @@ def test_a_training_is_not_lost_with_the_lines_about_it(
     monkeypatch.setattr(ProxyTrainer, "line", damaged)
     assert cli.main(["proxy", *words_of(config)]) == 0
     assert Run(config.out).weights == Run(trained_proxy).weights
-    assert records.check_model(config.out)
+    assert records.has_model(config.out)
 
 
 def test_a_complete_run_is_left_as_it_is(proxy, trained_proxy, caplog):

@@ -15,7 +15,7 @@ from transformers import GPT2Config
 
 from doge_fast.pipeline import records
 from doge_fast.pipeline.config import BaseConfig, CorpusConfig, ModelConfig, ProxyConfig
-from doge_fast.pipeline.records.shapes import DomainEntry, WeightsRecord
+from doge_fast.pipeline.records.schema import DomainEntry, WeightsRecord
 from tests.pipeline import written_runs
 
 CORPUS = written_runs.corpus("ab", tokens={"a": 640, "b": 256})
@@ -223,6 +223,19 @@ def test_a_line_that_something_else_has_cut_makes_way_for_the_next(tmp_path):
         records.append_metrics(tmp_path, train_line(9))
         assert records.read_metrics(tmp_path) == [*kept, train_line(9)]
         path.unlink()
+
+
+def test_records_of_another_schema_are_refused(tmp_path):
+    records.open_run(proxy_config(tmp_path), corpus=CORPUS)
+    records.write_weights(tmp_path, weights())
+    for file, read in (
+        (records.CONFIG, records.load_config),
+        ("weights.json", records.read_weights),
+    ):
+        record = records.read_json(tmp_path / file)
+        records.write_json(tmp_path / file, record | {"schema_version": 2})
+        with pytest.raises(ValueError, match=f"{file} follows schema 2; this release reads"):
+            read(tmp_path)
 
 
 def test_weights_go_around_by_name(tmp_path):

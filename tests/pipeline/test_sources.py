@@ -4,6 +4,7 @@ import bz2
 import gzip
 import lzma
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from tests.pipeline.corpora import (
     write_jsonl,
     write_parquet,
     write_rows,
+    write_text,
 )
 
 
@@ -310,16 +312,49 @@ def test_a_shard_that_is_missing_is_told(tmp_path, load, names, said):
     assert all(f"web/train-*-of-00004: {said} shards are there" in each for each in warnings)
 
 
-def test_an_end_of_text_that_is_spelled_between_documents_is_told(tmp_path, load):
-    stories = [f"{text}\n" for text in texts("story", 60)]
-    (tmp_path / "data" / "tales").mkdir(parents=True)
-    (tmp_path / "data" / "tales" / "train.txt").write_text("<|endoftext|>\n\n".join(stories))
-    (tmp_path / "data" / "plain.txt").write_text("\n\n".join(stories) + "not <|endoftext|> here")
+@pytest.mark.parametrize("ending", ["parquet", "arrow"])
+def test_shards_of_two_writings_are_told(tmp_path, load, ending):
+    """As `save_to_disk` leaves them that ran twice, once its state.json is gone."""
+    folder = tmp_path / "data" / "web"
+    rows = datasets.Dataset.from_dict({"text": texts("web")})
+    for total in (1, 2):
+        for number in range(total):
+            part = rows.shard(total, number)
+            part.to_parquet(folder / f"data-0000{number}-of-0000{total}.parquet")
+    if ending == "arrow":
+        shutil.rmtree(folder)
+        for total in (1, 2):
+            rows.save_to_disk(folder, num_shards=total)
+        assert load("data").warnings == ()
+        (folder / "state.json").unlink()
+    (warning,) = load("data").warnings
+    assert "web/data-*: sets of 00001 and 00002 shards" in warning
+
+
+@pytest.mark.parametrize(
+    ("separator", "ending"),
+    [
+        ("\n<|endoftext|>\n", "txt"),
+        ("<|endoftext|>\n\n", "txt.gz"),
+        (" <|endoftext|> ", "txt"),
+        ("\n<|eot_id|>\n", "txt"),
+        ("\n</s>\n", "txt.zst"),
+        ("\n[SEP]\n", "txt"),
+        ("\n<EOD>\r\n", "txt"),
+    ],
+)
+def test_an_end_of_text_that_is_spelled_between_documents_is_told(
+    tmp_path, load, separator, ending
+):
+    stories = texts("story", 60)
+    write_text(tmp_path / "data" / "tales" / f"train.{ending}", separator.join(stories))
+    plain = "\n\n".join(stories) + "not <|endoftext|> here, <b>\nor </s> there\n<p>\n"
+    write_text(tmp_path / "data" / "plain.txt", plain)
     loaded = load("data")
-    (warning,) = loaded.warnings
-    assert "tales/train.txt: <|endoftext|> stands between documents" in warning
+    (warning,) = (each for each in loaded.warnings if "spelled" in each)
+    assert f"tales/train.{ending}: {separator.strip()} is spelled between documents" in warning
     # What is told of is read as it is.
-    assert "<|endoftext|>" in loaded.tokenizer.decode(tokens(loaded.train["tales"]))
+    assert separator.strip() in loaded.tokenizer.decode(tokens(loaded.train["tales"]))
 
 
 @pytest.mark.parametrize("name", ["corpus[2]", "x::y", "hf:"])

@@ -1,10 +1,11 @@
 """What a number may be, written at the field; pydantic refuses others when the object is made."""
 
 import dataclasses
+import os
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import AllowInfNan, BeforeValidator, ConfigDict, Strict
+from pydantic import AfterValidator, AllowInfNan, BeforeValidator, ConfigDict, Strict
 
 # An argument that is no field is refused; a reader of records passes it over. Validators are built
 # when they are first used, which `--help` does not. The input of a rule of two fields is all of
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     OfSize = Annotated[Value, OF_SIZE]
 else:
     OfSize = Value | None
+# A path, a Hub id or a word: `~` is the user's folder also where no shell has expanded it.
+Place = Annotated[str, AfterValidator(os.path.expanduser)]
 # CUDA_VISIBLE_DEVICES says which GPU is the first.
 Device = Literal["auto", "cpu", "cuda"]
 

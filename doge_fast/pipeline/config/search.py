@@ -7,7 +7,7 @@ from annotated_types import Ge
 from pydantic.dataclasses import dataclass
 from tyro.conf import Positional, arg
 
-from doge_fast.pipeline.config.ranges import EXACT, Count, Device, Positive, Seed
+from doge_fast.pipeline.config.ranges import EXACT, Count, Device, Place, Positive, Seed
 from doge_fast.pipeline.config.stages import check_is_run, check_place
 from doge_fast.pipeline.failures import UserError
 from doge_fast.pipeline.sizes import SIZES
@@ -26,7 +26,7 @@ class DemoConfig:
 
     out: Path = Path("demo")
     """Directory of the runs and the report."""
-    data: str = "installed"
+    data: Place = "installed"
     """A directory (one folder or file per domain), a file or Hub id, or "installed": text found in
     this Python environment."""
     target: str = "reference"
@@ -57,7 +57,7 @@ class TemperatureConfig:
     out: Path | None = None
     """The directory of the base models, the chosen weights.json and the report; None: beside the
     proxy, PROXY-temperature."""
-    model: str | None = None
+    model: Place | None = None
     """A size or configuration for the base models, as for `base`; None: the proxy's."""
     steps: Count | None = None
     """Optimizer steps of each base model; None: the proxy's, at least 200."""

@@ -21,6 +21,7 @@ from doge_fast.pipeline.config.ranges import (
     CountOrZero,
     Device,
     OfSize,
+    Place,
     Positive,
     PositiveOrZero,
     Seed,
@@ -79,7 +80,7 @@ def check_place(what: str, value: str, words: Collection[str]) -> None:
     """Raise UserError unless it is one of the words, a path that is there, or may be a Hub id."""
     hub = _HUB_DATA if what == "data" else _HUB_MODEL
     # No name is the present folder, to pathlib.
-    is_there = value != "" and Path(value).expanduser().exists()
+    is_there = value != "" and Path(value).exists()
     if not (is_there or value in words or re.fullmatch(hub, value)):
         raise UserError(
             f"{what} must be {', '.join(words)}, a Hub id or a path; {value!r} does not exist."
@@ -96,7 +97,7 @@ def check_is_run(what: str, run: Path) -> None:
 class CorpusConfig:
     """Where the text comes from and how it becomes blocks of tokens."""
 
-    data: str = "installed"
+    data: Place = "installed"
     """A directory (one folder or file per domain), a file or Hub id with `domain_column`, or
     "installed": seven domains of text found in this Python environment."""
     domains: tuple[str, ...] = ()
@@ -106,7 +107,7 @@ class CorpusConfig:
     domain_column: str | None = None
     """For a single file or Hub data set: the column that names each row's domain (dots reach into
     structs)."""
-    tokenizer: str = "train"
+    tokenizer: Place = "train"
     """A folder or Hub id that AutoTokenizer opens, or "train": a byte-level BPE on this corpus."""
     vocab_size: Annotated[Count, Le(2**24)] = 4096
     """Vocabulary size of a trained tokenizer."""
@@ -145,7 +146,7 @@ class CorpusConfig:
 class ModelConfig:
     """Which causal language model is trained."""
 
-    model: str = "tiny"
+    model: Place = "tiny"
     """A size of the family (micro, tiny, mini, small, 60M, 82M, 124M, 210M, 684M), or the
     config.json that AutoConfig opens: a file, a folder or a Hub id."""
     pretrained: bool = False
@@ -263,7 +264,7 @@ class _Stage:
 
     def _check(self) -> None:
         corpus, cache_dir = self.corpus, self.corpus.cache_dir or os.environ.get("DOGE_FAST_CACHE")
-        data = Path(corpus.data).expanduser().resolve()
+        data = Path(corpus.data).resolve()
         # Else text of this environment, or a Hub id, of which a folder may have the name.
         is_folder = corpus.data not in ("", "installed") and data.is_dir()
         # Where domains are named nothing else is read.
@@ -360,7 +361,7 @@ class BaseConfig(_Stage):
     )
     stage: ClassVar[Literal["base"]] = "base"
 
-    weights: str = "uniform"
+    weights: Place = "uniform"
     """uniform; natural (each domain's share of the tokens); a weights.json; the run directory of a
     proxy or DoReMi; or the weights themselves, books=0.6,code=0.4."""
     stages: Count = 1

@@ -8,7 +8,15 @@ from annotated_types import Ge, Le, MinLen
 from pydantic.dataclasses import dataclass
 from tyro.conf import Positional, arg
 
-from doge_fast.pipeline.config.ranges import EXACT, Count, CountOrZero, Device, Positive, Seed
+from doge_fast.pipeline.config.ranges import (
+    EXACT,
+    Count,
+    CountOrZero,
+    Device,
+    Place,
+    Positive,
+    Seed,
+)
 from doge_fast.pipeline.config.stages import TasksConfig, check_is_run, check_place
 from doge_fast.pipeline.failures import UserError
 from doge_fast.pipeline.sizes import SIZES
@@ -30,7 +38,7 @@ class EvaluateConfig:
     domains: tuple[str, ...] = ()
     """Domains to evaluate, such as those that the weights are meant for; empty: all that the corpus
     holds."""
-    data: str | None = None
+    data: Place | None = None
     """Evaluate on other text instead of the run's held-out blocks: a directory, file or Hub id, as
     for training. If it has a validation split, only that is used, else all of it. None: the run's
     own."""
@@ -181,7 +189,7 @@ class ProfileConfig:
 
     examples: ClassVar = ("--model 124M --domains 7 --mode stacked",)
 
-    model: str = "tiny"
+    model: Place = "tiny"
     """A size of the family (micro, tiny, mini, small, 60M, 82M, 124M, 210M, 684M), or the
     config.json that AutoConfig opens: a file, a folder or a Hub id."""
     vocab_size: Count | None = None

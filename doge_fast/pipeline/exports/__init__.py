@@ -4,7 +4,7 @@
 
 from doge_fast.pipeline.exports.blend import (
     Blend,
-    Target,
+    ExportTarget,
     by_document,
     largest_remainder,
 )

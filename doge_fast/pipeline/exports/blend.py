@@ -1,4 +1,4 @@
-"""What a target is, and what it is given: checked shares and paths in its own unit.
+"""What an export target is, and what it writes down: checked shares and paths, in its unit.
 
 Learned weights are shares of tokens; a framework that draws documents needs them divided by the
 mean length of a document. Each weight rounded by itself gives sums like 0.9999, which some loaders
@@ -25,8 +25,8 @@ from doge_fast.pipeline.failures import UserError
 
 Key = TypeVar("Key")
 Rows = Literal["blocks", "documents"]
-Split = Literal["train", "valid", "test"]
-Paths = Mapping[str, str | Sequence[str]]
+BlendSplit = Literal["train", "valid", "test"]
+DomainPaths = Mapping[str, str | Sequence[str]]
 """{domain: path or paths}."""
 Parts = Mapping[str, Fraction]
 """{domain: exact share}."""
@@ -90,11 +90,11 @@ def by_document(parts: Parts, mean_doc_tokens: Mapping[str, float]) -> dict[str,
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class Blend:
-    """Shares and paths that an exporter writes down; everything has been checked."""
+    """Checked shares and paths, ready to be written down."""
 
     parts: Parts
     """{domain: exact share}, in the unit the framework counts; zeros included."""
-    paths: Mapping[Split, Mapping[str, Sequence[str]]]
+    paths: Mapping[BlendSplit, Mapping[str, Sequence[str]]]
     """{split: {domain: its paths}}."""
     rows: Rows
     """What the shares count."""
@@ -107,7 +107,7 @@ class Blend:
     batch_size: Count | None = None
     """Sequences in an optimizer step, over all devices."""
     seed: Seed = 0
-    """Of the framework's own draws."""
+    """Seed of the framework's sampling."""
 
     def shares(self) -> dict[str, Decimal]:
         """{domain: share}, sorted by name; positive, and sums to exactly 1."""
@@ -132,7 +132,7 @@ class Blend:
             )
         return paths[0]
 
-    def weighted_paths(self, split: Split = "train") -> list[tuple[Decimal, str]]:
+    def weighted_paths(self, split: BlendSplit = "train") -> list[tuple[Decimal, str]]:
         """[(share, path)] for a framework that weighs paths; sums to exactly 1.
 
         A domain of several paths shares its weight by the size of the files. Validation and test
@@ -167,12 +167,14 @@ class Blend:
             raise UserError(f"This target needs {name} (--{option}): {why}.")
 
 
-def listed_paths(split: Split, given: Paths, names: Collection[str]) -> dict[str, list[str]]:
+def listed_paths(
+    split: BlendSplit, given: DomainPaths, names: Collection[str]
+) -> dict[str, list[str]]:
     """{domain: its paths}; UserError where they are none, or one is there twice."""
     named.check("paths", given, names, "the weights")
-    found = {name: _listed(name, paths) for name, paths in given.items()}
+    by_domain = {name: _listed(name, paths) for name, paths in given.items()}
     owners: dict[str, str] = {}
-    for name, paths in found.items():
+    for name, paths in by_domain.items():
         for path in paths:
             owner = owners.setdefault(_normal(path), name)
             # It would count for both.
@@ -180,7 +182,7 @@ def listed_paths(split: Split, given: Paths, names: Collection[str]) -> dict[str
                 raise UserError(
                     f"A path belongs to one domain; {path} is given to {owner}, {name} ({split})."
                 )
-    return found
+    return by_domain
 
 
 def _normal(path: str) -> str:
@@ -242,14 +244,14 @@ def name_of_file(path: str, reader: str, *, is_pattern: bool, can_escape: bool =
         return path
     if can_escape and is_here:
         return glob.escape(path)
-    told = f"{path} has one of * ? [, which are a pattern for {reader}"
+    problem = f"{path} has one of * ? [, which are a pattern for {reader}"
     if is_here:
-        raise UserError(f"{told}: it would read other files. Rename it, or link to it.")
-    raise UserError(f"{told}, and is no file here. Name the files one by one (NAME=PATH ...).")
+        raise UserError(f"{problem}: it would read other files. Rename it, or link to it.")
+    raise UserError(f"{problem}, and is no file here. Name the files one by one (NAME=PATH ...).")
 
 
 @dataclass(frozen=True)
-class Target:
+class ExportTarget:
     """A framework, or one of its ways to take a mixture."""
 
     name: str

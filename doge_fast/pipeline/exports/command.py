@@ -1,4 +1,4 @@
-"""`doge-fast export`: files in, one text out; what a person should know goes to the log."""
+"""`doge-fast export`: reads weights, writes one text; warnings and notes go to the log."""
 
 import logging
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ def run(config: ExportConfig) -> list[str]:
 
 def _paths(words: Sequence[str], flag: str, names: Sequence[str]) -> dict[str, list[str]]:
     """Paths by domain: NAME=PATH, a name again for a further path."""
-    found: dict[str, list[str]] = {}
+    by_domain: dict[str, list[str]] = {}
     for word in words:
         # A path may hold "=", and so may the name of a domain.
         known = [name for name in names if word.startswith(f"{name}=")]
@@ -62,5 +62,5 @@ def _paths(words: Sequence[str], flag: str, names: Sequence[str]) -> dict[str, l
                 f"--{flag} takes NAME=PATH ...; got {word!r}. A file of many goes to --config, as "
                 f"{flag.replace('-', '_')}: [NAME=PATH, ...]."
             )
-        found.setdefault(name, []).append(path)
-    return found
+        by_domain.setdefault(name, []).append(path)
+    return by_domain

@@ -15,11 +15,11 @@ import yaml
 from doge_fast.pipeline import named
 from doge_fast.pipeline.exports.blend import (
     Blend,
+    BlendSplit,
+    DomainPaths,
+    ExportTarget,
     Parts,
-    Paths,
     Rows,
-    Split,
-    Target,
     by_document,
     listed_paths,
     name_of_file,
@@ -47,13 +47,15 @@ class Exported(NamedTuple):
 
 
 @functools.cache
-def targets() -> Mapping[str, Target]:
+def targets() -> Mapping[str, ExportTarget]:
     """{name: target}, those of targets.yaml, each with what writes its text."""
     about = yaml.safe_load(Path(__file__).with_name("targets.yaml").read_text(encoding="utf-8"))
-    return {name: Target(name, write=WRITERS[name], **fields) for name, fields in about.items()}
+    return {
+        name: ExportTarget(name, write=WRITERS[name], **fields) for name, fields in about.items()
+    }
 
 
-def _find(name: str) -> Target:
+def _find(name: str) -> ExportTarget:
     known, name = targets(), _ALSO.get(name, name)
     if name not in known:
         near = named.nearest(name, known, f"There are {', '.join(known)}.")
@@ -67,9 +69,9 @@ def export(
     weights: Mapping[str, Any],
     *,
     to: str,
-    paths: Paths | None = None,
-    valid_paths: Paths | None = None,
-    test_paths: Paths | None = None,
+    paths: DomainPaths | None = None,
+    valid_paths: DomainPaths | None = None,
+    test_paths: DomainPaths | None = None,
     decimals: int = 6,
     rows: Rows | None = None,
     mean_doc_tokens: Mapping[str, float] | None = None,
@@ -123,7 +125,11 @@ def export(
     if rows == "documents":
         lengths = _lengths(parts, entries, given_lengths)
         parts = by_document(parts, lengths)
-    given: dict[Split, Paths | None] = {"train": paths, "valid": valid_paths, "test": test_paths}
+    given: dict[BlendSplit, DomainPaths | None] = {
+        "train": paths,
+        "valid": valid_paths,
+        "test": test_paths,
+    }
     blend = Blend(
         parts=parts,
         paths={split: listed_paths(split, each or {}, entries) for split, each in given.items()},
@@ -185,14 +191,14 @@ def _lengths(
     parts: Parts, entries: Mapping[str, Mapping[str, Any]], given: Mapping[str, float]
 ) -> dict[str, float]:
     """{domain with a share: mean tokens of a document}: as given, else as the record says."""
-    found: dict[str, float] = {}
+    lengths: dict[str, float] = {}
     for name in sorted(name for name, part in parts.items() if part):
         entry = entries[name]
         length = given.get(name) or entry.get("mean_doc_tokens")
         if not length and entry.get("documents"):
             length = (entry.get("tokens") or 0) / entry["documents"]
-        found[name] = float(length or 0)
-    missing = [name for name, length in found.items() if not length]
+        lengths[name] = float(length or 0)
+    missing = [name for name, length in lengths.items() if not length]
     if missing:
         raise UserError(
             "This framework draws documents, and learned weights are shares of tokens: to convert "
@@ -202,10 +208,10 @@ def _lengths(
             "framework reads it, or rows='blocks' (--rows blocks) if every row of the data holds "
             "equally many tokens."
         )
-    return found
+    return lengths
 
 
-def _unit(target: Target, blend: Blend) -> str:
+def _unit(target: ExportTarget, blend: Blend) -> str:
     """What the numbers are shares of, and what they would be otherwise."""
     is_open = len(target.rows) > 1
     if blend.rows == "blocks":
@@ -225,11 +231,11 @@ def listing() -> str:
     for target in targets().values():
         default, *others = target.rows
         counts = [_UNITS[default], *(f"{_UNITS[rows]} with --rows {rows}" for rows in others)]
-        told = {
+        facts = {
             "path": target.takes,
             "counts": ", or ".join(counts),
             "checked": target.checked,
         }
         lines.append(f"{target.name}: {target.title}")
-        lines += [f"    {what:<7} {words}" for what, words in told.items() if words]
+        lines += [f"    {what:<7} {words}" for what, words in facts.items() if words]
     return "\n".join(lines)

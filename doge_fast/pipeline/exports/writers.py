@@ -1,4 +1,4 @@
-"""What writes the text of each target: YAML, arguments, JSON, and what Python templates lack."""
+"""One function for each target: it makes the text, or the values of its Python template's words."""
 
 import json
 import re
@@ -12,21 +12,21 @@ from typing import Any
 import yaml
 
 from doge_fast.pipeline.baselines import MAX_EPOCHS
-from doge_fast.pipeline.exports.blend import REMOTE, Blend, Split, name_of_file
+from doge_fast.pipeline.exports.blend import REMOTE, Blend, BlendSplit, name_of_file
 from doge_fast.pipeline.failures import UserError
 
 # Megatron's: prefixes of indexed data sets, each after its weight. Weights count samples, which are
 # sequences of one length, so shares of tokens are taken as they are.
-_FLAGS: dict[Split, str] = {
+_FLAGS: dict[BlendSplit, str] = {
     "train": "--train-data-path",
     "valid": "--valid-data-path",
     "test": "--test-data-path",
 }
 
 
-def _prefixes(blend: Blend, split: Split = "train") -> list[tuple[str, str]]:
+def _prefixes(blend: Blend, split: BlendSplit = "train") -> list[tuple[str, str]]:
     """[(share, prefix)] of a split; empty where it has no paths."""
-    found = []
+    shares = []
     for share, path in blend.weighted_paths(split):
         if re.search(r"\s", path):
             raise UserError(
@@ -34,14 +34,14 @@ def _prefixes(blend: Blend, split: Split = "train") -> list[tuple[str, str]]:
                 f"{path!r} has white space. Rename it, or link to it from a path without white "
                 "space."
             )
-        found.append((_plain(share), path.removesuffix(".bin").removesuffix(".idx")))
-    counts = Counter(prefix for _, prefix in found)
+        shares.append((_plain(share), path.removesuffix(".bin").removesuffix(".idx")))
+    counts = Counter(prefix for _, prefix in shares)
     if twice := sorted(prefix for prefix, count in counts.items() if count > 1):
         raise UserError(
             f"A .bin and its .idx are one path, their prefix; {', '.join(twice)} is given twice. "
             "Name it once."
         )
-    return found
+    return shares
 
 
 def _megatron(blend: Blend) -> str:
@@ -106,8 +106,8 @@ def _reader_of(paths: Sequence[str]) -> str | None:
     return readers.pop()
 
 
-def _opened(paths: Sequence[str]) -> str:
-    """What load_dataset opens a domain by: a reader and its files, or one folder or Hub id."""
+def _to_load(paths: Sequence[str]) -> str:
+    """Arguments of load_dataset for a domain: a reader and its files, or one folder or Hub id."""
     reader = _reader_of(paths)
     if reader is None and len(paths) > 1:
         raise UserError(
@@ -124,7 +124,7 @@ def _opened(paths: Sequence[str]) -> str:
 
 
 def _interleaved(blend: Blend) -> dict[str, object]:
-    opened = {name: _opened(blend.paths_of(name)) for name in blend.shares()}
+    opened = {name: _to_load(blend.paths_of(name)) for name in blend.shares()}
     # {domain: the call that opens it as a stream}.
     streams = {
         n: f'load_dataset({each}, split="train", streaming=True)' for n, each in opened.items()
@@ -156,7 +156,7 @@ def _litdata(blend: Blend) -> dict[str, object]:
 def _torchtitan(blend: Blend) -> dict[str, object]:
     # It looks names up in lower case.
     sources = [
-        f"source({_string(name.lower())}, {_plain(share)}, {_opened(blend.paths_of(name))})"
+        f"source({_string(name.lower())}, {_plain(share)}, {_to_load(blend.paths_of(name))})"
         for name, share in blend.shares().items()
     ]
     names = {name.lower() for name in blend.shares()}

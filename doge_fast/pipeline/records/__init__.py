@@ -1,9 +1,9 @@
 # ruff: noqa: F403
-"""What a run leaves on disk, and what is believed when it is read back.
+"""What a run leaves on disk: how it is written, and how it is checked when it is read.
 
 A run directory is complete enough to be reported without the code that made it:
 
-    config.json      what was asked, of which corpus, with which versions
+    config.json      the settings, the corpus, the versions of packages
     metrics.jsonl    one object a line, {"step", "kind": "train" | "eval", ...}; only appended to
     weights.json     the domain weights, keyed by name (learned, or what a base run used)
     evaluation.json  loss and perplexity per domain on held-out blocks
@@ -19,7 +19,7 @@ no word for NaN and infinity: in metrics they become null, in weights they are a
 from doge_fast.pipeline.records.checkpoints import *
 from doge_fast.pipeline.records.manifest import *
 from doge_fast.pipeline.records.runs import *
-from doge_fast.pipeline.records.shapes import *
+from doge_fast.pipeline.records.schema import *
 from doge_fast.pipeline.records.weights import *
 from doge_fast.weights.weights_file import plain as plain
 from doge_fast.weights.weights_file import write_json as write_json

@@ -1,9 +1,8 @@
-"""checkpoints/ of a run: generations, of which the newest one that is whole is gone on with.
+"""checkpoints/ of a run: the last two, of which the newest whole one is resumed from.
 
-A generation is a folder in Trainer's format with a manifest, which says what metrics.jsonl held
-at its step too. It is written in a folder of another name and renamed, and the one before it is
-kept: a disk that loses a bit of one loses the steps between the two, and no more. One process at a
-time has the folder.
+A checkpoint is a folder in Trainer's format with a manifest, which also has the digest of
+metrics.jsonl at its step. It is written under another name and renamed. Two are kept, so a damaged
+one costs the steps between them and no more. A lock lets one launch at a time work in the folder.
 """
 
 import logging
@@ -18,13 +17,8 @@ from filelock import FileLock, Timeout
 from doge_fast import atomic_file
 from doge_fast.pipeline.failures import FileFailure, UserError
 from doge_fast.pipeline.records.manifest import read_manifest, write_manifest
-from doge_fast.pipeline.records.runs import (
-    CHECKPOINTS,
-    METRICS,
-    WRITING,
-    keep_metrics,
-    resume_metrics,
-)
+from doge_fast.pipeline.records.runs import keep_metrics, resume_metrics
+from doge_fast.pipeline.records.schema import CHECKPOINTS, METRICS, WRITING
 
 # How many stay.
 GENERATIONS = 2
@@ -35,7 +29,7 @@ _log = logging.getLogger("doge_fast")
 
 @contextmanager
 def alone(run: Path) -> Iterator[None]:
-    """Keep other launches out of the run directory; the end of this process lets them in.
+    """Hold the run directory's lock; the system releases it when this process ends.
 
     Raises:
         FileFailure: another launch has it.
@@ -73,10 +67,10 @@ def complete_checkpoint(run: Path, step: int) -> None:
     """
     folder, name = run / CHECKPOINTS, f"{_PREFIX}{step}"
     written = folder / WRITING / name
-    # A pickle of what config.json says.
+    # A pickle; config.json has the same settings.
     (written / "training_args.bin").unlink(missing_ok=True)
     write_manifest(written, step=step, **{METRICS: keep_metrics(run)})
-    # One of this very step belongs to the same trajectory, or is damaged.
+    # A checkpoint of this step that is there already is equal, or damaged.
     shutil.rmtree(folder / name, ignore_errors=True)
     os.replace(written, folder / name)
     atomic_file.sync_directory(folder)
@@ -85,7 +79,7 @@ def complete_checkpoint(run: Path, step: int) -> None:
 
 
 def newest_checkpoint(run: Path) -> Path | None:
-    """The newest checkpoint, whole or not; None: there is none."""
+    """The newest checkpoint, unchecked; None: there is none."""
     return next(iter(_generations(run)), None)
 
 
@@ -101,9 +95,9 @@ def resume_checkpoint(run: Path) -> Path | None:
         FileFailure: there are checkpoints, and none is whole.
     """
     shutil.rmtree(run / CHECKPOINTS / WRITING, ignore_errors=True)
-    found = _generations(run)
+    generations = _generations(run)
     damaged: list[str] = []
-    for checkpoint in found:
+    for checkpoint in generations:
         try:
             written = read_manifest(checkpoint)
             if written.get("step") != step_of(checkpoint):
@@ -129,5 +123,5 @@ def resume_checkpoint(run: Path) -> Path | None:
 def _generations(run: Path) -> list[Path]:
     """Checkpoints, the newest first, whole or not."""
     names = (run / CHECKPOINTS).glob(f"{_PREFIX}*")
-    found = [each for each in names if each.name.removeprefix(_PREFIX).isdecimal()]
-    return sorted(found, key=step_of, reverse=True)
+    folders = [each for each in names if each.name.removeprefix(_PREFIX).isdecimal()]
+    return sorted(folders, key=step_of, reverse=True)

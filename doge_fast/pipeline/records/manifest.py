@@ -1,8 +1,8 @@
 """manifest.json: what a finished folder holds, written into it last.
 
-A folder that is written file by file looks finished to whoever finds it after a kill, a full disk
-or a loss of power, and a bit that flipped on a disk looks like any other bit. With a manifest a
-reader knows; and `model/`, the last thing that a run leaves, says with it that the run is complete.
+After a kill, a full disk or a loss of power a folder with half of its files looks finished, and a
+flipped bit looks like any other. The manifest has the size and SHA-256 of every file, so a reader
+can tell. A run writes `model/` last, so a whole `model/` means that the run is complete.
 """
 
 import hashlib
@@ -12,19 +12,24 @@ from typing import Any
 
 from doge_fast import atomic_file
 from doge_fast.pipeline.failures import FileFailure, UserError
-from doge_fast.pipeline.records.runs import Json, load, read_json
-from doge_fast.pipeline.records.shapes import MANIFEST, ManifestRecord
+from doge_fast.pipeline.records.schema import (
+    MANIFEST,
+    Json,
+    ManifestRecord,
+    check_shape,
+    read_json,
+)
 from doge_fast.weights.weights_file import SCHEMA_VERSION, write_json
 
 MODEL = "model"
-# A folder has one large file or two; each is hashed by one and kept by another.
+# A folder has one or two large files; each is hashed by one thread and synced by another.
 _THREADS = 4
 
 
 def write_manifest(folder: Path, **fields: Any) -> None:
     """Have every file of a folder on the disk, and then say in manifest.json what they are.
 
-    `fields` are what else it is to hold. Files are hashed while the disk writes them.
+    `fields` are further fields of it. Files are hashed while the disk writes them.
     """
     files = _files(folder)
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -49,20 +54,19 @@ def read_manifest(folder: Path, *, is_hashed: bool = True) -> Json:
         UserError: what is wrong with which file.
     """
     try:
-        load(folder, ManifestRecord)
         record = read_json(folder / MANIFEST)
-        for name, entry in record["files"].items():
-            _check(folder / name, name, entry, is_hashed=is_hashed)
+        for name, entry in check_shape(record, ManifestRecord, folder / MANIFEST).files.items():
+            _check_file(folder / name, name, entry, is_hashed=is_hashed)
     except OSError as error:
         raise UserError(f"{error.filename} cannot be read: {error.strerror}") from None
     return record
 
 
-def check_model(run: Path, *, is_hashed: bool = True) -> bool:
-    """Whether a run has left a model; an empty folder is none. `is_hashed` as for `read_manifest`.
+def has_model(run: Path, *, is_hashed: bool = True) -> bool:
+    """Whether a run has a model; an empty folder is none. `is_hashed` as for `read_manifest`.
 
     Raises:
-        FileFailure: it has left one that is damaged.
+        FileFailure: it has one, which is damaged.
     """
     folder = run / MODEL
     if not any(folder.glob("*")):
@@ -79,14 +83,14 @@ def check_model(run: Path, *, is_hashed: bool = True) -> bool:
 
 def check_finished(run: Path) -> None:
     """Raise UserError where a run has no model yet, or a damaged one; reads all of it."""
-    if not check_model(run):
+    if not has_model(run):
         raise UserError(
             f"{run} has no {MODEL}/: its run is not complete. Repeat the command that began it; it "
             "resumes. Runs of select leave none."
         )
 
 
-def _check(file: Path, name: str, entry: Json, *, is_hashed: bool) -> None:
+def _check_file(file: Path, name: str, entry: Json, *, is_hashed: bool) -> None:
     if not file.is_file():
         raise UserError(f"{name} is missing")
     size, expected = file.stat().st_size, entry.get("bytes")
@@ -98,8 +102,8 @@ def _check(file: Path, name: str, entry: Json, *, is_hashed: bool) -> None:
 
 def _files(folder: Path) -> list[Path]:
     """All but the manifest itself, the largest first: the others are done beside it."""
-    found = [each for each in folder.rglob("*") if each.is_file() and each.name != MANIFEST]
-    return sorted(found, key=lambda file: (-file.stat().st_size, file))
+    files = [each for each in folder.rglob("*") if each.is_file() and each.name != MANIFEST]
+    return sorted(files, key=lambda file: (-file.stat().st_size, file))
 
 
 def _digest(file: Path) -> str:

@@ -1,6 +1,6 @@
-"""The files of a run and of a search, but its weights: what is written, believed, compared.
+"""The files of a run and of a search, apart from weights.json: written, checked and compared.
 
-config.json says what was asked, metrics.jsonl has a line a step and is only appended to,
+config.json has the settings, metrics.jsonl has a line a step and is only appended to,
 evaluation.json and fewshot.json what was measured; experiment.json is about several runs.
 """
 
@@ -20,38 +20,34 @@ from doge_fast import atomic_file
 from doge_fast.pipeline.baselines import BASELINES
 from doge_fast.pipeline.config import Reading, StageConfig
 from doge_fast.pipeline.failures import FileFailure, UserError
-from doge_fast.pipeline.records.shapes import (
+from doge_fast.pipeline.records.schema import (
     CANCELLATION,
+    CHECKPOINTS,
     CONFIG,
     EVALUATION,
     EXPERIMENT,
+    METRICS,
+    RESTORE,
     STAGES,
-    WAY_OUT,
     CancellationRecord,
     ConfigRecord,
     CorpusRecord,
     EvaluationRecord,
     ExperimentRecord,
-    Loaded,
+    Json,
     MetricsLine,
     check_shape,
+    load,
 )
 from doge_fast.pipeline.sizes import SIZES
 from doge_fast.pipeline.wording import first_few
 from doge_fast.weights.weights_file import SCHEMA_VERSION, plain, write_json
 
-METRICS = "metrics.jsonl"
-WEIGHTS = "weights.json"
-CHECKPOINTS = "checkpoints"
-# Where one is written, among them.
-WRITING = ".writing"
-
-Json = dict[str, Any]
 Config = TypeVar("Config", bound=StageConfig)
 
 # What does not change the numbers that a run computes.
 _NOT_COMPARED = ("out", "corpus.cache_dir", "training.max_skipped_steps")
-# Inputs: paths, but for these words.
+# Settings that name an input: a path, or one of these words, which are no paths.
 _INPUTS: dict[str, Sequence[str]] = {
     "corpus.data": ("installed",),
     "corpus.tokenizer": ("train",),
@@ -61,11 +57,12 @@ _INPUTS: dict[str, Sequence[str]] = {
     "proxy": (),
     "reference": (),
 }
-# Says whether to run at all.
+# Decides whether the verb runs, and nothing about the run.
 _NOT_KEPT = ("dry_run",)
 
-# How a search is run; seeds may be added, which its runs show, and it may go on for longer.
-_FREE = ("out", "plan", "only", "seeds", "device", "most_runs", "budget_tokens")
+# Settings of a search that may change when it is continued. Of seeds, `check_experiment` sees to it
+# that none is taken away.
+_SEARCH_MAY_CHANGE = ("out", "plan", "only", "seeds", "device", "most_runs", "budget_tokens")
 
 _REPORTED_PACKAGES = (
     *("doge-fast", "torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy"),
@@ -73,10 +70,10 @@ _REPORTED_PACKAGES = (
 
 
 def check_run(config: StageConfig) -> ConfigRecord | None:
-    """config.json of `config.out` where that holds this very run already, so it can be resumed.
+    """config.json of `config.out`, if that is this very run, which is then resumed.
 
-    Writes nothing, so it can be asked before the corpus is packed. A setting that did not exist
-    when the run was made counts as its default. None: the run is a new one.
+    It writes nothing, so it can be called before the corpus is packed. A setting that the record
+    lacks counts as its default. None: the run is a new one.
 
     Raises:
         UserError: it is a file, holds files but no config.json, or holds another run.
@@ -116,9 +113,9 @@ def check_corpus(run: Path, recorded: CorpusRecord, corpus: CorpusRecord) -> Non
 
 
 def kept(config: Any) -> Json:
-    """What a record keeps of a verb's settings; inputs that are there as their real paths.
+    """A verb's settings as a record keeps them; inputs that exist become real paths.
 
-    So a run can be gone on with, and measured, from any folder.
+    So a run can be continued and measured from any folder.
     """
     fields = {name: value for name, value in plain(config).items() if name not in _NOT_KEPT}
     for name, words in _INPUTS.items():
@@ -127,13 +124,12 @@ def kept(config: Any) -> Json:
         inside: Any = fields.get(group) if group else fields
         value = inside.get(last) if isinstance(inside, dict) else None
         if isinstance(value, str) and value not in words:
-            path = os.path.expanduser(value)
-            inside[last] = os.path.realpath(path) if os.path.exists(path) else value
+            inside[last] = os.path.realpath(value) if os.path.exists(value) else value
     return fields
 
 
 def _architecture_sha256(config: StageConfig) -> str:
-    """Of the config.json of a model folder; empty for a size, and for an id of the Hub."""
+    """SHA-256 of a model folder's config.json; empty for a size and for a Hub id."""
     path = Path(config.model.model)
     file = path / CONFIG if path.is_dir() else path
     is_file = config.model.model not in SIZES and file.is_file()
@@ -153,10 +149,9 @@ def open_run(
     Args:
         config: of the run.
         corpus: what it is made of.
-        parameters: of its model.
-        resolved: settings whose default was taken, as numbers: recorded once, so that a run that
-            is resumed keeps them.
-        warnings: what to know of the corpus before believing a number: kept for the report.
+        parameters: number of the model's parameters.
+        resolved: {setting: the number that its default came to}; a resumed run takes it from here.
+        warnings: what is odd about the corpus, for the report.
     """
     record = ConfigRecord(
         stage=config.stage,
@@ -176,7 +171,7 @@ def open_run(
 def load_config(run: Path) -> tuple[ConfigRecord, Any]:
     """config.json of a run directory, and the configuration in it as its stage's class.
 
-    Settings that the file lacks have their defaults; those that there are no more are left out.
+    Settings that the file lacks get their defaults; settings that no longer exist are dropped.
 
     Raises:
         UserError: it is absent or damaged.
@@ -185,12 +180,12 @@ def load_config(run: Path) -> tuple[ConfigRecord, Any]:
     return record, check_shape(record.config, STAGES[record.stage], f"{run / CONFIG}, config")
 
 
-def check_same(out: Path, recorded: Json, asked: Json, ignored: Sequence[str]) -> None:
-    """Raise UserError where the configuration in `out` is another than the one asked for.
+def check_same(out: Path, recorded: Json, given: Json, ignored: Sequence[str]) -> None:
+    """Raise UserError where the configuration in `out` differs from the one given.
 
     `ignored` are dotted names of what may differ.
     """
-    before, now = _flat(recorded), _flat(asked)
+    before, now = _flat(recorded), _flat(given)
     pairs = {name: (before.get(name, "absent"), now.get(name, "absent")) for name in before | now}
     differing = [name for name, pair in pairs.items() if name not in ignored and pair[0] != pair[1]]
     if differing:
@@ -215,60 +210,18 @@ def _flat(value: Any, prefix: str = "") -> Json:
 
 def versions() -> dict[str, str]:
     """Version of Python and of every installed package that decides a run's numbers."""
-    found = {"python": python_version()}
+    by_package = {"python": python_version()}
     for package in _REPORTED_PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
-
-
-def read_json(path: Path, way_out: str = WAY_OUT) -> Json:
-    """The object that the file holds; UserError where it is absent or holds another thing."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8-sig"))
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist.") from None
-    except (ValueError, RecursionError) as error:
-        raise FileFailure(f"{path} must hold JSON and does not: {error}. {way_out}") from None
-    if not isinstance(value, dict):
-        held = _JSON_NAMES.get(type(value), "a number")
-        raise FileFailure(f"{path} must hold a JSON object; it holds {held}. {way_out}")
-    return value
-
-
-_JSON_NAMES = {type(None): "null", bool: "true or false", list: "a list", str: "a string"}
-
-
-def load(folder: Path, kind: type[Loaded]) -> Loaded:
-    """A record of a directory, of a schema that is known and with all that a reader asks for.
-
-    Raises:
-        UserError: there is none, or it is damaged.
-    """
-    path = folder / kind.file
-    if not path.exists():
-        raise UserError(kind.absent.format(folder))
-    record = read_json(path)
-    if kind.has_schema:
-        check_schema(record, path)
-    return check_shape(record, kind, path)
-
-
-def check_schema(record: Json, path: str | Path, *, way_out: str = "") -> None:
-    """A record of another schema is refused before any of it is believed."""
-    version = record.get("schema_version")
-    if version != SCHEMA_VERSION:
-        raise FileFailure(
-            f"{path} must say that it follows schema {SCHEMA_VERSION}, as its schema_version; it "
-            f"says {version!r}.{way_out}"
-        )
+            by_package[package] = metadata.version(package)
+    return by_package
 
 
 def check_empty(out: Path, missing: str = CONFIG) -> None:
-    """A directory with somebody else's files is not made a run."""
+    """Raise UserError where a new run's directory holds files of something else."""
     held = []
     for entry in sorted(out.iterdir()) if out.is_dir() else ():
-        # What a run leaves that was killed while it wrote its very first file, or before.
+        # Left by a run that was killed before its first file was complete.
         is_torn = entry.name.startswith((f".{CONFIG}.", f".{EXPERIMENT}."))
         hidden = (each.name.startswith(".") for each in entry.glob("*"))
         if not (is_torn or (entry.name == CHECKPOINTS and all(hidden))):
@@ -281,15 +234,15 @@ def check_empty(out: Path, missing: str = CONFIG) -> None:
 
 
 def append_metrics(run: Path, line: Mapping[str, Any]) -> None:
-    """Append {"step", "kind": "train" | "eval", ...}, in one write where there is room for it.
+    """Append a line {"step", "kind": "train" | "eval", ...} in one write.
 
-    Where something else has cut the file within a line, what is left of that line goes.
+    If the file ends within a line, which another program has cut, that line is removed first.
 
     Raises:
         OSError: the line is not written, or not all of it.
     """
     text = json.dumps(plain(line), ensure_ascii=False, allow_nan=False) + "\n"
-    # Buffered: what the system leaves of a line is written again, which says what is wrong.
+    # Buffered: where the disk took a part of the line, writing the rest raises the system's error.
     with (run / METRICS).open("a+b") as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(end - 1, 0))
@@ -332,7 +285,7 @@ def resume_metrics(run: Path, written: Any) -> None:
         kept = content[:size]
         if _sha256(kept) != known.get("sha256"):
             raise UserError(_difference(content, lines))
-    # Whatever came after the checkpoint goes, a torn last line with it.
+    # Lines after the checkpoint are removed, a torn last one too.
     if kept != content:
         atomic_file.write(path, kept)
 
@@ -360,27 +313,27 @@ def read_metrics(run: Path, *, kind: Literal["train", "eval"] | None = None) -> 
     Raises:
         UserError: there is no such file, or a line before the last is not a metrics line.
     """
-    return [line for line, _ in _read(run) if kind in (None, line["kind"])]
+    return [line for line, _ in _lines_of(run) if kind in (None, line["kind"])]
 
 
 def read_lines(run: Path) -> list[MetricsLine]:
     """As `read_metrics`, each line of its class."""
-    return [shape for _, shape in _read(run)]
+    return [shape for _, shape in _lines_of(run)]
 
 
-def _read(run: Path) -> list[tuple[Json, MetricsLine]]:
+def _lines_of(run: Path) -> list[tuple[Json, MetricsLine]]:
     path = run / METRICS
     if not path.exists():
         raise UserError(f"{path} does not exist: the run in {run} has not logged a step.")
     lines: list[tuple[Json, MetricsLine]] = []
-    # What follows the last line break was torn by a kill.
+    # A kill tore what follows the last line break.
     for n, text in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         where = f"{path}, line {n}"
         try:
             line = json.loads(text, parse_constant=_refuse_constant)
         except (ValueError, RecursionError) as error:
             raise FileFailure(
-                f"{where}, must hold a JSON object and does not: {error}. {WAY_OUT}"
+                f"{where}, must hold a JSON object and does not: {error}. {RESTORE}"
             ) from None
         lines.append((line, check_shape(line, MetricsLine, f"{where},")))
         first, _ = lines[0]
@@ -388,7 +341,7 @@ def _read(run: Path) -> list[tuple[Json, MetricsLine]]:
             if key in line and line[key].keys() != first.get(key, line[key]).keys():
                 raise FileFailure(
                     f"{where}, is damaged: {key} is of {', '.join(line[key])}, and in line 1 of "
-                    f"{', '.join(first[key])}. {WAY_OUT}"
+                    f"{', '.join(first[key])}. {RESTORE}"
                 )
     return lines
 
@@ -434,23 +387,23 @@ def exp_or_inf(value: float) -> float:
 
 def load_evaluation(run: Path) -> EvaluationRecord:
     """evaluation.json of a run directory; UserError where it is absent or damaged."""
-    found = load(run, EvaluationRecord)
-    if not found.loss.keys() == found.blocks.keys() == found.perplexity.keys():
+    record = load(run, EvaluationRecord)
+    if not record.loss.keys() == record.blocks.keys() == record.perplexity.keys():
         raise FileFailure(
             f"{run / EVALUATION} is damaged: loss, blocks and perplexity are not of the same "
-            f"domains. {WAY_OUT}"
+            f"domains. {RESTORE}"
         )
-    return found
+    return record
 
 
 def load_cancellation(run: Path) -> CancellationRecord:
     """cancellation.json of a run directory; UserError where it is absent or damaged."""
-    found = load(run, CancellationRecord)
-    if lost := [reading for reading in get_args(Reading) if reading not in found.scores]:
+    record = load(run, CancellationRecord)
+    if lost := [reading for reading in get_args(Reading) if reading not in record.scores]:
         raise FileFailure(
-            f"{run / CANCELLATION} is damaged: it has no scores {', '.join(lost)}. {WAY_OUT}"
+            f"{run / CANCELLATION} is damaged: it has no scores {', '.join(lost)}. {RESTORE}"
         )
-    return found
+    return record
 
 
 def is_measured(run: Path, blocks: int | None) -> bool:
@@ -464,7 +417,7 @@ def is_measured(run: Path, blocks: int | None) -> bool:
     return load_evaluation(run).blocks == wanted
 
 
-def few_shot(
+def few_shot_record(
     *, step: int, tasks: Mapping[str, Mapping[str, Any]], setting: Mapping[str, Any]
 ) -> Json:
     """What fewshot.json holds: the scores of every task, what decides them, and their average.
@@ -512,7 +465,7 @@ def check_experiment(out: Path, record: ExperimentRecord) -> None:
     if all(entry.name == EXPERIMENT for entry in out.iterdir()):
         return
     known = load(out, ExperimentRecord)
-    check_same(out, known.config, record.config, _FREE)
+    check_same(out, known.config, record.config, _SEARCH_MAY_CHANGE)
     if missing := [name for name in known.runs if name not in record.runs]:
         raise UserError(
             f"{out} holds a search with further runs, as {missing[0]}. Name another directory, or "

@@ -1,6 +1,6 @@
 """weights.json: domain weights by name.
 
-Fields that `shapes.WeightsRecord` does not name are kept and not looked at, so that other programs
+Fields that `schema.WeightsRecord` does not name are kept and not looked at, so that other programs
 may write more. docs/weights.md says what each means and who writes it.
 """
 
@@ -15,14 +15,17 @@ from typing import Any
 from doge_fast.pipeline import named
 from doge_fast.pipeline.config import MIX
 from doge_fast.pipeline.failures import FileFailure, UserError
-from doge_fast.pipeline.records.runs import METRICS, WEIGHTS, Json, check_schema, read_json
-from doge_fast.pipeline.records.shapes import (
+from doge_fast.pipeline.records.schema import (
     CONFIG,
     EVALUATION,
     FEWSHOT,
+    METRICS,
     SUM_TOLERANCE,
+    WEIGHTS,
+    Json,
     WeightsRecord,
     check_shape,
+    read_json,
 )
 from doge_fast.weights import weights_file
 from doge_fast.weights.weights_file import SCHEMA_VERSION
@@ -50,7 +53,7 @@ def write_weights(path: Path, weights: Mapping[str, Any]) -> None:
         UserError: as `read_weights`; nothing is written.
     """
     file = weights_path(path)
-    _check_weights({"schema_version": SCHEMA_VERSION, **weights}, str(file))
+    _check_record({"schema_version": SCHEMA_VERSION, **weights}, str(file))
     weights_file.write(file, weights)
 
 
@@ -94,7 +97,7 @@ def read_weights(source: str | Path, *, domains: Sequence[str] | None = None) ->
         words = [word for word in parts if word.strip()]
         try:
             record = _of_numbers(named.numbers(words, "weights"), file)
-            _check_weights(record, file)
+            _check_record(record, file)
         except FileFailure as error:
             # No file is damaged.
             raise UserError(str(error)) from None
@@ -112,7 +115,7 @@ def read_weights(source: str | Path, *, domains: Sequence[str] | None = None) ->
         record = read_json(Path(file), f"Restore it.{_WAY_TO_WEIGHTS}")
         if not record.keys() & {"domains", "schema_version"}:
             record = _of_numbers(record, file)
-        _check_weights(record, file)
+        _check_record(record, file)
         if record.pop("sha256", None) not in (None, weights_file.digest_of(record)):
             raise FileFailure(
                 f"{file} is not as it was written: its sha256 differs. Restore it; or remove its "
@@ -125,7 +128,8 @@ def read_weights(source: str | Path, *, domains: Sequence[str] | None = None) ->
     extra = [name for name in by_name if name not in domains]
     if missing or extra:
         parts = [f"no weight for {', '.join(missing)}"] if missing else []
-        parts += [f"weights for {', '.join(extra)}, which are not trained on"] if extra else []
+        others = ", ".join(named.apart(extra, domains))
+        parts += [f"weights for {others}, which are not trained on"] if extra else []
         raise UserError(
             f"{file} must weigh exactly the domains of this corpus ({', '.join(domains)}); it has "
             f"{' and '.join(parts)}. Train on the domains of the file (--domains "
@@ -173,8 +177,7 @@ def is_same_mixture(one: Mapping[str, float], other: Mapping[str, float]) -> boo
     )
 
 
-def _check_weights(record: Json, where: str) -> None:
-    check_schema(record, where, way_out=_WAY_TO_WEIGHTS)
+def _check_record(record: Json, where: str) -> None:
     check_fields(record, where)
     total = math.fsum(entry["weight"] for entry in record["domains"])
     if abs(total - 1) > SUM_TOLERANCE:
@@ -196,7 +199,7 @@ def check_fields(record: Mapping[str, Any], where: str) -> None:
         # First: JSON itself has no word for half a character.
         given = [entry.get("name") for entry in entries if isinstance(entry, Mapping)]
         named.check_visible([name for name in given if isinstance(name, str) and name], where)
-    found = check_shape(record, WeightsRecord, where, told="", way_out=_CORRECT)
-    names = [entry.name for entry in found.domains]
+    shaped = check_shape(record, WeightsRecord, where, problem="", way_out=_CORRECT)
+    names = [entry.name for entry in shaped.domains]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise FileFailure(f"{where}: a domain has one weight; {', '.join(twice)} occurs twice.")

@@ -1,1 +1,1 @@
-"""What a report is made of, from records to tables and figures."""
+"""A report, from the records of runs to tables and figures."""

@@ -48,7 +48,7 @@ _MOST_POINTS = 400
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure that is drawn when it is asked for, and the words around it."""
+    """A figure that is drawn when `svg` is read, with its title and caption."""
 
     title: str
     caption: str

@@ -1,4 +1,4 @@
-"""A run directory as its records tell it, and what two runs of one arm have in common."""
+"""A run directory, read from its records, and the settings that runs of one arm share."""
 
 import json
 import math
@@ -19,16 +19,16 @@ from doge_fast.pipeline.wording import listed
 
 # Stages that end in weights.
 LEARNING = ("proxy", "doremi")
-# Do not change what a run computes, or are what arms and seeds are allowed to differ in.
-_FREE_TRAINING = ("seed", "eval_every", "eval_blocks", "save_every", "device", "compile")
-_FREE = ("out", "corpus", "weights", "log_every", "training")
+# Settings in which two runs of one arm may differ; weights decide the arm elsewhere.
+_MAY_DIFFER_IN_TRAINING = ("seed", "eval_every", "eval_blocks", "save_every", "device", "compile")
+_MAY_DIFFER = ("out", "corpus", "weights", "log_every", "training")
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a report reads of the configuration of any stage.
+class ReportedConfig:
+    """The settings of a run of any stage that a report reads.
 
-    Not the stages' own classes: a report also reads kept records of options that have gone.
+    The stages' classes would refuse kept records of options that no longer exist.
     """
 
     model: ModelConfig
@@ -45,11 +45,11 @@ class Asked:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """One run directory, as its records tell it."""
+    """One run directory, read from its records."""
 
     path: Path
     record: records.ConfigRecord
-    asked: Asked
+    config: ReportedConfig
     lines: Sequence[records.MetricsLine]
     weights: Json | None
     evaluation: records.EvaluationRecord | None
@@ -62,7 +62,7 @@ class RecordedRun:
     @property
     def stem(self) -> str:
         """The name that its seeds share: ca-seed0 -> ca."""
-        return self.name.removesuffix(f"-seed{self.asked.training.seed}")
+        return self.name.removesuffix(f"-seed{self.config.training.seed}")
 
     @property
     def domains(self) -> tuple[str, ...]:
@@ -77,7 +77,7 @@ class RecordedRun:
     @property
     def target_names(self) -> set[str]:
         """What its weights were learned for, `universal` and `mix` too."""
-        return {target_of(item)[0] for item in self.asked.target}
+        return {target_of(item)[0] for item in self.config.target}
 
     @property
     def train(self) -> list[records.MetricsLine]:
@@ -91,23 +91,23 @@ class RecordedRun:
 
     @property
     def is_complete(self) -> bool:
-        """Whether it came to its end, and left the weights that it learned."""
+        """Whether it was trained to its end and, where it learns weights, has them."""
         is_lacking = self.record.stage in LEARNING and self.weights is None
         has_model = (self.path / records.MODEL).is_dir()
         return (self.has_all_lines or has_model) and not is_lacking
 
     @property
     def has_all_lines(self) -> bool:
-        """Whether the records go on to the last step; something may have cut metrics.jsonl."""
-        return self.last_step >= self.asked.training.steps
+        """Whether metrics.jsonl has the last step; another program may have cut it."""
+        return self.last_step >= self.config.training.steps
 
     @property
     def tokens(self) -> int:
         """Tokens of training domains that the whole run sees."""
-        per_step = self.asked.batch_size
+        per_step = self.config.batch_size
         if per_step is None:
-            per_step = (self.asked.sequences_per_domain or 0) * len(self.domains)
-        return self.asked.training.steps * per_step * self.record.corpus.block_size
+            per_step = (self.config.sequences_per_domain or 0) * len(self.domains)
+        return self.config.training.steps * per_step * self.record.corpus.block_size
 
     @property
     def seconds_per_step(self) -> float:
@@ -120,14 +120,14 @@ class RecordedRun:
         """{domain: held-out blocks} that `losses` are of; empty where it was not measured."""
         if self.evaluation is not None:
             return self.evaluation.blocks
-        most, corpus = self.asked.training.eval_blocks, self.record.corpus
+        most, corpus = self.config.training.eval_blocks, self.record.corpus
         sizes = {**corpus.domains, **corpus.targets}
         return {name: min(most, sizes[name].validation_blocks) for name in self.losses() or {}}
 
     def settings(self) -> str:
         """Everything that two runs of one arm share, as a key."""
         config = self.record.config | self.record.resolved
-        free = {key: value for key, value in config.items() if key not in _FREE}
+        free = {key: value for key, value in config.items() if key not in _MAY_DIFFER}
         if free.get("selection"):
             # Of each seed, in a run of its own.
             free["selection"] = Path(free["selection"]).name
@@ -136,7 +136,7 @@ class RecordedRun:
             keys = ("model", "parameters", "steps", "tokens")
             free["reference"] = [reference.get(key) for key in keys]
         settings = config["training"].items()
-        training = {key: value for key, value in settings if key not in _FREE_TRAINING}
+        training = {key: value for key, value in settings if key not in _MAY_DIFFER_IN_TRAINING}
         corpus = records.plain(self.record.corpus)
         return json.dumps((self.record.stage, free, training, corpus), sort_keys=True)
 
@@ -144,7 +144,7 @@ class RecordedRun:
         """Held-out loss per domain at the end; None where it was not measured."""
         if self.evaluation is not None:
             return self.evaluation.loss
-        steps = self.asked.training.steps
+        steps = self.config.training.steps
         for line in reversed(self.lines):
             if line.kind == "eval" and line.step == steps and isinstance(line.loss, dict):
                 return line.loss
@@ -165,32 +165,32 @@ def _run_directories(path: Path) -> list[Path]:
         raise UserError(f"A run is a directory; {path} {what}. Name directories that hold runs.")
     if (path / records.CONFIG).exists():
         return [path]
-    found = []
+    runs = []
     for folder in sorted(filter(Path.is_dir, path.iterdir())):
         # Raises where nobody may look: what is left out of a report must not go without a word.
         names = os.listdir(folder)
         # Of models, which have a config.json too, none names a stage.
         is_run = records.CONFIG in names and "stage" in records.read_json(folder / records.CONFIG)
         if is_run or records.METRICS in names:
-            found.append(folder)
-    if not found:
+            runs.append(folder)
+    if not runs:
         raise UserError(
             f"{path} is not a run directory and holds none: neither it nor a folder in it has a "
             f"{records.CONFIG} that a proxy or base run wrote."
         )
-    return found
+    return runs
 
 
 def _read_run(path: Path) -> RecordedRun:
     record = records.load(path, records.ConfigRecord)
-    # What a default came to, in its place.
-    told = record.config | record.resolved
-    # A link to nothing is among them, for something is lost.
+    # With the values that defaults came to.
+    config = record.config | record.resolved
+    # A broken link is listed too: reading it says what is lost.
     files = os.listdir(path)
     run = RecordedRun(
         path=path,
         record=record,
-        asked=records.check_shape(told, Asked, f"{path / records.CONFIG}, config"),
+        config=records.check_shape(config, ReportedConfig, f"{path / records.CONFIG}, config"),
         lines=records.read_lines(path) if records.METRICS in files else [],
         weights=records.read_weights(path) if records.WEIGHTS in files else None,
         evaluation=records.load_evaluation(path) if records.EVALUATION in files else None,
@@ -199,7 +199,7 @@ def _read_run(path: Path) -> RecordedRun:
         if names:
             raise FileFailure(
                 f"{path / file} is not of the run that {records.CONFIG} is of: "
-                f"{listed(sorted(names))}. {records.WAY_OUT}"
+                f"{listed(sorted(names))}. {records.RESTORE}"
             )
     return run
 

@@ -1,6 +1,6 @@
-"""The page, section by section: what each comes to in a line, its tables, its figures.
+"""The sections of a report: headline, tables, figures and remarks of each, as data.
 
-A section is data, so the page and the terminal show the same. Their order is `page_of`'s.
+The page and the terminal show the same sections, in the order of `page_of`.
 """
 
 import math
@@ -26,7 +26,7 @@ from doge_fast.pipeline.reporting.statistics import (
     change_of,
     change_text,
     perplexity_text,
-    weight_text,
+    share_text,
 )
 from doge_fast.pipeline.reporting.study import Study, mean_weights, open_study
 from doge_fast.pipeline.tables import Cell, Table, table_of
@@ -46,7 +46,7 @@ class Section:
 
     title: str
     headline: str = ""
-    """What its comparison comes to, for the top of the page."""
+    """The result of its comparison, in a line."""
     commands: Sequence[str] = ()
     """To copy."""
     tables: Sequence[Table] = ()
@@ -65,8 +65,10 @@ class Page:
     @property
     def headline(self) -> str:
         """The first comparison's; the others stand in their tables."""
-        found = (section.headline for section in self.sections if section.headline)
-        return next(found, "Nothing is compared yet, so whether these weights help is not known.")
+        headlines = (section.headline for section in self.sections if section.headline)
+        return next(
+            headlines, "Nothing is compared yet, so whether these weights help is not known."
+        )
 
 
 def page_of(runs: Sequence[Path]) -> Page:
@@ -79,14 +81,13 @@ def page_of(runs: Sequence[Path]) -> Page:
     sections = (
         *(_temperature(study, group) for group in study.of(records.TemperatureGroup)),
         *(_mixture(study, group) for group in study.of(records.WeightsGroup)),
-        Section("Before you use them", remarks=list(_warnings(study))),
+        Section("Before you use them", remarks=list(_cautions(study))),
         _course(study),
         *(_perplexities(study, group) for group in study.of(records.PerplexityGroup)),
         *(_perplexities(study, group) for group in study.of(records.TargetsGroup)),
         *(_cost(study, group) for group in study.of(records.CostGroup)),
         _provenance(study),
     )
-    # Without those that have nothing to say.
     filled = [each for each in sections if each.remarks or each.tables]
     return Page(study.title, study.question, filled)
 
@@ -94,7 +95,7 @@ def page_of(runs: Sequence[Path]) -> Page:
 def _mixture(study: Study, group: records.WeightsGroup) -> Section:
     """The weights of the arms beside uniform and natural ones, and how to take them away."""
     title, runs = group.title, {arm: study.runs_of(arm.runs) for arm in group.arms}
-    learned = {arm: found for arm in group.arms if (found := mean_weights(runs[arm]))}
+    learned = {arm: means for arm in group.arms if (means := mean_weights(runs[arm]))}
     if not learned:
         return Section(title)
     names = list(dict.fromkeys(name for weights in learned.values() for name in weights))
@@ -115,17 +116,17 @@ def _mixture(study: Study, group: records.WeightsGroup) -> Section:
         totals.append(("uniform would be", *uniform))
     targets = {arm.label: runs[arm][0].targets for arm in learned}
 
-    def told(name: str, label: str, weights: Mapping[str, Stat]) -> str:
+    def weight_of(name: str, label: str, weights: Mapping[str, Stat]) -> str:
         if name in weights:
-            return weight_text(weights[name])
+            return share_text(weights[name])
         return "target" if name in targets[label] else "–"
 
     rows = [
-        (name, *(told(name, label, weights) for (label, _), weights in columns.items()))
+        (name, *(weight_of(name, label, weights) for (label, _), weights in columns.items()))
         for name in names
     ]
-    means = ([stat.mean for stat in weights.values()] for weights in columns.values())
-    totals.append(("effective domains", *map(_effective, means)))
+    averages = ([stat.mean for stat in weights.values()] for weights in columns.values())
+    totals.append(("effective domains", *map(_effective, averages)))
     for reference in (learned[arm] for arm in learned if arm.label == group.reference):
         gaps = (_gap_text(weights, reference) for weights in columns.values())
         totals.append((f"mean absolute difference from {group.reference}", *gaps))
@@ -187,8 +188,8 @@ def _temperature(study: Study, group: records.TemperatureGroup) -> Section:
     rows: list[Sequence[str | Cell]] = []
     for point in points:
         change = changes[point.inverse]
-        told = change_text(change) if point.inverse else "/"
-        cell = Cell(told, change.is_lower, change.is_higher)
+        text = change_text(change) if point.inverse else "/"
+        cell = Cell(text, change.is_lower, change.is_higher)
         count = _effective(point.weights.values())
         is_chosen = "written" if point.inverse == group.chosen else ""
         rows.append((f"{point.inverse:g}", f"{means[point.inverse]:.4f}", cell, count, is_chosen))
@@ -266,7 +267,7 @@ def _perplexities(study: Study, group: records.PerplexityGroup | records.Targets
     wanted, pairs = "DoGE", list(others.items())
     if isinstance(group, records.TargetsGroup):
         corner, name, about = "target", title, ""
-        # Beside them stand what further steps do, and the oracle, which nobody can choose.
+        # Fine-tuned models and the oracle stand in the table; nobody chooses between them.
         pairs = [pair for pair in pairs if pair[0].startswith(wanted)] or pairs
     else:
         corner, name = "domain", f"Perplexity per domain: {title}"
@@ -278,13 +279,13 @@ def _perplexities(study: Study, group: records.PerplexityGroup | records.Targets
     for line in lines:
         cells = []
         for label in arms:
-            told = perplexity_text(line.perplexity(label)) if line.losses[label] else "–"
+            text = perplexity_text(line.perplexity(label)) if line.losses[label] else "–"
             is_better = label in others and line.difference(label, others[label]).is_lower
-            cells.append(Cell(told, is_better))
+            cells.append(Cell(text, is_better))
         rows.append((line.label, *cells))
-        found = [line.difference(*pair) for pair in pairs]
-        told_of = (Cell(change_text(each), each.is_lower, each.is_higher) for each in found)
-        changes.append((line.label, *told_of))
+        differences = [line.difference(*pair) for pair in pairs]
+        compared = (Cell(change_text(d), d.is_lower, d.is_higher) for d in differences)
+        changes.append((line.label, *compared))
     domains = [line for line in lines if not line.is_total]
     totals, num_domains = rows[len(domains) :], len(domains)
     if totals:
@@ -363,11 +364,11 @@ def _cost(study: Study, group: records.CostGroup) -> Section:
     rows = []
     for place, (label, unit) in enumerate((("tokens", 1), ("FLOPs", 1), ("hours", 3600))):
         values = [float(mean[place]) / unit for mean in means]
-        told = [f"{value:.3g}" if unit > 1 else count_text(value) for value in values]
+        texts = [f"{value:.3g}" if unit > 1 else count_text(value) for value in values]
         ratios = [f"{value / values[0]:.2f} ×" if values[0] else "–" for value in values]
-        # Of a run that has lost its lines the time is not known.
+        # A run whose metrics.jsonl is lost has no time.
         if any(values) and not any(map(math.isnan, values)):
-            rows.append((label, *(f"{a}  ({b})" for a, b in zip(told, ratios, strict=True))))
+            rows.append((label, *(f"{a}  ({b})" for a, b in zip(texts, ratios, strict=True))))
     note = (
         "All runs of a column, references and targets included; in brackets against the first. "
         "FLOPs: 6 N a token (2 N where a reference is only run), and rows (rows + 1) N a step for "
@@ -384,7 +385,7 @@ def _cost_of(runs: Sequence[RecordedRun]) -> tuple[float, float, float]:
     """(tokens, FLOPs, seconds) of one seed's runs together."""
     tokens = flops = seconds = 0.0
     for run in runs:
-        size, seen, steps = run.record.parameters, run.tokens, run.asked.training.steps
+        size, seen, steps = run.record.parameters, run.tokens, run.config.training.steps
         if run.record.stage == "proxy":
             rows = len(run.domains) + len(run.targets) + (MIX in run.target_names)
             seen = seen * rows // len(run.domains)
@@ -400,8 +401,8 @@ def _cost_of(runs: Sequence[RecordedRun]) -> tuple[float, float, float]:
 
 def _provenance(study: Study) -> Section:
     """Every run and its settings, the text there was, the versions."""
-    told = [run.record.versions for run in study.shown]
-    lines = (", ".join(f"{name} {version}" for name, version in each.items()) for each in told)
+    versions = [run.record.versions for run in study.shown]
+    lines = (", ".join(f"{name} {number}" for name, number in each.items()) for each in versions)
     remarks = [f"Made with {line}." for line in dict.fromkeys(lines) if line]
     if (plan := study.plan) is not None:
         remarks.append(f"{plan.name}; {plan.data}.")
@@ -414,11 +415,11 @@ def _provenance(study: Study) -> Section:
             "run": run.name,
             "stage": run.record.stage,
             "what": _what(run),
-            "model": _run_or(run.asked.model.model, records.MODEL),
-            "steps": str(run.asked.training.steps),
+            "model": _run_or(run.config.model.model, records.MODEL),
+            "steps": str(run.config.training.steps),
             "tokens": count_text(run.tokens),
-            "peak lr": f"{run.asked.training.learning_rate:g}",
-            "seed": str(run.asked.training.seed),
+            "peak lr": f"{run.config.training.learning_rate:g}",
+            "seed": str(run.config.training.seed),
             "s per step": f"{run.seconds_per_step:.2g}".replace("nan", "–"),
             "date": run.record.created[:10],
         }
@@ -444,16 +445,16 @@ def _run_or(path: str, file: str) -> str:
 
 def _what(run: RecordedRun) -> str:
     if run.record.stage == "base":
-        return f"weights {Path(_run_or(run.asked.weights, records.WEIGHTS)).name}"
+        return f"weights {Path(_run_or(run.config.weights, records.WEIGHTS)).name}"
     if run.record.stage == "doremi":
-        return f"reference {Path(run.asked.reference).name}"
-    mu = "" if run.asked.mu is None else f", mu {run.asked.mu:g}"
-    score = "" if run.asked.score == "paper" else f", score {run.asked.score}"
-    return f"target {' '.join(run.asked.target)}{mu}{score}"
+        return f"reference {Path(run.config.reference).name}"
+    mu = "" if run.config.mu is None else f", mu {run.config.mu:g}"
+    score = "" if run.config.score == "paper" else f", score {run.config.score}"
+    return f"target {' '.join(run.config.target)}{mu}{score}"
 
 
-def _warnings(study: Study) -> Iterator[str]:
-    """Everything that a reader should know before believing a number."""
+def _cautions(study: Study) -> Iterator[str]:
+    """What may be wrong with the numbers of the page, a sentence each."""
     if missing := study.unmeasured:
         yield (
             f"{plural(len(missing), 'run')} not complete yet, so left out: {first_few(missing)}. "
@@ -463,23 +464,23 @@ def _warnings(study: Study) -> Iterator[str]:
         yield from study.search.get("warnings") or ()
     else:
         # Runs of one corpus say the same.
-        yield from dict.fromkeys(told for run in study.shown for told in run.record.warnings)
+        yield from dict.fromkeys(text for run in study.shown for text in run.record.warnings)
     for proxy in study.proxies:
         if study.search is None:
-            yield from (f"{proxy.label}: {told}" for told in proxy.warnings())
+            yield from (f"{proxy.label}: {text}" for text in proxy.warnings())
         if len(proxy.runs) == 1:
             yield f"{proxy.label}: one seed, so the spread of its weights is unknown."
     for run in study.shown:
         if not run.is_complete:
             yield (
                 f"{run.name}: not complete, its records end at step {run.last_step} of "
-                f"{run.asked.training.steps}. The command that began it goes on, or says why it "
+                f"{run.config.training.steps}. The command that began it goes on, or says why it "
                 "cannot."
             )
         elif not run.has_all_lines:
             yield (
                 f"{run.name}: complete, and its records end at step {run.last_step} of "
-                f"{run.asked.training.steps}: metrics.jsonl was removed or cut. What is shown of "
+                f"{run.config.training.steps}: metrics.jsonl was removed or cut. What is shown of "
                 "its steps is of the lines that are left."
             )
         if skipped := sum(line.skipped for line in run.train):

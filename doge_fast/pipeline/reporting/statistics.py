@@ -146,6 +146,6 @@ def perplexity_text(stat: Stat) -> str:
     return f"{mean:.3f}" if mean < 10 else f"{mean:.2f}" if mean < 10_000 else f"{mean:.2e}"
 
 
-def weight_text(stat: Stat) -> str:
+def share_text(stat: Stat) -> str:
     """A domain weight, with its standard error where there is one."""
     return f"{stat.mean:.3f}" if stat.error is None else _with_error(stat, most=4)

@@ -1,7 +1,7 @@
-"""What a report is made of: runs, those that learned weights, and the tables that they are for.
+"""The runs of a report: which of them learned weights, and which are compared in which table.
 
-An experiment has planned its tables. Other runs are put into tables of the same classes: their base
-models are one comparison, and differ in nothing but weights and seed.
+A search has its tables in experiment.json, and so has a kept record of an experiment. Other runs
+are sorted into tables here; their base models differ in weights and seed alone.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -18,13 +18,13 @@ from doge_fast.pipeline.config.stages import target_of
 from doge_fast.pipeline.failures import UserError
 from doge_fast.pipeline.records.movement import Floats, Movement, movement_of
 from doge_fast.pipeline.reporting.runs import LEARNING, RecordedRun, open_runs
-from doge_fast.pipeline.reporting.statistics import Line, Losses, Stat, stat_of, weight_text
+from doge_fast.pipeline.reporting.statistics import Line, Losses, Stat, share_text, stat_of
 from doge_fast.pipeline.tables import as_ascii
 from doge_fast.pipeline.wording import count_text, listed, plural, wrapped
 from doge_fast.weights import diagnosis
 from doge_fast.weights.projection import effective_domains
 
-Kind = TypeVar("Kind")
+GroupKind = TypeVar("GroupKind")
 _BASELINES, _GIVEN = {"uniform": "baseline", "natural": "by tokens"}, "from a file"
 
 # Hardly moved: no domain is further than this from uniform, as a share of uniform.
@@ -54,18 +54,18 @@ class Proxy:
     @property
     def target(self) -> str:
         """For whom the weights are, in words."""
-        items, told = self.runs[0].asked.target, []
+        items, names = self.runs[0].config.target, []
         if self.is_doremi or items == (UNIVERSAL,):
             return "all domains"
         for item in items:
             name, weight = target_of(item)
             name = "a held-out mixture of all domains" if name == MIX else name
-            told.append(f"{name} ({weight})" if weight and len(items) > 1 else name)
-        return listed(told)
+            names.append(f"{name} ({weight})" if weight and len(items) > 1 else name)
+        return listed(names)
 
     @cached_property
     def arm(self) -> records.ArmRecord:
-        """As it stands in a table."""
+        """Its runs under its label, as a column of a table."""
         about = "learned by DoReMi" if self.is_doremi else f"learned for {self.target}"
         return records.ArmRecord(self.label, about, tuple(run.name for run in self.runs))
 
@@ -76,7 +76,7 @@ class Proxy:
 
     @property
     def has_steps(self) -> bool:
-        """Whether there is something to draw: a step past the first line that all seeds logged."""
+        """Whether all seeds have logged a step after step 0, so that there is a course to draw."""
         return bool(len(self.series("alpha_mean")[0]) > 1)
 
     def series(self, key: Literal["alpha", "alpha_mean"]) -> tuple[Floats, Floats]:
@@ -96,7 +96,7 @@ class Proxy:
 
     @property
     def has_moved(self) -> bool:
-        """Whether a domain is further from uniform than chance would take it; one cannot be."""
+        """Whether a weight is 2 % or more away from uniform; of a single domain always."""
         uniform = 1 / len(self.domains)
         furthest = max(abs(stat.mean - uniform) for stat in self.weights.values())
         return furthest >= _UNMOVED * uniform or len(self.domains) == 1
@@ -109,10 +109,10 @@ class Proxy:
         ranked = sorted(self.weights.items(), key=lambda item: -item[1].mean)
         most = [ranked[0], *(item for item in ranked[1:2] if item[1].mean > uniform)]
         top = listed(
-            f"{name} {weight_text(stat)} ({stat.mean / uniform:.1f}\N{NO-BREAK SPACE}× uniform)"
+            f"{name} {share_text(stat)} ({stat.mean / uniform:.1f}\N{NO-BREAK SPACE}× uniform)"
             for name, stat in most
         )
-        least = f", least to {ranked[-1][0]} {weight_text(ranked[-1][1])}" if ranked[1:] else ""
+        least = f", least to {ranked[-1][0]} {share_text(ranked[-1][1])}" if ranked[1:] else ""
         count = effective_domains(stat.mean for stat in self.weights.values())
         moved = self.movement
         seeds = "" if moved.spread is None else f", and seeds differ by {_share(moved.spread)}"
@@ -126,7 +126,7 @@ class Proxy:
         )
 
     def warnings(self) -> Iterator[str]:
-        """What a reader should know of its weights, and what to do about it."""
+        """What may be wrong with its weights, and what to do about it, a sentence each."""
         if not self.has_steps:
             return
         lines = [line for run in self.runs for line in run.train if line.lr is not None]
@@ -134,7 +134,7 @@ class Proxy:
         if sentence := diagnosis.skipped(lost, len(lines), "logged steps"):
             yield sentence
             return
-        asked, number = self.runs[0].asked, len(self.domains)
+        config, number = self.runs[0].config, len(self.domains)
         is_universal = self.is_doremi or self.runs[0].target_names <= {UNIVERSAL, MIX}
         slower, faster, other = "larger mu", "smaller mu", " or --target mix"
         if self.is_doremi:
@@ -154,7 +154,7 @@ class Proxy:
                     "or set a floor: doge-fast weights constrain --floor."
                 )
         elif diagnosis.have_equal_scores(
-            number, asked.domain_max_grad_norm, is_universal=asked.target == (UNIVERSAL,)
+            number, config.domain_max_grad_norm, is_universal=config.target == (UNIVERSAL,)
         ):
             yield (
                 "the weights hardly left uniform: two domains whose gradients are clipped to one "
@@ -176,21 +176,21 @@ def _share(distance_T: Floats) -> str:
 
 
 def mean_weights(runs: Sequence[RecordedRun]) -> dict[str, Stat]:
-    """{domain: weight that runs found or used}; where none is finished, of their averages so far.
+    """{domain: weight} over runs, of the domains that all of them have.
 
-    Of the domains that all of them weigh.
+    A run without weights.json does not count, unless none has one: then their running averages do.
     """
-    found = [records.weights_by_name(run.weights) for run in runs if run.weights is not None]
-    if not found:
+    weights = [records.weights_by_name(run.weights) for run in runs if run.weights is not None]
+    if not weights:
         averages = ([line.alpha_mean for line in run.train if line.alpha_mean] for run in runs)
-        found = [each[-1] for each in averages if each]
-    names = [name for name in (found or [{}])[0] if all(name in each for each in found)]
-    return {name: stat_of(each[name] for each in found) for name in names}
+        weights = [steps[-1] for steps in averages if steps]
+    names = [name for name in (weights or [{}])[0] if all(name in other for other in weights)]
+    return {name: stat_of(by_name[name] for by_name in weights) for name in names}
 
 
 @dataclass(frozen=True)
 class Study:
-    """What a report is made of."""
+    """Runs, and the tables that they fill."""
 
     title: str
     question: str
@@ -198,7 +198,7 @@ class Study:
     """By their names."""
     proxies: tuple[Proxy, ...]
     groups: tuple[records.Group, ...]
-    """What is set against what."""
+    """The tables."""
     plan: records.ExperimentRecord | None = None
     """Of an experiment, which knows which runs are missing."""
     directory: Path | None = None
@@ -216,7 +216,7 @@ class Study:
         """Runs that learn weights or train at them."""
         return [run for run in self.runs.values() if run.record.stage != "select"]
 
-    def of(self, kind: type[Kind]) -> list[Kind]:
+    def of(self, kind: type[GroupKind]) -> list[GroupKind]:
         """The tables of a class."""
         return [group for group in self.groups if isinstance(group, kind)]
 
@@ -230,7 +230,7 @@ class Study:
             arm for group in self.of(records.TargetsGroup) for row in group.rows for arm in row.arms
         ]
         needed = {name: None for arm in arms for name in arm.runs}
-        # A search has begun more than it has measured: what diverged, or fewer seeds went through.
+        # A search begins runs that its tables leave out: those that diverged.
         planned = needed if self.of(records.TemperatureGroup) else self.plan.runs
         blocks = self.plan.settings.eval_blocks
         return [
@@ -242,14 +242,14 @@ class Study:
         ]
 
     def runs_of(self, names: Iterable[str]) -> list[RecordedRun]:
-        """Those that are there."""
+        """The runs of these names that exist."""
         return [self.runs[name] for name in names if name in self.runs]
 
     def losses(self, arm: records.ArmRecord) -> Losses:
-        """What the models of an arm lose at the end, of those that are measured."""
+        """{seed: held-out losses at the end} of an arm's models that are measured."""
         runs = [run for run in self.runs_of(arm.runs) if run.name not in self.unmeasured]
         return {
-            run.asked.training.seed: found for run in runs if (found := run.losses()) is not None
+            run.config.training.seed: losses for run in runs if (losses := run.losses()) is not None
         }
 
     def lines(self, group: records.PerplexityGroup | records.TargetsGroup) -> list[Line]:
@@ -293,19 +293,19 @@ def open_study(runs: Sequence[Path]) -> Study:
         plan = records.load(directory, records.ExperimentRecord)
         if plan.settings.proxy and _is_searched(Path(plan.settings.proxy), directory):
             runs = [*runs, Path(plan.settings.proxy)]
-    found = open_runs(runs)
-    if all(run.record.stage == "select" for run in found):
+    all_runs = open_runs(runs)
+    if all(run.record.stage == "select" for run in all_runs):
         raise UserError(
             "A report needs a run that learns weights or trains at them; got runs of select alone."
         )
-    opened = {run.name: run for run in found}
-    if twice := [run.path for run in found if opened[run.name] is not run]:
+    opened = {run.name: run for run in all_runs}
+    if twice := [run.path for run in all_runs if opened[run.name] is not run]:
         raise UserError(
             f"Runs of one report need names of their own; {twice[0]} shares its name. Rename it."
         )
-    # Such as differ in nothing but their seed, or in their weights.
+    # Runs that differ in nothing but seed and weights.
     alike: dict[str, list[RecordedRun]] = {}
-    for run in found:
+    for run in all_runs:
         alike.setdefault(run.settings(), []).append(run)
     proxies = _proxies_of(alike.values())
     if plan is not None:
@@ -334,7 +334,7 @@ def _proxies_of(alike: Iterable[list[RecordedRun]]) -> tuple[Proxy, ...]:
     groups = [group for group in alike if group[0].record.stage in LEARNING]
     for group in groups:
         _refuse_one_seed(group)
-    # What is asked of all domains comes before what is asked of one, the baseline after both.
+    # Weights for all domains come before those for a target, DoReMi's last.
     groups.sort(key=lambda group: (group[0].record.stage == "doremi", bool(group[0].targets)))
     labels = [group[0].stem for group in groups]
     return tuple(
@@ -351,7 +351,7 @@ def _groups(bases: Sequence[RecordedRun], proxies: Sequence[Proxy]) -> Iterator[
         yield records.WeightsGroup("Domain weights", tuple(given))
     if bases:
         first = bases[0]
-        about = f"{first.asked.model.model} models, {count_text(first.tokens)} tokens each"
+        about = f"{first.config.model.model} models, {count_text(first.tokens)} tokens each"
         focus = next((arm.label for arm in arms if arm.label not in _BASELINES), "natural")
         title = "Base models"
         if first.targets:
@@ -370,7 +370,7 @@ def _groups(bases: Sequence[RecordedRun], proxies: Sequence[Proxy]) -> Iterator[
 
 def _with_reference(run: RecordedRun) -> tuple[str, ...]:
     """Names of DoReMi's two runs, or of a proxy's one."""
-    return tuple(filter(None, (Path(run.asked.reference).name, run.name)))
+    return tuple(filter(None, (Path(run.config.reference).name, run.name)))
 
 
 def _arms(bases: Sequence[RecordedRun], proxies: Sequence[Proxy]) -> Iterator[records.ArmRecord]:
@@ -397,17 +397,17 @@ def _refuse_one_seed(runs: Sequence[RecordedRun]) -> None:
     """Refuse two runs that differ in nothing, or in a proxy of their own."""
     by_seed: dict[int, RecordedRun] = {}
     for run in runs:
-        other = by_seed.setdefault(run.asked.training.seed, run)
+        other = by_seed.setdefault(run.config.training.seed, run)
         if other is not run:
             raise UserError(
                 f"{other.name} and {run.name} are of one arm and have one seed, "
-                f"{run.asked.training.seed}. Name one of them, or train one with another --seed."
+                f"{run.config.training.seed}. Name one of them, or train one with another --seed."
             )
 
 
 def _comparable(alike: Collection[list[RecordedRun]]) -> list[RecordedRun]:
     """Base models that differ in weights and seed alone; references of DoReMi beside."""
-    references = {Path(run.asked.reference).name for group in alike for run in group}
+    references = {Path(run.config.reference).name for group in alike for run in group}
     bases = [
         group
         for group in alike
@@ -423,7 +423,7 @@ def _comparable(alike: Collection[list[RecordedRun]]) -> list[RecordedRun]:
 
 def _source(run: RecordedRun, proxies: Sequence[Proxy]) -> str:
     """Label of what a base run took its weights from: a word, a proxy run, or a file's path."""
-    weights = Path(run.asked.weights)
+    weights = Path(run.config.weights)
     folder = (weights.parent if weights.name == records.WEIGHTS else weights).resolve()
     # Where runs have been moved, the one of that name, if these are its weights.
     for proxy in proxies:
@@ -431,15 +431,15 @@ def _source(run: RecordedRun, proxies: Sequence[Proxy]) -> str:
             is_named = each.path == folder or each.name == folder.name
             if is_named and _weights_agree(run, each):
                 return proxy.label
-    return run.asked.weights
+    return run.config.weights
 
 
 def _weights_agree(base: RecordedRun, proxy: RecordedRun) -> bool:
     """Whether a base model was trained at a proxy's weights, as far as both are known."""
     if base.weights is None or proxy.weights is None or base.weights.get("stages"):
         return True
-    own, learned = (records.weights_by_name(each.weights or {}) for each in (base, proxy))
-    return own == learned
+    used, learned = (records.weights_by_name(run.weights or {}) for run in (base, proxy))
+    return used == learned
 
 
 def warnings_on(run: Path) -> list[str]:
@@ -452,10 +452,9 @@ def warnings_on(run: Path) -> list[str]:
 
 
 def remarks_on(run: Path) -> list[str]:
-    """What a run of stage one found and what to know before using it, in lines for a terminal."""
-    (found,) = open_runs([run])
-    proxy = Proxy(found.name, (found,))
-    warnings = [*found.record.warnings]
-    warnings += [f"{proxy.label}: {told}" for told in proxy.warnings()]
+    """The weights of a run of stage one, and what to know before using them: for a terminal."""
+    proxy = Proxy(run.resolve().name, tuple(open_runs([run])))
+    warnings = [*proxy.runs[0].record.warnings]
+    warnings += [f"{proxy.label}: {sentence}" for sentence in proxy.warnings()]
     remarks = [proxy.summary(), *(f"Warning: {each}" for each in warnings)]
     return [as_ascii(wrapped(each)) for each in remarks]

@@ -1,1 +1,1 @@
-"""Domain weights as a product: looked at, compared, averaged, bounded, carried over, drawn."""
+"""What is done with domain weights once they are learned: shown, averaged, bounded."""

@@ -12,12 +12,12 @@ from doge_fast.pipeline.wording import listed
 from doge_fast.weights.projection import BOUNDS_TOLERANCE, project
 
 # {bound: (what its numbers must be, the number that binds nothing)}.
-_KINDS = {
+_BOUNDS = {
     "floor": ("between 0 and 1", 0.0),
     "cap": ("between 0 and 1", 1.0),
     "max_epochs": ("greater than zero", math.inf),
 }
-# What a record says of the very weights that it has.
+# Fields that are true of the weights before, and not of the bounded ones.
 _OF_OTHER_WEIGHTS = ("stages", "temperature", "inverse_temperature", "is_decided", "points")
 Bound = float | Mapping[str, float] | None
 
@@ -75,7 +75,7 @@ def constrain(
     constraints: Json = {"source": source, "budget_tokens": budget_tokens, "bound": held}
     constraints["weights"] = weights
     for what, numbers in bounds.items():
-        nothing = _KINDS[what][1]
+        nothing = _BOUNDS[what][1]
         constraints[what] = {name: value for name, value in numbers.items() if value != nothing}
     entries = [dict(entry) | {"weight": moved[entry["name"]]} for entry in record["domains"]]
     for entry in entries:
@@ -86,14 +86,14 @@ def constrain(
 
 def _bounds(bound: Bound, names: Mapping[str, float], what: str) -> dict[str, float]:
     """A bound for every domain."""
-    rule, nothing = _KINDS[what]
+    rule, nothing = _BOUNDS[what]
     given = bound if isinstance(bound, Mapping) else dict.fromkeys(names, bound)
     named.check(what, given, names, "the weights")
-    own = {name: value for name, value in given.items() if value is not None}
-    for name, value in own.items():
+    numbers = {name: value for name, value in given.items() if value is not None}
+    for name, value in numbers.items():
         if not (value > 0 if what == "max_epochs" else 0 <= value <= 1):
             raise UserError(f"{what} must be {rule}; that of {name} is {value:g}.")
-    return dict.fromkeys(names, nothing) | own
+    return dict.fromkeys(names, nothing) | numbers
 
 
 def _epoch_caps(

@@ -1,4 +1,4 @@
-"""What domain weights mean, and the mean over runs.
+"""Weights beside natural ones, as epochs and in words; and their mean over runs.
 
 Records are as `records.read_weights` returns them; domains are matched by name.
 """
@@ -45,7 +45,7 @@ def by_domain(names: Iterable[str], columns: Mapping[str, Iterable[str]]) -> Tab
 
 
 @dataclass(frozen=True)
-class Share:
+class DomainShare:
     """One domain of a mixture; None is what the record does not say."""
 
     name: str
@@ -74,7 +74,7 @@ _COLUMNS = {
 class WeightsSummary:
     """Weights with what they mean; a notebook shows the table."""
 
-    domains: tuple[Share, ...]
+    domains: tuple[DomainShare, ...]
 
     @property
     def effective_domains(self) -> float:
@@ -100,7 +100,7 @@ class WeightsSummary:
 
 
 def read_all(paths: Sequence[Path]) -> dict[str, Json]:
-    """{path: record}, in order; at least one, and none twice, which is a slip of the hand."""
+    """{path: record}, in order; UserError where there is none, or a file is named twice."""
     if not paths:
         raise UserError("Name a weights.json, or a run directory that holds one.")
     files = [records.weights_path(path) for path in paths]
@@ -145,7 +145,7 @@ def describe(
         if budget_tokens is not None and held is not None:
             passes = baselines.epochs(weight, held, budget_tokens)
         shares.append(
-            Share(
+            DomainShare(
                 name=name,
                 weight=weight,
                 std=entry.get("weight_std"),
@@ -169,15 +169,15 @@ def check_budget(budget_tokens: float | None) -> None:
 
 def tokens_of(record: Mapping[str, Any], given: Mapping[str, float] | None) -> dict[str, Any]:
     """{domain: tokens there are}: those given, or those that the record knows, or None."""
-    found = {entry["name"]: entry.get("tokens") for entry in record["domains"]}
-    named.check("tokens", given or {}, found, "the weights")
+    recorded = {entry["name"]: entry.get("tokens") for entry in record["domains"]}
+    named.check("tokens", given or {}, recorded, "the weights")
     for name, value in (given or {}).items():
         if not 1 <= value < math.inf:
             raise UserError(f"tokens of a domain must be a number >= 1; {name} has {value:g}.")
-    return found | dict(given or {})
+    return recorded | dict(given or {})
 
 
-_KINDS = {"doge": "proxy", "doremi": "proxy of DoReMi", "given": "weights of a base model"}
+_METHODS = {"doge": "proxy", "doremi": "proxy of DoReMi", "given": "weights of a base model"}
 
 
 def story(record: Mapping[str, Any]) -> str:
@@ -187,7 +187,7 @@ def story(record: Mapping[str, Any]) -> str:
     if isinstance(target, Mapping):
         shares = (name if tau == 1 else f"{tau:g} {name}" for name, tau in target.items())
         target = " + ".join(shares)
-    kind = [_KINDS.get(method, method) if method else "method not known"]
+    kind = [_METHODS.get(method, method) if method else "method not known"]
     seeds = known.get("seeds", [known["seed"]] if "seed" in known else [])
     if "inverse_temperature" in known:
         decided = ("undecided", "decided")[known["is_decided"]] if "is_decided" in known else ""
@@ -217,8 +217,8 @@ def origin(record: Mapping[str, Any]) -> str:
         f"{tokens_text(known['parameters'])} parameters" if "parameters" in known else "",
         f"learning rate {known['learning_rate']:g}" if "learning_rate" in known else "",
     ]
-    told = ", ".join(filter(None, parts))
-    return f"{told[:1].upper()}{told[1:]}." if told else ""
+    sentence = ", ".join(filter(None, parts))
+    return f"{sentence[:1].upper()}{sentence[1:]}." if sentence else ""
 
 
 def average(mixtures: Mapping[str, Mapping[str, Any]]) -> Json:
@@ -241,16 +241,17 @@ def average(mixtures: Mapping[str, Mapping[str, Any]]) -> Json:
         UserError: fewer than two records, other domains in one of them, or another target or
             tokenizer.
     """
-    found = list(mixtures.values())
-    if len(found) < 2:
+    all_records = list(mixtures.values())
+    if len(all_records) < 2:
         raise UserError(
-            f"An average needs two weight files or more; got {len(found)}. Name one for each seed."
+            f"An average needs two weight files or more; got {len(all_records)}. Name one for each "
+            "seed."
         )
     weights = {source: records.weights_by_name(record) for source, record in mixtures.items()}
     _check_comparable(mixtures, weights)
     entries = []
     for name in weights[next(iter(weights))]:
-        each = [e for record in found for e in record["domains"] if e["name"] == name]
+        each = [e for record in all_records for e in record["domains"] if e["name"] == name]
         values = [float(entry["weight"]) for entry in each]
         lasts = [entry.get("weight_last") for entry in each]
         entry = {"name": name, "weight": statistics.fmean(values)}
@@ -263,15 +264,15 @@ def average(mixtures: Mapping[str, Mapping[str, Any]]) -> Json:
         for (source, record), by in zip(mixtures.items(), weights.values(), strict=True)
     ]
     of_each = ("domains", "seed", "average", "constraints", "stages", "is_decided", "warnings")
-    kept = _common(found, of_each)
-    warnings = [*dict.fromkeys(told for each in found for told in each.get("warnings") or ())]
-    made = {"domains": entries, "warnings": warnings}
-    return {**kept, **made, "average": {"count": len(found), "of": members}}
+    kept = _common(all_records, of_each)
+    warnings = (text for record in all_records for text in record.get("warnings") or ())
+    made = {"domains": entries, "warnings": [*dict.fromkeys(warnings)]}
+    return {**kept, **made, "average": {"count": len(all_records), "of": members}}
 
 
-def _common(found: Sequence[Mapping[str, Any]], left_out: Collection[str]) -> Json:
+def _common(dicts: Sequence[Mapping[str, Any]], left_out: Collection[str]) -> Json:
     """Fields on which all agree."""
-    first, *others = found
+    first, *others = dicts
     return {
         key: value
         for key, value in first.items()

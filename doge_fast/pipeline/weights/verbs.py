@@ -1,6 +1,6 @@
 """`doge-fast weights`: files in, tables and new files out.
 
-What the numbers are is computed in `summary` and `bounds`; here they are read, written and told.
+`summary` and `bounds` compute the numbers; here files are read and written, and lines made.
 """
 
 import math
@@ -34,12 +34,12 @@ from doge_fast.pipeline.wording import first_few, listed, wrapped
 _LONGEST_LINE = 100
 
 
-def show(config: WeightsShowConfig) -> list[str]:
-    """What the weights of each file mean."""
-    found = summary.read_all(config.files)
+def show_files(config: WeightsShowConfig) -> list[str]:
+    """For each file: what it is, where it comes from, its weights, its warnings."""
+    by_source = summary.read_all(config.files)
     budget, tokens = config.budget_tokens, named.numbers(config.tokens, "tokens")
     lines = list[str]()
-    for source, record in found.items():
+    for source, record in by_source.items():
         mixture = summary.describe(record, budget_tokens=budget, tokens=tokens)
         lines += map(_wrapped, filter(None, (f"{source}: {story(record)}", origin(record))))
         warnings = (f"Warning: {each}" for each in record.get("warnings") or ())
@@ -48,19 +48,19 @@ def show(config: WeightsShowConfig) -> list[str]:
     return lines
 
 
-def average(config: WeightsAverageConfig) -> list[str]:
-    """The mean over files, written; its spread, told."""
-    found = summary.read_all(config.files)
-    record = summary.average(found)
+def average_files(config: WeightsAverageConfig) -> list[str]:
+    """Write the mean over files; the lines show mean and spread."""
+    by_source = summary.read_all(config.files)
+    record = summary.average(by_source)
     written = _write(config.out, record, config.files)
     means = records.weights_by_name(record)
     deviations = [entry["weight_std"] for entry in record["domains"]]
-    each = [records.weights_by_name(member) for member in found.values()]
+    each = [records.weights_by_name(member) for member in by_source.values()]
     values = [[by_name[name] for by_name in each] for name in means]
     columns = {
         "mean": means.values(),
         "std": deviations,
-        "std error": [deviation / math.sqrt(len(found)) for deviation in deviations],
+        "std error": [deviation / math.sqrt(len(by_source)) for deviation in deviations],
         "least": map(min, values),
         "most": map(max, values),
     }
@@ -69,11 +69,11 @@ def average(config: WeightsAverageConfig) -> list[str]:
     return [text(by_domain(means, texts)), _wrapped(total), *written]
 
 
-def constrain(config: WeightsConstrainConfig) -> list[str]:
-    """The nearest weights within bounds, written; what bound and how far they moved, told."""
+def constrain_file(config: WeightsConstrainConfig) -> list[str]:
+    """Write the nearest weights within bounds; the lines show the bounds that hold, and changes."""
     record = records.read_weights(config.file)
     tokens = named.numbers(config.tokens, "tokens")
-    found = bounds.constrain(
+    bounded = bounds.constrain(
         record,
         floor=_bound(config.floor, "floor", record),
         cap=_bound(config.cap, "cap", record),
@@ -82,10 +82,10 @@ def constrain(config: WeightsConstrainConfig) -> list[str]:
         tokens=tokens,
         source=str(config.file),
     )
-    written = _write(config.out, found, [config.file])
-    after = summary.describe(found, budget_tokens=config.budget_tokens, tokens=tokens)
-    held = found["constraints"]["bound"]
-    old, new = records.weights_by_name(record), records.weights_by_name(found)
+    written = _write(config.out, bounded, [config.file])
+    after = summary.describe(bounded, budget_tokens=config.budget_tokens, tokens=tokens)
+    held = bounded["constraints"]["bound"]
+    old, new = records.weights_by_name(record), records.weights_by_name(bounded)
     changes = {name: new[name] - old[name] for name in old}
     columns = {
         "before": map(weight_text, old.values()),
@@ -106,24 +106,24 @@ def constrain(config: WeightsConstrainConfig) -> list[str]:
 
 
 def _bound(items: Sequence[str], what: str, record: Mapping[str, Any]) -> dict[str, float]:
-    """A number for every domain, those named by their own."""
+    """A number for every domain, a domain's from NAME=NUMBER where that is given."""
     alone = [item for item in items if "=" not in item]
     if len(alone) > 1:
         raise UserError(
             f"{what} must be one number for all domains and NAME=NUMBER for some; got "
             f"{' '.join(items)}."
         )
-    own = named.numbers([item for item in items if "=" in item], what)
+    named_ones = named.numbers([item for item in items if "=" in item], what)
     everywhere = {
         name: named.number(each, each, what)
         for each in alone
         for name in records.weights_by_name(record)
     }
-    return everywhere | own
+    return everywhere | named_ones
 
 
 def _write(out: Path | None, record: Json, read: Sequence[Path]) -> list[str]:
-    """Write weights, though not over what is read or what a run keeps; say where."""
+    """Write weights to a file that is neither read here nor a run's record; a line says where."""
     if out is None:
         return ["Nothing is written without --out FILE."]
     file = records.weights_path(out)
@@ -152,8 +152,8 @@ def _remarks(
             "where the training has others."
         )
     if unknown and budget is not None:
-        told = first_few(unknown)
-        lines.append(f"No epochs without a number of tokens: {told}. Pass --tokens NAME=NUMBER.")
+        names = first_few(unknown)
+        lines.append(f"No epochs without a number of tokens: {names}. Pass --tokens NAME=NUMBER.")
     return lines
 
 

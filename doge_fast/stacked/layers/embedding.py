@@ -78,6 +78,4 @@ class Lookup(NamedTuple):
             ends_G = run.token_borders(len(ids_T), device)[1:]
             key_T = ids_T + torch.bucketize(token_T, ends_G, right=True) * num_vectors
         key_T, order = key_T.sort(stable=True)
-        places = torch.arange(num_domains * num_vectors + 1, device=device)
-        borders = torch.searchsorted(key_T, places)
-        segment_sum(right_TD, out, add=adds, borders=borders, order=order)
+        segment_sum(right_TD, out, add=adds, segment_T=key_T, order=order)

@@ -1,7 +1,6 @@
-"""What the files of a run must look like to be believed: names and types of all that is read.
+"""The records of a run: their file names, their fields and types, and the one reader of JSON.
 
-A reader may take for granted what stands here; what nobody reads does not stand here. Fields that
-are not named are kept and not looked at. Pydantic checks the classes.
+What is read stands here, and pydantic checks it. Other fields are kept and not looked at.
 """
 
 import functools
@@ -22,12 +21,19 @@ from doge_fast.pipeline.config.ranges import (
     Positive,
     PositiveOrZero,
 )
-from doge_fast.pipeline.failures import FileFailure
+from doge_fast.pipeline.failures import FileFailure, UserError
+from doge_fast.weights.weights_file import SCHEMA_VERSION
 
 Stage = Literal["proxy", "base", "doremi", "select"]
 STAGES: Mapping[str, type] = {config.stage: config for config in get_args(StageConfig)}
 """{stage: the class of what its config.json repeats}."""
 
+Json = dict[str, Any]
+
+METRICS, WEIGHTS = "metrics.jsonl", "weights.json"
+CHECKPOINTS = "checkpoints"
+# Where one is written, among them.
+WRITING = ".writing"
 CONFIG, EVALUATION = "config.json", "evaluation.json"
 EXPERIMENT, FEWSHOT = "experiment.json", "fewshot.json"
 # Of an experiment, the directory of its runs.
@@ -48,10 +54,10 @@ class _NullIsNan:
 
 
 Number = Annotated[float, _NullIsNan()]
-ByName = dict[str, Number]
+NumberByName = dict[str, Number]
 Record = TypeVar("Record")
 Loaded = TypeVar("Loaded", bound="WholeFile")
-WAY_OUT = (
+RESTORE = (
     "Something other than doge-fast wrote it, or wrote over it: restore the file, or make it anew."
 )
 # Ten times what a float32 sum over a hundred domains, or six printed decimals, can be off.
@@ -59,13 +65,11 @@ SUM_TOLERANCE = 1e-5
 
 
 class WholeFile:
-    """What is a file of a directory; `runs.load` reads it."""
+    """A record that is a file of a directory; `load` reads it."""
 
     file: ClassVar[str]
     absent: ClassVar[str]
     """What is said of a directory without it."""
-    has_schema: ClassVar[bool] = True
-    """Whether it says which schema it follows."""
 
 
 @dataclass(frozen=True)
@@ -117,20 +121,17 @@ class MetricsLine:
 
     step: CountOrZero
     kind: Literal["train", "eval"]
-    loss: Number | ByName = math.nan
-    alpha: ByName = field(default_factory=dict)
-    alpha_mean: ByName = field(default_factory=dict)
+    loss: Number | NumberByName = math.nan
+    alpha: NumberByName = field(default_factory=dict)
+    alpha_mean: NumberByName = field(default_factory=dict)
     lr: float | None = None
     seconds: float | None = None
     skipped: bool = False
 
 
 @dataclass(frozen=True)
-class ManifestRecord(WholeFile):
-    """manifest.json."""
-
-    file = MANIFEST
-    absent = f"{MANIFEST} is missing: it was not written to its end"
+class ManifestRecord:
+    """manifest.json, which also holds the step of a checkpoint and what metrics.jsonl held."""
 
     files: dict[str, dict[str, Any]]
 
@@ -141,11 +142,10 @@ class EvaluationRecord(WholeFile):
 
     file = EVALUATION
     absent = f"{{}} holds no {EVALUATION}: run doge-fast evaluate on it."
-    has_schema = False
 
     blocks: dict[str, int]
-    loss: ByName
-    perplexity: ByName
+    loss: NumberByName
+    perplexity: NumberByName
 
 
 @dataclass(frozen=True)
@@ -299,7 +299,7 @@ class CancellationRecord(WholeFile):
     absent = f"{{}} holds no {CANCELLATION}: doge-fast select has not come to its end there."
 
     columns: dict[str, CountOrZero]
-    scores: dict[str, ByName]
+    scores: dict[str, NumberByName]
     selections: tuple[SelectionEntry, ...]
 
 
@@ -356,32 +356,67 @@ class WeightsRecord:
     stages: tuple[dict[str, Any], ...] | None = None
 
 
+def read_json(path: Path, way_out: str = RESTORE) -> Json:
+    """The object that the file holds; UserError where it is absent or holds another thing."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist.") from None
+    except (ValueError, RecursionError) as error:
+        raise FileFailure(f"{path} must hold JSON and does not: {error}. {way_out}") from None
+    if not isinstance(value, dict):
+        held = _JSON_NAMES.get(type(value), "a number")
+        raise FileFailure(f"{path} must hold a JSON object; it holds {held}. {way_out}")
+    return value
+
+
+_JSON_NAMES = {type(None): "null", bool: "true or false", list: "a list", str: "a string"}
+
+
+def load(folder: Path, kind: type[Loaded]) -> Loaded:
+    """A record of a directory, with all that a reader asks for.
+
+    Raises:
+        UserError: there is none, or it is damaged.
+    """
+    path = folder / kind.file
+    if not path.exists():
+        raise UserError(kind.absent.format(folder))
+    return check_shape(read_json(path), kind, path)
+
+
 def check_shape(
     value: Any,
     kind: type[Record],
     where: str | Path,
     *,
-    told: str = " is damaged",
-    way_out: str = WAY_OUT,
+    problem: str = " is damaged",
+    way_out: str = RESTORE,
 ) -> Record:
     """The dataclass that a value of JSON is, with defaults for what it lacks.
 
     Raises:
-        FileFailure: a field is missing, or not of its type or range. The sentence begins with
-            `where` and `told`, names the field and what it holds, and ends with `way_out`.
+        FileFailure: it follows another schema; a field is missing, or not of its type or range.
+            The sentence begins with `where` and `problem`, names the field and what it holds, and
+            ends with `way_out`.
     """
+    version = value.get("schema_version") if isinstance(value, dict) else None
+    if version not in (None, SCHEMA_VERSION):
+        raise FileFailure(
+            f"{where} follows schema {version!r}; this release reads schema {SCHEMA_VERSION}."
+        )
     adapter: Any = _adapter(cast(type, kind))
     try:
         # The settings that there are no more are passed over.
-        found: Record = adapter.validate_json(json.dumps(value), strict=True, extra="ignore")
-        return found
+        record: Record = adapter.validate_json(json.dumps(value), strict=True, extra="ignore")
+        return record
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         # A union's part is named by its type in brackets.
         parts = [str(part) for part in first["loc"] if "[" not in str(part)]
         place, why = ".".join(parts) or "the whole", first["msg"].rstrip(".")
         got = "" if first["type"] == "missing" else f"; got {str(first['input'])[:80]}"
-        raise FileFailure(f"{where}{told}: {place}: {why}{got}. {way_out}") from None
+        raise FileFailure(f"{where}{problem}: {place}: {why}{got}. {way_out}") from None
 
 
 @functools.cache
