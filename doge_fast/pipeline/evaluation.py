@@ -127,7 +127,11 @@ def _check(config: EvaluateConfig, own: str, corpus: CorpusRecord) -> None:
 
 
 def own_blocks(run: Path) -> Mapping[str, datasets.Dataset]:
-    """Held-out blocks of a run's corpus, if it still is that one; domains may have come to it."""
+    """Held-out blocks of a run's corpus.
+
+    Raises:
+        UserError: the text of a domain of the run has changed. Domains may have been added.
+    """
     record, trained = records.load_config(run)
     trained_on = record.corpus
     asked = replace(trained.corpus, domains=tuple(trained_on.domains))

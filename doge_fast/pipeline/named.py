@@ -10,8 +10,8 @@ from typing import Any
 
 from doge_fast.pipeline.failures import UserError
 
-# Control characters, line ends, what turns the direction of writing, halves of characters:
-# a terminal, a page or another framework's file would obey them.
+# Control characters, line ends, marks of writing direction, half characters: a terminal, a page or
+# another framework's file would act on them.
 _INVISIBLE = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )

@@ -46,8 +46,8 @@ from doge_fast.weights.diagnosis import MOST_SKIPPED
 
 # A line waits this long on the device at most: reading it makes the host wait for the step.
 FLUSH_SECONDS = 1.0
-# A second signal within this time is the first one again: torchrun passes on what a cluster has
-# sent to its processes too.
+# A cluster may signal torchrun and its processes, and torchrun passes its signal on: two within
+# this time count as one.
 ECHO_SECONDS = 5.0
 
 Value = TypeVar("Value")
