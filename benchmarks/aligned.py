@@ -241,6 +241,7 @@ def learned(question: Question, variant: Variant, seed: int, out: Path) -> Array
         mu=1e9,
         domain_max_grad_norm=0,
     )
+    config = stage.resolved(config)
     existing = stage.existing_run(config)
     corpus, model = stage.corpus_and_model(config, existing, check=lambda *_: None)
     names, targets = corpus.names, corpus.targets

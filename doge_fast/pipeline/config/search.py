@@ -31,7 +31,7 @@ class DemoConfig:
     this Python environment."""
     target: str = "reference"
     """The domain that the weights are learned for: measured, not trained on. universal: all."""
-    steps: Count = 200
+    steps: Count = 150
     """Optimizer steps of the proxy and of each of the base models, four at most."""
     seed: Seed = 0
     """Seed of the model initialisation and of the order of the data."""
