@@ -10,6 +10,8 @@ combined gradient is checked against autograd's. With `--score aligned` a DoGE s
 which runs two halves of each domain, stands over one with the paper's score. Memory is measured in
 a process of its own per side: the peak during a step of the DoGE side, less that of the plain side,
 over the size of the buffer, which has 2 K rows with the aligned rule.
+
+Neither side is compiled. What a step costs over the fastest plain one, `benchmarks.anchor` says.
 """
 
 import argparse
