@@ -11,6 +11,8 @@ which takes two halves of each domain in one stacked pass, stands over one with 
 and beside its memory stands that of the paper's. Memory is measured in a process of its own per
 side: the peak during a step of the DoGE side, less that of the plain side, over the size of the
 buffer, which has 2 K rows with the aligned rule.
+
+Neither side is compiled. What a step costs over the fastest plain one, `benchmarks.anchor` says.
 """
 
 import argparse

@@ -7,7 +7,8 @@ Step: the stacked DoGE step over a plain step on the same batch, and over the Do
 one domain after another; the same with the logits of one domain at a time. Memory: peaks in
 processes of their own, rows kept from step to step and rows given back after each
 (`optimizer.release()`), so that they come while activations go. Head: `losses.linear_domain_losses`
-over `domain_losses` of the head's logits, forward and backward.
+over `domain_losses` of the head's logits, forward and backward. Nothing is compiled: what a step
+costs over the fastest plain one, `benchmarks.anchor` says.
 """
 
 import argparse

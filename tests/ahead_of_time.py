@@ -279,7 +279,7 @@ def cases() -> Iterator[Case]:
     for dtype in (FLOAT32, BFLOAT16):
         yield segment_sum_case(dtype, FLOAT32, 65536, 7, *GAIN)
         yield segment_sum_case(dtype, FLOAT32, 65536, 7, *GAIN, "bias")
-        yield segment_sum_case(dtype, FLOAT32, 65536, 7, "borders", add=True)
+        yield segment_sum_case(dtype, FLOAT32, 65536, 7, "borders")
         yield sum_run_case(dtype, FLOAT32)
     yield segment_sum_case(FLOAT32, FLOAT32, 512, 7)
     # Its second launch.
