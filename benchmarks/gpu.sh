@@ -4,7 +4,7 @@
 #   benchmarks/gpu.sh PART ...        these, or steps, sizes, racecheck, ranks: at most 8 minutes each
 #   --commit COMMIT                   where the checkout has no git
 #   --out FOLDER                      where record and table go
-#   --tokens FILE                     what the job trains on: an .npz with an array of tokens for each domain
+#   --tokens FILE                     what the job trains on: a .pt with a tensor of tokens for each domain
 #   --device cpu --quick              the same on tiny problems, without a GPU
 # Needs a Python with torch >= 2.11, numpy, triton and einops: PYTHON=..., .venv, or python3.
 set -euo pipefail

@@ -179,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--quick", action="store_true", help="tiny problems, for a test of this")
     parser.add_argument("--minutes", type=float, help="of each part, in place of its own")
-    parser.add_argument("--tokens", type=Path, help="an .npz of domains that the job trains on")
+    parser.add_argument("--tokens", type=Path, help="a .pt of domains that the job trains on")
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results")
     parser.add_argument("--commit", help="where the checkout has no git; or DOGE_FAST_COMMIT")
     args = parser.parse_args(arguments)

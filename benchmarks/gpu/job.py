@@ -1,9 +1,10 @@
 """What a user starts: `DoGETrainer` on packed tokens from a file, beside plain `Trainer`.
 
-    python -m benchmarks.gpu.job doge tokens.npz --sequences 18
+    python -m benchmarks.gpu.job doge tokens.pt --sequences 18
 
-Needs torch, transformers and what `Trainer` needs, and nothing of the pipeline. The file has an
-array of token ids below 50,304 for each domain, as `numpy.savez(path, code=..., books=...)` writes.
+Needs torch, transformers and what `Trainer` needs, and nothing of the pipeline. The file has a
+tensor of token ids below 50,304 for each domain, as `torch.save({"code": ..., "books": ...}, path)`
+writes it.
 Without one, tokens are drawn: seven domains, each with frequent words of its own, which come back.
 """
 
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks import models
 from benchmarks.gpu.session import Row, Session, run_command
@@ -46,15 +48,11 @@ def job(session: Session) -> Iterator[Row]:
     if missing := _missing():
         yield {"skipped": f"Trainer needs more packages: {missing}"}
         return
-    # The other parts need torch and little else.
-    import numpy as np
-
     with tempfile.TemporaryDirectory() as folder:
-        path = session.tokens or Path(folder) / "drawn.npz"
+        path = session.tokens or Path(folder) / "drawn.pt"
         if session.tokens is None:
             draw(path, DRAWN_TOKENS // (50 if session.quick else 1))
-        with np.load(path) as tokens:
-            num_domains = len(tokens.files)
+        num_domains = len(torch.load(path))
         # Once: what is free may change, and both sides take as many.
         sequences = sequences_of(session, num_domains)
         done: dict[str, Row] = {}
@@ -99,27 +97,25 @@ def run(words: list[str], seconds: float) -> Row:
 
 def draw(path: Path, num_tokens: int) -> None:
     """Write domains of words by Zipf's law; half of them repeat the word of seven places before."""
-    import numpy as np
-
-    generator = np.random.default_rng(0)
+    generator = torch.Generator().manual_seed(0)
+    shares = torch.arange(1, 50_258, dtype=torch.float64) ** -1.2
     found = {}
     for domain in range(DRAWN_DOMAINS):
-        words = np.minimum(generator.zipf(1.2, num_tokens), 50_257) - 1
-        words = generator.permutation(50_257)[words]
+        ranks = torch.multinomial(shares, num_tokens, replacement=True, generator=generator)
+        words = torch.randperm(50_257, generator=generator)[ranks]
         for place in range(1, 1 + domain):
-            again = generator.random(num_tokens - 7 * place) < 0.5
+            again = torch.rand(num_tokens - 7 * place, generator=generator) < 0.5
             words[7 * place :][again] = words[: -7 * place][again]
-        found[f"domain{domain}"] = words.astype(np.uint16)
-    np.savez(path, **found)
+        found[f"domain{domain}"] = words
+    torch.save(found, path)
 
 
 class Blocks(torch.utils.data.Dataset[Row]):
     """Blocks of a domain's tokens."""
 
-    def __init__(self, tokens: Any, length: int) -> None:
+    def __init__(self, tokens: Tensor, length: int) -> None:
         num_blocks = len(tokens) // length
-        blocks = tokens[: num_blocks * length].reshape(num_blocks, length).astype("int64")
-        self.blocks = torch.from_numpy(blocks)
+        self.blocks = tokens[: num_blocks * length].view(num_blocks, length).long()
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -130,7 +126,6 @@ class Blocks(torch.utils.data.Dataset[Row]):
 
 def train(side: str, path: Path, sequences: int, device: torch.device, *, quick: bool) -> Row:
     """Train one side; what a row says of it."""
-    import numpy as np
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback
     from transformers import TrainingArguments as Arguments
 
@@ -148,8 +143,7 @@ def train(side: str, path: Path, sequences: int, device: torch.device, *, quick:
                 times.append(time.perf_counter())
 
     shape = models.Shape(1, 2, 32, 50_304, 32) if quick else models.PAPER["82M"]
-    with np.load(path) as file:
-        domains = {name: Blocks(file[name], shape.sequence) for name in file.files}
+    domains = {name: Blocks(each, shape.sequence) for name, each in torch.load(path).items()}
     parts = {
         name: (
             torch.utils.data.Subset(each, range(HELD_OUT, len(each))),
@@ -215,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Train, and print the row in the last line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("side", choices=SIDES)
-    parser.add_argument("tokens", type=Path, help="an .npz with an array for each domain")
+    parser.add_argument("tokens", type=Path, help="a .pt with a tensor for each domain")
     parser.add_argument("--sequences", type=int, default=SEQUENCES[0], help="of a domain in a step")
     parser.add_argument("--device", type=torch.device, default="cuda")
     parser.add_argument("--quick", action="store_true", help="a tiny model")
