@@ -133,6 +133,7 @@ def test_a_difference_below_that_of_two_plain_steps_is_noise():
 
 
 @pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 def test_every_peer_finds_the_truth():
     for row in peers.measure(PROBLEM, "cpu", pairs=2, seconds=0.0, with_memory=False)[1:]:
         if peers.unavailable_reason(row["peer"]) is None:
