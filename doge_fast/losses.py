@@ -131,17 +131,21 @@ def linear_domain_losses(
     parts = [[size] for size in sizes.values()] if rows is None else rows.parts_of(sizes)
     ends = [end * targets_BL.shape[1] for end in itertools.accumulate(itertools.chain(*parts))]
     spans = tuple(itertools.starmap(slice, itertools.pairwise([0, *ends])))
-    counts_D = _counts(targets_BL, sizes, num_targets)
+    counts_S = _counts(targets_BL, sizes, num_targets)
     numbers = [len(part) for part in parts]
-    counts = [count.expand(n) for count, n in zip(torch.split(counts_D, 1), numbers, strict=True)]
+    is_split = len(spans) > len(sizes)
+    if is_split:
+        # The mean of a domain's loss is over the targets of all its segments.
+        pairs = zip(torch.split(counts_S, 1), numbers, strict=True)
+        counts_S = torch.cat([count.expand(number) for count, number in pairs])
     losses_S: Tensor = _LinearLosses.apply(  # type: ignore[no-untyped-call]
         rearrange(hidden_BLH[:, :-1], "b l h -> (b l) h"),
         weight_VH,
         rearrange(targets_BL, "b l -> (b l)"),
-        torch.cat(counts),
+        counts_S,
         _Head(spans, rows, torch.is_grad_enabled()),
     )
-    if len(spans) == len(sizes):
+    if not is_split:
         return losses_S
     return torch.stack([part_S.sum() for part_S in torch.split(losses_S, numbers)])
 
