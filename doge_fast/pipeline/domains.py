@@ -1,8 +1,7 @@
-"""The corpus: domains of blocks, what is held out of training, and the batches of either stage.
+"""The corpus: domains as blocks of tokens, held-out blocks, and the batches of both stages.
 
-Here meet where text lies (`sources`) and how it becomes blocks (`packing`); a stage asks for a
-corpus and for its batches, and for nothing below. Which blocks a step sees is a pure function of
-the seed and the step.
+`sources` finds the text and `packing` turns it into blocks; a stage calls this module alone. The
+blocks of a step are a pure function of the seed and the step.
 """
 
 import itertools
@@ -33,13 +32,14 @@ from doge_fast.sampling import pieces
 
 Batch = dict[str, Tensor]
 
-# "mix" holds out this share of the training blocks, in runs, for neighbours share a document.
+# "mix" holds out this share of the training blocks, in runs of neighbours, which often share a
+# document.
 _MIX_SHARE = 0.05
 _MIX_RUN = 8
 _MIX_MIN_BLOCKS = 4
 
-# Documents are held out whole, so of few the share is a matter of chance; told when it is this far
-# beyond what was asked.
+# Whole documents are held out, so with few documents the share varies. A share this far above
+# `validation_fraction` gets a warning.
 _MAX_EXCESS = 0.2
 
 
@@ -48,59 +48,58 @@ class Corpus:
     """Domains of tokens, packed into blocks."""
 
     blocks: datasets.Dataset
-    """Of all domains, in numpy format: `input_ids`, a block's tokens, `domain` and `held_out`."""
+    """Blocks of all domains, in numpy format; columns `input_ids`, `domain` and `held_out`."""
     names: tuple[str, ...]
     """Training domains, in order."""
     targets: tuple[str, ...]
-    """Domains that are measured and never trained on, in order; "mix" is not among them."""
+    """Domains that are measured and never trained on, in order; without "mix"."""
     train: Mapping[str, datasets.Dataset]
-    """Blocks of names and targets alike that are not held out."""
+    """{training or target domain: blocks that are not held out}."""
     validation: Mapping[str, datasets.Dataset]
-    """Held-out blocks, of names and targets alike."""
+    """{training or target domain: held-out blocks}."""
     packed: Mapping[str, Packed]
     cut: tuple[str, ...]
-    """Domains whose documents are pieces of text files, of a length that says nothing."""
+    """Domains whose documents are pieces cut from text files; their lengths mean nothing."""
     tokenizer: PreTrainedTokenizerFast
     tokenizer_sha256: str
     block_size: int
     mix: Mapping[str, datasets.Dataset] | None = None
-    """Where the target "mix" was asked for: blocks of every training domain that are not in
-    `train`, from which mix batches are drawn."""
+    """{training domain: blocks reserved for "mix" batches, not in `train`}; None: no target "mix"."""
     warnings: tuple[str, ...] = ()
-    """What to know before believing a number."""
+    """Oddities of the corpus that affect the results."""
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest token."""
+        """One more than the largest token id."""
         return vocabulary_size(self.tokenizer)
 
     @property
     def documents(self) -> dict[str, int]:
-        """Training documents."""
+        """{domain: number of training documents}."""
         return {name: packed.documents for name, packed in self.packed.items()}
 
     @property
     def document_tokens(self) -> dict[str, int]:
-        """Of these documents, those of the last one past a limit too."""
+        """{domain: tokens of these documents}; the last one counts whole, even beyond a limit."""
         return {name: packed.document_tokens for name, packed in self.packed.items()}
 
     @property
     def digests(self) -> dict[str, str]:
-        """What all blocks of a domain hold, as a digest."""
+        """{domain: digest of all its blocks}."""
         return {name: cache.digest(packed.sha256) for name, packed in self.packed.items()}
 
     @property
     def train_tokens(self) -> dict[str, int]:
-        """Tokens in the training blocks."""
+        """{training or target domain: tokens in its blocks in `train`}."""
         return {name: len(blocks) * self.block_size for name, blocks in self.train.items()}
 
     @property
     def tokens(self) -> dict[str, int]:
-        """Those of `train_tokens` that are trained on: of names alone."""
+        """`train_tokens` of the training domains alone."""
         return {name: self.train_tokens[name] for name in self.names}
 
     def describe(self) -> CorpusRecord:
-        """The corpus by which a run is known again."""
+        """The record that a resumed run compares its corpus with."""
         return CorpusRecord(
             {name: self._describe(name) for name in self.names},
             {name: self._describe(name) for name in self.targets},
@@ -110,7 +109,7 @@ class Corpus:
         )
 
     def sizes(self, name: str) -> dict[str, float]:
-        """What there is of a domain, as an entry of weights.json says it."""
+        """Sizes of a domain, as fields of its entry in weights.json."""
         tokens: dict[str, float] = {"tokens": self.train_tokens[name]}
         if name in self.cut:
             return tokens
@@ -135,29 +134,29 @@ def load_corpus(
     is_measured: bool = False,
     before_packing: Callable[[tuple[str, ...], PreTrainedTokenizerFast], None] | None = None,
 ) -> Corpus:
-    """Read, tokenise and pack the corpus, or find it packed in the cache.
+    """Read, tokenise and pack the corpus, or load it from the cache.
 
     `config.data` is a directory with a folder or file per domain; a file, a directory or a Hub id
     with a `config.domain_column`; a Hub id whose configurations are the domains; or "installed",
-    text found in this Python environment.
+    text files of this Python environment.
 
-    A domain without a validation split holds out `config.validation_fraction` of its documents
-    by a hash of the text: stable, and equal documents of a domain fall on one side. Where that is
-    much more of the text than asked for, the corpus has a warning.
-    With `config.max_tokens_per_domain` no more is read than fills every domain.
+    A domain without a validation split holds out `config.validation_fraction` of its documents by
+    a hash of the text: the split is stable and never separates equal documents of a domain. If
+    much more of the text is held out, the corpus has a warning.
+    With `config.max_tokens_per_domain` reading stops once every domain is full.
 
     Args:
         config: where the text is and how it becomes blocks.
         targets: domains to measure. Those not in `config.domains` are held out of training.
-            "mix" holds out a slice of every training domain; "universal" asks for nothing.
-        followed: domains to measure too, where the corpus has them.
-        is_measured: nothing is trained on, so all of a domain without a validation split is held
-            out, and of others any share may be.
-        before_packing: called with the training domains and the tokenizer; may refuse.
+            "mix" holds out a slice of every training domain; "universal" adds no domain.
+        followed: further domains to measure, if the corpus has them.
+        is_measured: nothing is trained on, so a domain without a validation split is held out
+            whole, and there are no warnings about held-out shares.
+        before_packing: called with the training domains and the tokenizer; may raise.
 
     Raises:
-        UserError: the text, a domain, a target, the tokenizer or a number in `config` cannot be
-            had as asked. Nothing is written but finished cache entries.
+        UserError: the text, a domain, a target or the tokenizer is missing or unusable, or a
+            number in `config` is out of range. Nothing is written but finished cache entries.
     """
     check(config)
     held_out = [name for name in dict.fromkeys(targets) if name not in (UNIVERSAL, MIX)]
@@ -171,7 +170,7 @@ def load_corpus(
         groups.setdefault(part, []).append(name)
     warnings = [line for part in groups for line in part.oddities]
     for warning in warnings:
-        # Before a file that is none of text ends it.
+        # Logged first: reading a file that holds no text may raise.
         tell_once(warning, logging.WARNING)
     tokenizer = open_tokenizer(config, groups)
     if before_packing is not None:
@@ -181,7 +180,7 @@ def load_corpus(
     sha256 = tokenizer_sha256(tokenizer)
     together = [pack(config, part, own, tokenizer, sha256) for part, own in groups.items()]
     blocks = datasets.concatenate_datasets([each for each, _, _ in together]).with_format("numpy")
-    # A batch is of nothing else.
+    # Batches read no other column.
     tokens = blocks.with_format("numpy", columns=["input_ids"])
     train, validation = (
         {name: select(tokens, name, held) for name in chosen} for held in (False, True)
@@ -215,7 +214,7 @@ def load_corpus(
 
 
 def _tell_held_out(parts: Mapping[str, Part], config: CorpusConfig) -> None:
-    """Log, in a line, what is held out of every domain and why."""
+    """Log what is held out of every domain, and how it was chosen."""
     by_name = [f"{name} {part.held_out}" for name, part in parts.items() if part.held_out]
     by_hash = [name for name, part in parts.items() if not part.is_divided]
     told = [f"by their names: {'; '.join(by_name)}"] if by_name else []
@@ -228,12 +227,12 @@ def _tell_held_out(parts: Mapping[str, Part], config: CorpusConfig) -> None:
 def _held_out_warnings(
     parts: Mapping[str, Part], sizes: Mapping[str, tuple[int, int]], config: CorpusConfig
 ) -> Iterator[str]:
-    """Of domains of which far more is held out than was asked for, or by name more than a half.
+    """Warn of domains with far more held out than `validation_fraction`, or by name over a half.
 
     Args:
-        parts: {domain: where it is read}.
-        sizes: {domain: (blocks to train on, blocks that are held out)}.
-        config: of the corpus.
+        parts: {domain: its source}.
+        sizes: {domain: (training blocks, held-out blocks)}.
+        config: settings of the corpus.
     """
     for name, part in parts.items():
         num_train, num_held = sizes[name]
@@ -254,7 +253,7 @@ def _held_out_warnings(
 
 
 def _limit_warnings(train: Mapping[str, datasets.Dataset], config: CorpusConfig) -> Iterator[str]:
-    """What there is of a domain beyond what was read is not known."""
+    """Warn of domains that fill `max_tokens_per_domain`: their full size is unknown."""
     limit = config.max_tokens_per_domain
     if limit is None:
         return
@@ -268,7 +267,7 @@ def _limit_warnings(train: Mapping[str, datasets.Dataset], config: CorpusConfig)
 
 
 def _reserve(blocks: datasets.Dataset, name: str) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """Training blocks and the slice of them held out for "mix": runs spread over the domain."""
+    """Split training blocks into (blocks to train on, blocks for "mix", in evenly spaced runs)."""
     count = max(_MIX_MIN_BLOCKS, int(len(blocks) * _MIX_SHARE))
     if len(blocks) < 2 * count:
         raise UserError(
@@ -288,7 +287,7 @@ def _reserve(blocks: datasets.Dataset, name: str) -> tuple[datasets.Dataset, dat
 def _choose_names(
     config: CorpusConfig, targets: Sequence[str], found: Sequence[str]
 ) -> tuple[str, ...]:
-    """Training domains in order: those asked for, or all found less the targets."""
+    """Training domains in order: `config.domains`, or all domains of the corpus but the targets."""
     if twice := sorted({name for name in config.domains if config.domains.count(name) > 1}):
         raise UserError(f"A domain is named once; domains names {', '.join(twice)} twice.")
     named.check("domains", config.domains, found, config.data)
@@ -309,28 +308,28 @@ def _choose_names(
 
 
 def domain_blocks(seed: int, step: int, *, domain: str, num_blocks: int, size: int) -> Ints:
-    """[size] int64: which of a domain's blocks proxy batch `step` holds.
+    """[size] int64: indices of a domain's blocks in proxy batch `step`.
 
-    Positions step * size and on of an endless stream that shows every block once an epoch, in an
-    order drawn anew each epoch. It depends on the seed and the domain's name alone, so other
-    domains come and go without changing it.
+    They are positions step * size to (step + 1) * size - 1 of an endless stream. An epoch of the
+    stream holds every block once, in a new order. The order depends on the seed and the domain's
+    name alone, so adding or removing other domains does not change it.
     """
     first = step * size
     return shuffled(seed, ("train", domain), np.arange(first, first + size), num_blocks)
 
 
 class BlockSampler(MixtureCounts):
-    """Which blocks of each domain the batches of stage two hold.
+    """Draws the blocks of each domain for the batches of stage two.
 
-    `MixtureCounts` says how many. Which ones follows from how many blocks of the domain all
-    earlier batches held, an arithmetic sum: no data is replayed.
+    `MixtureCounts` gives the number of blocks per domain. Their indices follow from the number
+    drawn in all earlier batches, a closed sum, so no data is replayed.
 
     Args:
-        seed: of the run.
-        phases: weights in order, the first from step 0; more than one are a curriculum.
+        seed: seed of the run.
+        phases: weights in order, the first from step 0; two or more form a curriculum.
         batch_size: > 0; blocks in a batch, over all domains.
-        num_blocks: {domain: blocks it has}, in the order of the batch.
-        stream: runs of one seed draw the same order from streams of the same name.
+        num_blocks: {domain: number of its blocks}, in the order of the batch.
+        stream: name of the random stream; equal seeds and names draw the same order.
     """
 
     def __init__(
@@ -356,18 +355,18 @@ class BlockSampler(MixtureCounts):
 
 
 class Batches(IterableDataset[Any]):
-    """The batches of a run from `start_step` on, each whole; `batch` makes that of any step."""
+    """The batches of a run from `start_step` on; `batch` maps a step to its whole batch."""
 
     def __init__(self, batch: Callable[[int], Any], start_step: int = 0) -> None:
         self.batch, self.start_step = batch, start_step
 
     def __iter__(self) -> Iterator[Any]:
-        """Without an end."""
+        """Yield batches without end."""
         return map(self.batch, itertools.count(self.start_step))
 
 
 def mix_sampler(corpus: Corpus, *, size: int, seed: int) -> BlockSampler | None:
-    """Draws blocks of "mix", from all domains alike; None: the corpus has not reserved any."""
+    """A sampler of "mix" blocks, uniform over domains; None: the corpus has reserved none."""
     if corpus.mix is None:
         return None
     num_blocks = {name: len(blocks) for name, blocks in corpus.mix.items()}
@@ -378,9 +377,9 @@ def mix_sampler(corpus: Corpus, *, size: int, seed: int) -> BlockSampler | None:
 def proxy_batch(
     corpus: Corpus, step: int, *, size: int, seed: int, mix: BlockSampler | None
 ) -> dict[str, Batch]:
-    """Blocks of every domain, of every target, and of "mix" where it has a sampler.
+    """Blocks of every training domain and target, and of "mix" if it has a sampler.
 
-    {name: {"input_ids": [size, L] int64, "labels": the same}}; `seed` decides their order.
+    {name: {"input_ids": [size, L] int64, "labels": the same}}; `seed` determines their order.
     """
     batches = {}
     for name in (*corpus.names, *corpus.targets):
@@ -395,10 +394,10 @@ def proxy_batch(
 def mixed_batch(
     corpus: Corpus, drawn: Mapping[str, Ints], place: tuple[int, int] = (0, 1)
 ) -> Batch:
-    """Blocks that a `BlockSampler` has drawn, in the order of the corpus's names.
+    """This rank's rows of the blocks that a `BlockSampler` has drawn, in the order of `drawn`.
 
-    {"input_ids": [B, L] int64, "labels": the same, "domain_ids": [B] int64}, of those rows that are
-    this rank's; `place` is (rank, number of ranks).
+    {"input_ids": [B, L] int64, "labels": the same, "domain_ids": [B] int64}; `place` is (rank,
+    number of ranks).
     """
     mine = pieces({name: len(rows) for name, rows in drawn.items()}, *place)
     rows = {name: drawn[name][slice(*mine.get(name, (0, 0)))] for name in drawn}
@@ -408,7 +407,7 @@ def mixed_batch(
 
 
 def _mixed_batch(blocks: Mapping[str, datasets.Dataset], rows: Mapping[str, Ints]) -> Batch:
-    """The rows of each domain, one below the other, as a causal model takes them."""
+    """Concatenate the rows of the domains, with labels for a causal model."""
     parts = [
         np.asarray(blocks[name][indices.tolist()]["input_ids"], dtype=np.int64)
         for name, indices in rows.items()

@@ -1,7 +1,7 @@
 """Stage one: a proxy model learns the domain weights.
 
-The weights that count are the average over the run, alpha_bar = mean_t alpha^(t); the last ones
-are kept beside them.
+The result is the average weights over the run, alpha_bar = mean_t alpha^(t); the last weights are
+recorded too.
 """
 
 import json
@@ -32,22 +32,22 @@ _log = logging.getLogger("doge_fast")
 
 
 def learn_weights(config: ProxyConfig) -> Run:
-    """Learn domain weights with a proxy model; leave them in a run directory.
+    """Learn domain weights with a proxy model; write them to a run directory.
 
-    The directory holds config.json, metrics.jsonl (weights raw and averaged from step 0),
-    weights.json and model/. A run that was killed is resumed by the same call, to the same bits;
-    a run that is complete is left as it is.
+    The directory holds config.json, metrics.jsonl (weights and average weights from step 0),
+    weights.json and model/. The same call resumes a killed run, with bitwise the same result, and
+    leaves a complete run unchanged.
 
     Args:
-        config: what to learn from, with what, for how long.
+        config: corpus, model and training of the proxy.
 
     Returns:
         The run: its directory, weights and figures.
 
     Raises:
-        UserError: the corpus is not what it should be, or the directory holds another run;
-            nothing has been written.
-        Diverged: the training computes no numbers any more; there are no weights.
+        UserError: the corpus is unusable, or the directory holds another run; nothing has been
+            written.
+        Diverged: losses or gradients are no longer finite; no weights are written.
 
     Source: DoGE, Algorithms 1 and 2, stage one.
     """
@@ -65,7 +65,7 @@ def learn_weights(config: ProxyConfig) -> Run:
 
 
 def prepare(config: ProxyConfig, existing: ExistingRun) -> "ProxyTrainer":
-    """The trainer of a run: its corpus read, its model made, its optimizer wrapped."""
+    """Read the corpus, build the model, wrap the optimizer; return the run's trainer."""
     selection = None if config.selection is None else _read_selection(config.selection)
 
     def check(model: nn.Module, *_: object) -> None:
@@ -80,7 +80,7 @@ def prepare(config: ProxyConfig, existing: ExistingRun) -> "ProxyTrainer":
             "learn.",
             *(config.corpus.data, corpus.names[0]),
         )
-    # A resumed run keeps the mu that it began with, whatever becomes of the default.
+    # A resumed run keeps its mu even if the default has changed since.
     resolved = {} if existing.record is None else existing.record.resolved
     mu = resolved.get("mu", config.mu)
     objective = Objective.of(corpus.names, parse_target(config.target))
@@ -97,7 +97,7 @@ def prepare(config: ProxyConfig, existing: ExistingRun) -> "ProxyTrainer":
 
 
 def _rule_line(config: ProxyConfig, objective: Objective) -> str:
-    """Which rule learns the weights, and which other one there is."""
+    """A line for the log that names the score in use, and the alternative."""
     if config.score == "aligned" and objective.has_equal_targets:
         return (
             "all domains are targets alike, so uniform weights are the aligned ones, and there is "
@@ -110,7 +110,7 @@ def _rule_line(config: ProxyConfig, objective: Objective) -> str:
 
 
 class ProxyTrainer(RecordedTrainer, DoGETrainer):
-    """DoGETrainer over ready-made batches: as many blocks of every domain in each."""
+    """DoGETrainer over ready-made batches with equally many blocks of every domain."""
 
     config: ProxyConfig
 
@@ -134,32 +134,32 @@ class ProxyTrainer(RecordedTrainer, DoGETrainer):
             target=objective.target,
             mu=mu,
             score=config.score,
-            # On the command line 0 is easier to say than None.
+            # The command line writes 0 for None.
             domain_max_grad_norm=config.domain_max_grad_norm or None,
             smoothing=config.smoothing,
             selection=selection,
             mode=config.mode,
         )
-        # What the optimizer refuses is refused before anything is written.
+        # Created here so that its errors come before anything is written.
         self.create_optimizer()
         self.mu = self.doge.mu
 
     def batch(self, step: int) -> dict[str, Batch]:
-        """As many blocks of every domain."""
+        """Equally many blocks of every domain."""
         size, seed = self.config.sequences_per_domain, self.config.training.seed
         return proxy_batch(self.corpus, step, size=size, seed=seed, mix=self.mix)
 
     def tokens(self, steps: int) -> dict[str, int]:
-        """As many of every row, targets and "mix" among them."""
+        """{domain, target or "mix": its tokens}, equal for all."""
         each = steps * self.config.sequences_per_domain * self.corpus.block_size
         return dict.fromkeys(self.names, each)
 
     def first_weights(self) -> dict[str, float]:
-        """Uniform ones."""
+        """The initial weights; uniform."""
         return ByName(self.doge.domains, self.doge.alpha).read()
 
     def line(self, step: int) -> Json:
-        """What a step leaves in the records; everything K x K, read when the line is written."""
+        """Losses, weights and scores of the step; small tensors, read when the line is written."""
         doge, last = self.doge, self.doge.last
         assert last is not None
         losses_R = torch.stack([self.domain_losses[name] for name in doge.names])
@@ -179,17 +179,17 @@ class ProxyTrainer(RecordedTrainer, DoGETrainer):
         }
 
     def is_lost(self) -> Tensor:
-        """Also where a gradient was not finite, and the step was skipped."""
+        """Whether the loss is not finite, or the optimizer skipped the step."""
         last = self.doge.last
         assert last is not None
         return super().is_lost().logical_or(last.skipped)
 
     def num_lost(self) -> int:
-        """Those that the optimizer skipped."""
+        """Number of steps that the optimizer skipped."""
         return self.doge.num_skipped
 
     def lost_domains(self) -> list[str]:
-        """Rows of which the last step has no numbers."""
+        """Rows with a non-finite loss or gradient in the last step."""
         last, losses = self.doge.last, self.domain_losses
         assert last is not None
         norms = ByName(self.doge.names, last.grad_norms).read()
@@ -197,9 +197,9 @@ class ProxyTrainer(RecordedTrainer, DoGETrainer):
 
 
 def _leave(trainer: ProxyTrainer) -> None:
-    """The average of the weights, then the model."""
+    """Write the average weights, then the model."""
     config, doge = trainer.config, trainer.doge
-    # Not trainer.weights, which would warn of what the lines and the verb's answer say.
+    # Not trainer.weights: it would repeat warnings that weights.json and the command print.
     mean = ByName(doge.domains, doge.alpha_mean).read()
     stage.write_learned(
         trainer,
@@ -214,7 +214,7 @@ def _leave(trainer: ProxyTrainer) -> None:
 
 
 def _read_selection(path: Path) -> list[str]:
-    """Names of parameters."""
+    """Read a JSON list of parameter names."""
     try:
         names = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,13 +1,13 @@
-"""How far to follow a proxy's direction: base models at alpha^(1/T), and the best of them kept.
+"""Search for the best mixture on a line: train base models at alpha^(1/T), keep the best weights.
 
-A proxy learns which domains to raise. By how much is decided by mu, by its learning rate and by an
-average that starts uniform, and none of these knows the base model. So the distance is measured,
-along one line of mixtures:
+A proxy learns which domains to raise. How far it raises them depends on mu, on its learning rate
+and on an average that starts uniform; none of these depends on the base model. So the distance is
+measured with base models, along one line of mixtures:
 
     w_j(T)  =  alpha_j^(1/T) / sum_i alpha_i^(1/T)
 
-1/T = 0 is uniform, 1 the proxy's own weights, more is sharper. "Temperature" is the word of
-multilingual training, where alpha are the shares of the text.
+1/T = 0 gives uniform weights, 1/T = 1 the proxy's weights, and a larger 1/T sharper ones. The word
+"temperature" comes from multilingual training, where alpha are the shares of the text.
 """
 
 import logging
@@ -45,10 +45,10 @@ from doge_fast.pipeline.wording import count_text, first_few, plural, wrapped
 
 _LEAST_STEPS = 200
 _FIRST = (0.0, 1.0, 2.0)
-# Between uniform weights and the proxy's own.
+# 1/T to try between uniform weights and the proxy's.
 _INWARDS = (0.5, 0.25)
 _OUTWARDS = 2.0
-# Of the proxy's record: what holds of its weights at any temperature.
+# Fields of the proxy's weights.json that hold at every temperature.
 _COPIED = ("target", "score", "mu", "corpus", "tokenizer_sha256", "block_size", "versions")
 _OF_PROXY = ("model", "parameters", "learning_rate", "steps", "seed", "tokens", "date", "sha256")
 _OF_DOMAIN = ("prior", "tokens", "documents", "mean_doc_tokens")
@@ -59,34 +59,34 @@ _log = logging.getLogger("doge_fast")
 def temperature(config: TemperatureConfig) -> Run:
     """Measure base models along the line from uniform weights through a proxy's; keep the best.
 
-    It begins with 1/T = 0, 1 and 2. While the farthest is the best it goes on outwards (4, 6, ...);
-    where uniform weights beat the proxy's it goes inwards (0.5, 0.25); then once between the best
-    and its better neighbour. What counts is the proxy's objective: the mean held-out loss of its
-    training domains, or of its targets, by their weights. All models of a seed have the same
-    initialisation, order of the data and evaluation.
+    The search begins with 1/T = 0, 1 and 2. While the largest 1/T is the best, it tries larger ones
+    (4, 6, ...). While uniform weights are the best, it tries 0.5, then 0.25. Last it tries the
+    midpoint of the best and its better neighbour. Mixtures are compared by the proxy's objective:
+    the mean held-out loss of the training domains, or of the targets, weighted as in the target.
+    All models of a seed share initialisation, order of the data and evaluation.
 
-    A killed search goes on with the same call; complete models are kept.
+    The same call resumes a killed search and keeps the complete models.
 
     Args:
-        config: whose weights, how large and how long the base models are, with which seeds.
+        config: the proxy run; size, steps and seeds of the base models.
 
     Returns:
-        The run: `config.out`, with weights.json (those with the lowest measured mean loss, the
-        temperature, and all that was measured), runs/, mixtures/ and report.html.
+        The run: `config.out`, with weights.json (the weights with the lowest mean loss, their
+        temperature, and all measurements), runs/, mixtures/ and report.html.
 
     Raises:
-        UserError: the run is no complete proxy, has one domain or equal weights, or its text has
-            changed, or `config.only` names no run to make; nothing has been trained.
+        UserError: the run is not a complete proxy, has one domain or equal weights, its text has
+            changed, or `config.only` names a run that is not planned; nothing has been trained.
         Diverged: every base model diverged, or one that `config.only` names.
     """
     if config.dry_run:
         raise UserError("A dry run trains nothing: call rehearsal.rehearse, or leave out dry_run.")
     search = _Search.of(config)
-    # All that was measured is of the proxy's text, and so is what follows.
+    # Raises if the proxy's text has changed: all base models must be measured on the same text.
     own_blocks(config.proxy)
     found = search.next_jobs()
     if config.only:
-        # Of those that --plan has printed some may be complete.
+        # A run that --plan has printed may be complete by now.
         begun = sorted({*found, *search.begun})
         known = {job.name: job for each in begun for job in search.jobs_at(each).values()}
         for name in (name for name in config.only if name not in known):
@@ -111,7 +111,7 @@ def temperature(config: TemperatureConfig) -> Run:
 
 
 def plan_lines(config: TemperatureConfig, command: str) -> list[str]:
-    """The runs that are to be made next, as commands that begin with `command`; writes nothing."""
+    """The next runs to make, as commands that begin with `command`; writes nothing."""
     lines = [
         f"{command} --only {job.name}  # 1/T = {inverse:g}"
         for inverse, jobs in _Search.of(config).next_jobs().items()
@@ -122,9 +122,10 @@ def plan_lines(config: TemperatureConfig, command: str) -> list[str]:
 
 
 def example(config: TemperatureConfig) -> tuple[BaseConfig, Path, int, str]:
-    """For a dry run: one of the base models, at uniform weights, which cost what others do.
+    """A base model for a dry run, at uniform weights: every mixture costs the same.
 
-    And the directory of the search, how many models it makes at most, and that in words.
+    Returns:
+        (the base model, directory of the search, its largest number of models, that in words).
     """
     search = _Search.of(replace(config, dry_run=False))
     base = search.base(1.0, config.seeds[0])
@@ -133,7 +134,7 @@ def example(config: TemperatureConfig) -> tuple[BaseConfig, Path, int, str]:
 
 
 def sharpened(weights: Mapping[str, float], inverse: float) -> dict[str, float]:
-    """w_j = alpha_j^inverse / sum_i alpha_i^inverse; a weight of zero stays zero, also at 0.
+    """w_j = alpha_j^inverse / sum_i alpha_i^inverse; a weight of zero stays zero, even at 1/T = 0.
 
     Args:
         weights: {domain: alpha_j}, >= 0, with a positive sum.
@@ -147,15 +148,15 @@ def sharpened(weights: Mapping[str, float], inverse: float) -> dict[str, float]:
 
 
 def next_inverses(losses: Mapping[float, float], most: int) -> tuple[float, ...]:
-    """Which 1/T to measure next; empty: the search has ended.
+    """Values of 1/T to measure next; empty: the search has ended.
 
     Args:
-        losses: {1/T: mean loss} of what has been measured; a diverged model has infinity.
-        most: how many may be measured in all.
+        losses: {1/T: mean loss} of the temperatures measured; infinity where a model diverged.
+        most: largest number of temperatures in a search.
     """
     if missing := tuple(each for each in _FIRST if each not in losses):
         return missing
-    # The search so far is followed again: what was measured decides every turn of it.
+    # Replay the search: the measured losses determine every step of it.
     tried: list[float] = []
     for inverse in _turns(losses, tried):
         if inverse not in losses:
@@ -165,7 +166,7 @@ def next_inverses(losses: Mapping[float, float], most: int) -> tuple[float, ...]
 
 
 def _turns(losses: Mapping[float, float], tried: Sequence[float]) -> Iterator[float]:
-    """Each 1/T in turn; the caller adds it to `tried` once its loss is known."""
+    """Values of 1/T in search order; the caller appends a value to `tried` before the next."""
     yield from _FIRST
     while _best(losses, tried) == max(tried):
         yield max(tried) + _OUTWARDS
@@ -179,13 +180,13 @@ def _turns(losses: Mapping[float, float], tried: Sequence[float]) -> Iterator[fl
 
 
 def _best(losses: Mapping[float, float], places: Sequence[float]) -> float:
-    """Of equal losses the mixture nearer to uniform."""
+    """The 1/T with the lowest loss; of equal losses the one nearer to uniform."""
     return min(sorted(places), key=lambda place: losses[place])
 
 
 @dataclass(frozen=True)
 class Point:
-    """A temperature that has been measured."""
+    """A measured temperature."""
 
     inverse: float
     """1/T."""
@@ -196,18 +197,18 @@ class Point:
 
     @property
     def mean(self) -> float:
-        """Of the objective, over seeds."""
+        """Mean of the objective over seeds."""
         return fmean(self.losses.values())
 
     @property
     def arm(self) -> records.ArmRecord:
-        """As it stands in a table."""
+        """The point as a row of a table."""
         about = f"1/T = {self.inverse:g}"
         label = {0.0: "uniform", 1.0: "DoGE"}.get(self.inverse, about)
         return records.ArmRecord(label, about, self.runs, is_baseline=self.inverse == 0)
 
     def against(self, other: "Point") -> PairedDifference:
-        """Mean of this point's loss less the other's, over the seeds where neither diverged."""
+        """Loss of this point minus the other's, paired over the seeds where neither diverged."""
         own, their = (
             {seed: loss for seed, loss in point.losses.items() if math.isfinite(loss)}
             for point in (self, other)
@@ -217,23 +218,23 @@ class Point:
 
 @dataclass(frozen=True)
 class Job:
-    """A base model of the search, measured on held-out text."""
+    """A base model of the search, to train and to measure on held-out text."""
 
     config: BaseConfig
     blocks: int | None
-    """Of each domain; None: all."""
+    """Held-out blocks to measure per domain; None: all."""
 
     @property
     def name(self) -> str:
-        """Of its directory."""
+        """Name of its directory."""
         return self.config.out.name
 
     def is_made(self) -> bool:
-        """Whether nothing is left to do."""
+        """Whether the model is trained and measured."""
         return self._is_trained() and self._is_measured()
 
     def make(self) -> None:
-        """Train and measure, where that is still to do."""
+        """Train and measure the model; skip what is done."""
         if not self._is_trained():
             self.train()
             failures.raise_late()
@@ -243,7 +244,7 @@ class Job:
             failures.raise_late()
 
     def train(self) -> None:
-        """Begin it or go on with it."""
+        """Begin or resume the training."""
         train_base(self.config)
 
     def _is_trained(self) -> bool:
@@ -251,7 +252,7 @@ class Job:
         try:
             return stage.is_finished(self.config) and not (out / records.CHECKPOINTS).exists()
         except ValueError:
-            # Its stage says what is wrong with it.
+            # Training it raises the same error, with its message.
             return False
 
     def _is_measured(self) -> bool:
@@ -268,7 +269,7 @@ class _Search:
 
     @classmethod
     def of(cls, config: TemperatureConfig) -> "_Search":
-        """Read the proxy, and refuse what leaves nothing to measure."""
+        """Read and check the proxy run; raise UserError if its weights define no line."""
         check(config)
         recorded, proxy = records.load_config(config.proxy)
         if recorded.stage != "proxy":
@@ -322,10 +323,10 @@ class _Search:
         target: Any = self.record.get("target")
         if not isinstance(target, Mapping):
             target = {MIX: 1.0}
-        # A mixture of all domains: each counts alike.
+        # The target "mix" weighs all domains equally.
         each = target.get(MIX, 0.0) / len(self.alpha)
         shares = dict.fromkeys(self.alpha, each) if each else {}
-        # In their order: they become the targets of base models.
+        # Keep the order of the targets: base models take it over.
         for name in (each for each in target if each != MIX):
             shares[name] = shares.get(name, 0.0) + target[name]
         total = math.fsum(shares.values())
@@ -333,16 +334,16 @@ class _Search:
 
     @property
     def begun(self) -> list[float]:
-        """Every 1/T that base models have been begun at."""
+        """Every 1/T that has a mixture file."""
         return sorted(float(file.stem) for file in (self.out / records.MIXTURES).glob("*.json"))
 
     def jobs_at(self, inverse: float) -> dict[int, Job]:
-        """{seed: its base model}."""
+        """{seed: base model at this 1/T}."""
         blocks = self.config.eval_blocks
         return {seed: Job(self.base(inverse, seed), blocks) for seed in self.config.seeds}
 
     def next_jobs(self) -> dict[float, list[Job]]:
-        """{1/T: models to make} of the next temperatures."""
+        """{1/T: models still to make} for the next temperatures."""
         self.wait()
         found = {point.inverse: point.mean for point in self.points()}
         left = {
@@ -352,7 +353,7 @@ class _Search:
         return {inverse: jobs for inverse, jobs in left.items() if jobs}
 
     def points(self) -> list[Point]:
-        """What has been measured with all seeds, by 1/T."""
+        """Temperatures measured with all seeds, in order of 1/T."""
         found = []
         for inverse in self.begun:
             jobs = self.jobs_at(inverse)
@@ -363,7 +364,7 @@ class _Search:
         return found
 
     def begin(self, inverses: Collection[float]) -> None:
-        """Write the mixtures that are measured next, and warn of text that they repeat."""
+        """Write the mixtures to measure next; warn if they would repeat a domain's text often."""
         if ranks.is_first():
             records.write_experiment(self.out, self.experiment())
             (self.out / records.MIXTURES).mkdir(exist_ok=True)
@@ -384,18 +385,18 @@ class _Search:
 
     @property
     def most_runs(self) -> int:
-        """Base models, with all seeds."""
+        """Largest number of base models, over all seeds."""
         return self.config.most_runs * len(self.config.seeds)
 
     @property
     def number_text(self) -> str:
-        """That in words."""
+        """`most_runs` in words."""
         temperatures, seeds = self.config.most_runs, len(self.config.seeds)
         told = f"{plural(temperatures, 'temperature')}, {plural(seeds, 'seed')}"
         return f"at most {self.most_runs} base models ({told})"
 
     def cost(self) -> str:
-        """What the whole search takes at most, in a sentence."""
+        """Upper bound on tokens and time of the whole search, as a sentence."""
         config, base = self.config, self.base(1.0, self.config.seeds[0])
         steps = base.training.steps
         tokens = self.most_runs * steps * base.batch_size * base.corpus.block_size
@@ -408,7 +409,7 @@ class _Search:
         return text
 
     def make(self, jobs: Sequence[Job]) -> None:
-        """Train and measure models, one after the other."""
+        """Train and measure models in order; remember those that diverged."""
         made = sum(self._is_made(job) for each in self.begun for job in self.jobs_at(each).values())
         for number, job in enumerate(jobs, start=made + 1):
             self.wait()
@@ -420,7 +421,7 @@ class _Search:
                 self.diverged.add(job.config.out)
 
     def check_made(self, jobs: Sequence[Job]) -> None:
-        """Raise Diverged where one of these did, which is all that was asked for."""
+        """Raise Diverged if one of these runs, named by `config.only`, diverged."""
         if lost := [job.name for job in jobs if job.config.out in self.diverged]:
             raise Diverged(
                 f"{', '.join(lost)} diverged. The search leaves out its temperature once it makes "
@@ -428,7 +429,7 @@ class _Search:
             )
 
     def write(self) -> None:
-        """weights.json, experiment.json and the report, of what has been measured."""
+        """Write weights.json, experiment.json and the report from the measurements."""
         points = self.points()
         best = min(points, key=lambda point: point.mean)
         if not math.isfinite(best.mean):
@@ -444,7 +445,7 @@ class _Search:
         self.wait()
 
     def wait(self) -> None:
-        """For the other processes, so that all see what the first one has written."""
+        """Synchronise the ranks, so that all see the files of the first one."""
         training.wait_for_ranks(training.device_of(self.config.device))
 
     def _is_made(self, job: Job) -> bool:
@@ -457,14 +458,14 @@ class _Search:
         return math.fsum(weight * loss[name] for name, weight in self.aim.items())
 
     def base(self, inverse: float, seed: int) -> BaseConfig:
-        """The base model of a temperature and a seed."""
+        """Settings of the base model for a 1/T and a seed."""
         config, proxy = self.config, self.proxy
         told = proxy.training
         steps = config.steps or max(told.steps, _LEAST_STEPS)
         names = tuple(self.alpha)
         warmup = told.warmup_steps
         if warmup is not None and warmup >= steps:
-            # Of a longer proxy.
+            # The warm-up was set for a proxy with more steps.
             warmup = steps // 10
         return BaseConfig(
             out=self.out / records.RUNS / f"base-{inverse:g}-seed{seed}",
@@ -488,12 +489,12 @@ class _Search:
 
     @property
     def _tokens(self) -> int:
-        """Of the training of one base model."""
+        """Training tokens of one base model."""
         base = self.base(1.0, self.config.seeds[0])
         return base.training.steps * base.batch_size * base.corpus.block_size
 
     def _epochs(self, weights: Mapping[str, float]) -> dict[str, float]:
-        """{domain: passes over its text} of the training that the weights are for."""
+        """{domain: epochs} in a training of `budget_tokens`, or of a base model without one."""
         budget = self.config.budget_tokens or self._tokens
         tokens = {entry["name"]: entry.get("tokens") for entry in self.record["domains"]}
         return {
@@ -503,7 +504,7 @@ class _Search:
         }
 
     def _repeated(self, inverses: Iterable[float]) -> list[str]:
-        """A warning, if trainings at these places of the line read some text too often."""
+        """A warning if a training at one of these 1/T exceeds `MAX_EPOCHS` of a domain."""
         told = []
         for inverse in inverses:
             passes = self._epochs(sharpened(self.alpha, inverse))
@@ -519,7 +520,7 @@ class _Search:
         ]
 
     def _warnings(self, points: Sequence[Point], best: Point) -> list[str]:
-        """What to know before the weights are used: of the search, and of its proxy."""
+        """Warnings about the search and about its proxy."""
         what, change = f"1/T = {best.inverse:g}", best.against(points[0])
         number, warnings = len(self.config.seeds), list[str]()
         if best.inverse and not change.is_decided:
@@ -543,7 +544,7 @@ class _Search:
         return [*warnings, *self._repeated([best.inverse]), *told]
 
     def _weights(self, points: Sequence[Point], best: Point) -> Json:
-        """weights.json."""
+        """Contents of weights.json."""
         uniform = points[0]
         entries = {entry["name"]: entry for entry in self.record["domains"]}
         base = self.base(best.inverse, self.config.seeds[0])
@@ -589,7 +590,7 @@ class _Search:
         }
 
     def experiment(self, groups: tuple[records.Group, ...] = ()) -> records.ExperimentRecord:
-        """experiment.json: what a report is made of; without tables while the search goes on."""
+        """Contents of experiment.json, the report's input; no tables until the search ends."""
         config = self.config
         return records.ExperimentRecord(
             name="temperature",
@@ -605,8 +606,8 @@ class _Search:
         )
 
     def _groups(self, points: Sequence[Point], best: Point) -> tuple[records.Group, ...]:
-        """The tables that the search ends in."""
-        # What diverged with one seed would have the mean of the others.
+        """Tables of the report."""
+        # The tables average finite losses only, so a point with a diverged seed is left out.
         shown = [point for point in points if not point.inverse or math.isfinite(point.mean)]
         measured = (
             records.TemperaturePoint(point.inverse, point.arm, dict(point.weights))
@@ -644,7 +645,7 @@ def _known(record: Mapping[str, Any], fields: Sequence[str]) -> Json:
 
 
 def lines_of(run: Path) -> list[str]:
-    """What a search came to, for a terminal."""
+    """Result of a search, as lines for a terminal."""
     record = records.read_weights(run)
     inverse, points = record["inverse_temperature"], record["points"]
     best = next(point for point in points if point["inverse_temperature"] == inverse)

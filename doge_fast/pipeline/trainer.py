@@ -1,8 +1,7 @@
-"""Trainer over ready-made batches, and the callbacks that record it and end it in order.
+"""Trainer over ready-made batches, with callbacks that write its records and stop it cleanly.
 
 Batch t is a function of (seed, t), so a resumed run starts its data at the checkpoint's step and
-replays nothing. Checkpoints are in Trainer's own format; `records.checkpoints` makes generations of
-them.
+replays nothing. Checkpoints have Trainer's format; `records.checkpoints` keeps the newest of them.
 """
 
 import functools
@@ -44,10 +43,10 @@ from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.wording import count_text, first_few
 from doge_fast.weights.diagnosis import MOST_SKIPPED
 
-# A line waits this long on the device at most: reading it makes the host wait for the step.
+# Lines stay on the device for at most this long; reading one makes the host wait for its step.
 FLUSH_SECONDS = 1.0
-# A cluster may signal torchrun and its processes, and torchrun passes its signal on: two within
-# this time count as one.
+# A cluster may signal torchrun and its processes, and torchrun forwards the signal: two signals
+# within this time count as one.
 ECHO_SECONDS = 5.0
 
 Value = TypeVar("Value")
@@ -56,14 +55,14 @@ _log = logging.getLogger("doge_fast")
 
 
 def from_first(call: Callable[[], Value]) -> Value:
-    """What `call` returns on the first process, on all; where it raises there, all raise.
+    """Call a function on the first rank and return its result on all; if it raises, all raise.
 
     Raises:
-        FileFailure: on the others, with the words of what was raised on the first.
+        FileFailure: on the other ranks, with the text of the first rank's error.
     """
     if ranks.number() == 1:
         return call()
-    # (what it returned, what it raised)
+    # [result, text of the error]
     told: list[Any] = [None, None]
     failure = None
     if ranks.is_first():
@@ -86,19 +85,19 @@ class ByName(NamedTuple):
     values: Tensor
 
     def read(self) -> dict[str, float]:
-        """Waits for the device."""
+        """Copy the values to the host; waits for the device."""
         return dict(zip(self.names, self.values.tolist(), strict=True))
 
 
 class RecordedTrainer(Trainer):
-    """Trainer over ready-made batches, and what a step of it leaves in the records.
+    """Trainer over ready-made batches that writes a run's records.
 
-    A stage's own trainer gives `batch`, `tokens` and `line`, and where it has them the domain
-    weights that it learns and a state of its own for the checkpoints.
+    A subclass implements `batch`, `tokens` and `line`. One that learns domain weights implements
+    `first_weights`; one with a `state_file` implements `own_state` and `load_own_state`.
     """
 
     state_file: ClassVar[str] = ""
-    """What a checkpoint holds beside Trainer's own files; empty: nothing."""
+    """Name of the subclass's file in a checkpoint; empty: no file."""
 
     def __init__(
         self, config: StageConfig, corpus: Corpus, model: PreTrainedModel, **kwargs: Any
@@ -106,29 +105,29 @@ class RecordedTrainer(Trainer):
         self.config, self.corpus = config, corpus
         with training.own_settings():
             arguments = training.training_arguments(config.training, config.out)
-        # A checkpoint holds a shared matrix once; Trainer takes the other name for missing and
-        # says so.
+        # A checkpoint holds a tied matrix once, and Trainer would warn that the other names are
+        # missing.
         model._keys_to_ignore_on_save = set(model.all_tied_weights_keys)
-        # Trainer makes its directory at once, and this one is made when the run begins.
+        # Trainer creates its output directory here; ours must not exist before the run begins.
         out, arguments.output_dir = arguments.output_dir, tempfile.gettempdir()
         with training.own_settings():
             super().__init__(model=model, args=arguments, **kwargs)
         arguments.output_dir = out
-        # One micro-batch is the whole step: the model's own mean is the loss, and Trainer need
-        # not count targets for it (some versions count one too many in every block).
+        # A step has one micro-batch, so the model's mean is the loss. Without this Trainer counts
+        # the labels itself, and some versions count one too many per block.
         self.model_accepts_loss_kwargs = False
-        # Where the run goes on from, until its first step.
+        # Checkpoint to resume from; None after the first step.
         self._checkpoint: str | None = None
         self.step_loss: Tensor | None = None
         self.step_lr = 0.0
         self.remove_callback(PrinterCallback)
 
     def go_on(self, checkpoint: Path | None) -> None:
-        """Train to the end, from a checkpoint or from the beginning.
+        """Train to the last step, from a checkpoint or from the beginning.
 
         Raises:
-            Diverged: the training computes no numbers any more.
-            Terminated, KeyboardInterrupt: a signal has ended it, at a checkpoint.
+            Diverged: losses or gradients are no longer finite.
+            Terminated, KeyboardInterrupt: a signal ended the training at a checkpoint.
         """
         start, out = 0, self.config.out
         if checkpoint is not None:
@@ -149,46 +148,46 @@ class RecordedTrainer(Trainer):
         with closing(recorder), stop.watching(), training.own_settings():
             self.train(resume_from_checkpoint=self._checkpoint)
 
-    # What a stage says of itself.
+    # Methods that a stage's trainer overrides.
 
     def batch(self, step: int) -> Any:
-        """The batch of a step (0 is the first), whatever was asked for before."""
+        """The batch of a step (0 is the first); a function of the step alone."""
         raise NotImplementedError
 
     def tokens(self, steps: int) -> dict[str, int]:
-        """{domain: tokens of it in the first steps}."""
+        """{domain: its tokens in the first `steps` steps}."""
         raise NotImplementedError
 
     def line(self, step: int) -> Json:
-        """Fields of the last step's line in metrics.jsonl; tensors and `ByName` are read later."""
+        """Fields of the step's line in metrics.jsonl; a flush reads tensors and `ByName` values."""
         raise NotImplementedError
 
     def first_weights(self) -> Mapping[str, float] | None:
-        """Domain weights before the first step, where they are learned."""
+        """Domain weights before the first step; None: none are learned."""
         return None
 
     def is_lost(self) -> Tensor:
-        """Whether the last step lost its numbers; bool scalar, the same on all ranks."""
+        """Whether the last step's loss is not finite; bool scalar, the same on all ranks."""
         assert self.step_loss is not None
         return ~self.step_loss.isfinite()
 
     def num_lost(self) -> int:
-        """Steps of the whole run that moved nothing; a checkpoint keeps their number."""
+        """Number of skipped steps in the whole run; kept in checkpoints."""
         return 0
 
     def lost_domains(self) -> list[str]:
-        """Domains whose loss or gradient is not finite in the last step, where that is known."""
+        """Domains with a non-finite loss or gradient in the last step, if known."""
         return []
 
     def own_state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Tensors and text that a checkpoint keeps in `state_file`."""
+        """Tensors and text to save in a checkpoint's `state_file`."""
         raise NotImplementedError
 
     def load_own_state(self, state: dict[str, Tensor], text: dict[str, str]) -> None:
-        """Go on with what `own_state` gave."""
+        """Restore what `own_state` returned."""
         raise NotImplementedError
 
-    # What Trainer calls.
+    # Methods that Trainer calls.
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, state_dict)
@@ -200,23 +199,25 @@ class RecordedTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if self.state_file and checkpoint is not None:
-            # On the CPU: of several processes each has a device like cpu:0, which it refuses.
+            # Read on the CPU: with several processes the device may be cpu:0, which safe_open
+            # rejects.
             with safe_open(Path(checkpoint, self.state_file), framework="pt") as file:
                 tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
                 self.load_own_state(tensors, file.metadata() or {})
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """The batches as the stage makes them."""
+        """A loader that yields the stage's batches unchanged."""
         dataset = cast("IterableDataset[Any]", self.train_dataset)
         return DataLoader(dataset, batch_size=None, pin_memory=self.args.dataloader_pin_memory)
 
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> Tensor:
-        """Trainer's, remembering what the records want of it."""
+        """Trainer's step; keeps learning rate and loss for the records."""
         assert self.optimizer is not None
         if self._checkpoint is not None:
-            # Dropout goes on; Trainer leaves the generators alone where no data are skipped.
+            # Dropout must continue its random numbers, and with `ignore_data_skip` Trainer does not
+            # restore the generators.
             self._load_rng_state(self._checkpoint)
             self._checkpoint = None
         self.step_lr = float(self.optimizer.param_groups[0]["lr"])
@@ -225,26 +226,26 @@ class RecordedTrainer(Trainer):
         return loss
 
     def _prepare_input(self, data: Any) -> Any:
-        """Trainer's; the host does not wait for the copy of a tensor to a GPU."""
+        """Trainer's, but the host does not wait for the copy of a pinned tensor to the GPU."""
         if isinstance(data, Tensor) and data.is_pinned():
             return data.to(self.args.device, non_blocking=True)
         return super()._prepare_input(data)
 
     def mean_of_ranks(self, loss: Tensor) -> Tensor:
-        """Of a number that every rank has."""
+        """Mean of a scalar over the ranks."""
         return loss if self.args.world_size == 1 else self.accelerator.reduce(loss, "mean")
 
     def evaluate_domains(self) -> dict[str, float]:
-        """Held-out loss of every domain that is followed, in nats per token."""
+        """Held-out loss of every training and target domain, in nats per token."""
         model, count = cast(PreTrainedModel, self.model), self.config.training.eval_blocks
         return held_out_losses(model, self.corpus.validation, num_blocks=count)[0]
 
 
 class MixtureTrainer(RecordedTrainer):
-    """RecordedTrainer whose batches mix the domains at weights that are known, phase by phase."""
+    """RecordedTrainer whose batches are drawn at domain weights fixed for each phase."""
 
     has_domain_ids: ClassVar[bool] = False
-    """Whether a batch says of which domain each of its rows is."""
+    """Whether a batch holds the domain index of each row."""
 
     def __init__(
         self, config: StageConfig, corpus: Corpus, model: PreTrainedModel, phases: Sequence[Phase]
@@ -256,51 +257,51 @@ class MixtureTrainer(RecordedTrainer):
         super().__init__(config, corpus, model)
 
     def batch(self, step: int) -> Batch:
-        """Blocks drawn at the weights, of which each rank has its own."""
+        """This rank's part of the blocks drawn at the weights."""
         batch = domains.mixed_batch(self.corpus, self.mixture.blocks(step), ranks.place())
         if not self.has_domain_ids:
             del batch["domain_ids"]
         return batch
 
     def tokens(self, steps: int) -> dict[str, int]:
-        """As the mixture rounds them."""
+        """{domain: its tokens}, from the block counts of the mixture."""
         drawn = zip(self.corpus.names, self.mixture.drawn(steps).tolist(), strict=True)
         return {name: blocks * self.corpus.block_size for name, blocks in drawn}
 
     def line(self, step: int) -> Json:
-        """Loss of the step, and tokens of each domain in all steps so far."""
+        """Loss of the step, and tokens per domain so far."""
         return {"loss": self.step_loss, "tokens": self.tokens(step)}
 
 
 class StopOnSignal(TrainerCallback):
-    """Ends a training at the next step after SIGTERM, SIGHUP or Ctrl-C, with a checkpoint of it.
+    """Ends a training after SIGTERM, SIGHUP or Ctrl-C: saves a checkpoint at the next step.
 
-    A cluster sends SIGTERM before it takes a machine away, and waits for some seconds; a terminal
-    that is closed sends SIGHUP. The command line has a handler of these, which this one takes the
-    place of while `watching`. Where there is none, or another, nothing is done: signals belong to
-    whoever handles them.
+    A cluster sends SIGTERM some seconds before it takes a machine away; a terminal that closes
+    sends SIGHUP. `watching` replaces the command line's handler of these signals. If another
+    handler is installed, or none, it changes nothing.
     """
 
     def __init__(self, run: Path) -> None:
         self._run = run
-        # Which signal, and when it came by the clock that goes on.
+        # The signal received, and its time on the monotonic clock.
         self._signal: int | None = None
         self._received_at = 0.0
         self._is_stopped = False
-        # Of several ranks: the sum of what they received, on its way since the step before.
+        # With several ranks: an all-reduce in flight since the step before, and its tensor, which
+        # counts the ranks that have received a signal.
         self._reduction: tuple[Any, torch.Tensor] | None = None
         self._group: Any = None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Train within; raises `Terminated` or KeyboardInterrupt where the training was ended."""
+        """Handle signals within; raise Terminated or KeyboardInterrupt at the end if one came."""
         ours = failures.raise_terminated
         ending = [each for each in failures.ENDING_SIGNALS if signal.getsignal(each) is ours]
         if not ending:
             yield
             return
         if ranks.number() > 1:
-            # Of the host alone, so that no step waits for the device.
+            # A process group on the host, so that no step waits for the device.
             self._group = dist.new_group(backend="gloo")
         failures.late.clear()
         before = {each: signal.signal(each, self._receive) for each in (*ending, signal.SIGINT)}
@@ -310,7 +311,7 @@ class StopOnSignal(TrainerCallback):
             for each, handler in before.items():
                 signal.signal(each, handler)
         if self._is_stopped:
-            # That of a lost step is not written.
+            # There may be none: a lost step is not saved.
             left = records.newest_checkpoint(self._run)
             raise self._ending(
                 failures.NO_CHECKPOINT
@@ -319,40 +320,40 @@ class StopOnSignal(TrainerCallback):
                 "from there."
             )
         if self._signal is not None:
-            # It came too late to stop anything: the run is closed in a moment.
+            # It came after the last step, so the run completes first.
             name = signal.Signals(self._signal).name
             _log.warning("%s has come after the last step; the run is completed.", name)
             failures.late.append(self._ending())
 
     def _ending(self, told: str = "") -> BaseException:
-        # Another rank may have received it.
+        # None if another rank received the signal.
         number = self._signal or signal.SIGTERM
         is_typed = number == signal.SIGINT
         return KeyboardInterrupt(told) if is_typed else failures.Terminated(number, told)
 
     def _receive(self, number: int, frame: object) -> None:
         now = time.monotonic()
-        # A launcher passes on Ctrl-C too.
+        # A launcher forwards Ctrl-C too.
         is_passed_on = number != signal.SIGINT or ranks.number() > 1
         is_echo = is_passed_on and now - self._received_at <= ECHO_SECONDS
         if self._signal is None:
             self._signal, self._received_at = number, now
         elif not is_echo:
-            # Somebody does not want to wait.
+            # A second signal ends the run at once.
             self._signal = number
             raise self._ending()
 
     def on_step_end(
         self, args: Any, state: TrainerState, control: TrainerControl, **__: Any
     ) -> None:
-        """Stop where this rank, or any of several, has received a signal."""
+        """Save and stop if any rank has received a signal."""
         is_stopping = self._signal is not None if self._group is None else self._any_rank_received()
         if is_stopping and state.global_step < state.max_steps:
             self._is_stopped = True
             control.should_save = control.should_training_stop = True
 
     def _any_rank_received(self) -> bool:
-        """Whether a rank had received one by the step before this; the same on every rank."""
+        """Whether any rank had received a signal by the previous step; equal on all ranks."""
         before = self._reduction
         told = torch.tensor([int(self._signal is not None)])
         self._reduction = dist.all_reduce(told, group=self._group, async_op=True), told
@@ -364,29 +365,29 @@ class StopOnSignal(TrainerCallback):
 
 
 class Recorder(TrainerCallback):
-    """Keeps metrics.jsonl, whole checkpoints and the progress bar, and ends a run that is lost."""
+    """Writes metrics.jsonl, completes checkpoints, moves the progress bar, ends a lost run."""
 
     def __init__(self, trainer: RecordedTrainer) -> None:
         self.trainer, self.run = trainer, trainer.config.out
         patience = trainer.config.training.max_skipped_steps
         self.lost = health.LostSteps(patience, trainer.args.device)
         self._bar: Any = None
-        # What stands behind the bar: tokens a second, and the domain that has most of the weight.
+        # Text after the bar: tokens per second, and the domain with the largest weight.
         self._speed: dict[str, str] = {}
         self._largest: dict[str, str] = {}
-        # Lines for metrics.jsonl, whose tensors are read at the next flush.
+        # Lines for metrics.jsonl; the next flush reads their tensors.
         self._pending: list[dict[str, Any]] = []
         self._last_flush = self._last_line = time.monotonic()
         self._last_step = 0
         self._clock = progress.StepClock()
 
     def close(self) -> None:
-        """No bar any more, so that what is said next has a line of its own."""
+        """Close the bar, so that the next message starts on a new line."""
         if self._bar is not None:
             self._bar.close()
 
     def flush(self) -> None:
-        """Write the lines that wait. Waits for the device."""
+        """Write the pending lines; waits for the device."""
         trainer, pending = self.trainer, self._pending
         self._pending, self._last_flush = [], time.monotonic()
         if not pending or not trainer.args.should_save:
@@ -403,9 +404,9 @@ class Recorder(TrainerCallback):
             records.append_metrics(self.run, plain)
 
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Weights before the first step, and the bar."""
+        """Record the weights before the first step; start the bar."""
         if state.global_step == 0 and (weights := self.trainer.first_weights()) is not None:
-            # Their average too.
+            # Before the first step the average is the weights themselves.
             both = {"alpha": weights, "alpha_mean": weights}
             self._pending.append({"step": 0, "kind": "train", **both})
             self.flush()
@@ -415,7 +416,7 @@ class Recorder(TrainerCallback):
     def on_step_end(
         self, args: Any, state: TrainerState, control: TrainerControl, **__: Any
     ) -> None:
-        """The step's line, held-out losses where they are due, and whether the run is lost."""
+        """Record the step, evaluate if due, and end the run if too many steps were lost."""
         trainer, step = self.trainer, state.global_step
         is_last = step >= state.max_steps
         self._tell_time(state.max_steps - step)
@@ -434,10 +435,10 @@ class Recorder(TrainerCallback):
         if is_last or (every is not None and step % every == 0):
             self._evaluate(step, is_last=is_last)
         if control.should_save and (is_last or self.lost.in_a_row()):
-            # The run is closed at once; a checkpoint of the last step would start one step more.
-            # And what goes on from a lost step would count anew how many there are.
+            # A run resumed after the last step would train one step more; one resumed after a lost
+            # step would count the lost steps from zero.
             control.should_save = False
-        # Nothing waits for a CPU.
+        # On a CPU a flush waits for nothing.
         waited = time.monotonic() - self._last_flush
         if is_last or trainer.args.device.type == "cpu" or waited > FLUSH_SECONDS:
             self.flush()
@@ -447,14 +448,14 @@ class Recorder(TrainerCallback):
         self._bar.update()
 
     def on_save(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        """The checkpoint becomes one, whole, with the lines that it remembers."""
+        """Flush metrics.jsonl and complete the checkpoint, once every rank has written it."""
         self.flush()
-        # Every rank writes the state of its random generators.
+        # Wait until every rank has written the state of its random generators.
         self.trainer.accelerator.wait_for_everyone()
         from_first(functools.partial(records.complete_checkpoint, self.run, state.global_step))
 
     def on_train_end(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        """A result that would mean nothing is none."""
+        """Raise Diverged if too many steps of the run were lost."""
         lost = self.trainer.num_lost()
         if state.global_step >= state.max_steps and lost > MOST_SKIPPED * state.max_steps:
             raise health.diverged(
@@ -464,25 +465,25 @@ class Recorder(TrainerCallback):
             )
 
     def _evaluate(self, step: int, *, is_last: bool) -> None:
-        """A line of held-out losses; the run ends where they are not finite."""
+        """Record the held-out losses; end the run if one is not finite."""
         losses = self.trainer.evaluate_domains()
         self._pending.append({"step": step, "kind": "eval", "loss": losses})
         if names := health.not_finite(losses):
             where = "" if is_last else f"at step {step} "
             lost = first_few(names)
             self._end_as_lost(f"{where}the held-out loss of {lost} is not finite")
-        # Not part of what a step costs.
+        # The time of an evaluation is not part of a step's.
         self._last_line, self._last_step = time.monotonic(), step
 
     def _end_as_lost(self, what: str) -> None:
-        """Keep the lines up to here, and raise `Diverged`; every rank does."""
+        """Flush metrics.jsonl and raise `Diverged`, on every rank."""
         self.flush()
-        # A launcher ends the others as soon as one has ended.
+        # A launcher kills the other ranks as soon as one has exited.
         self.trainer.accelerator.wait_for_everyone()
         raise health.diverged(self.run, what)
 
     def _tell_time(self, left: int) -> None:
-        """How long the other steps take, once it is known and is more than a minute."""
+        """Log the remaining time once it is known, if it is more than a minute."""
         seconds = self._clock.add()
         if seconds is not None and seconds * left > 60:
             to_go = timedelta(seconds=round(seconds * left))
@@ -515,10 +516,10 @@ def held_out_losses(
     """Mean cross-entropy per predicted token over held-out blocks of every domain.
 
     Args:
-        model: a causal language model; its mode is put back.
+        model: a causal language model; its training mode is restored.
         domains: {name: data set with a column `input_ids` of blocks of one length, at least one}.
-        what: stands before the progress bar.
-        num_blocks: of each domain, evenly spaced ones, always the same; None: all.
+        what: label of the progress bar.
+        num_blocks: blocks per domain, evenly spaced and always the same; None: all.
         batch_size: blocks in a forward pass.
 
     Returns:
@@ -538,7 +539,7 @@ def held_out_losses(
     was_training = model.training
     model.train(False)
     with torch.no_grad(), progress.bar(sum(counts.values()), what, "block") as bar:
-        # Of several ranks each measures some, and the sum of what they have is exact.
+        # Each rank measures some chunks and leaves zeros for the others, so the sum is exact.
         for index, (name, chunk) in enumerate(chunks):
             if index % num_ranks == rank:
                 tokens_BL = torch.as_tensor(np.stack(domains[name][chunk]["input_ids"]))
@@ -548,7 +549,7 @@ def held_out_losses(
     model.train(was_training)
     if num_ranks > 1:
         means_C = reduce(means_C, "sum")
-    # Added in float64.
+    # Python floats: the sums are in float64.
     sums = dict.fromkeys(domains, 0.0)
     for (name, chunk), mean in zip(chunks, means_C.tolist(), strict=True):
         sums[name] += mean * len(chunk)
