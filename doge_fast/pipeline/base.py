@@ -1,7 +1,7 @@
-"""Stage two: a model trained at given domain weights.
+"""Stage two: train a model at given domain weights.
 
-Domains are sampled with the weights; the loss is the ordinary one. The weights come from a proxy
-run, a file, or a baseline, and are written beside the model before the first step.
+Blocks are drawn from the domains at the weights; the loss is the ordinary mean. The weights come
+from a proxy run, a file or a baseline, and are written before the first step.
 """
 
 import logging
@@ -29,22 +29,21 @@ _log = logging.getLogger("doge_fast")
 
 
 def train_base(config: BaseConfig) -> Run:
-    """Train a model on domains sampled with given weights; leave it in a run directory.
+    """Train a model on domains sampled at given weights; write it to a run directory.
 
-    The directory holds config.json, weights.json (what was used), metrics.jsonl and model/. A run
-    that was killed is resumed by the same call, to the same bits; a run that is complete is left
-    as it is.
+    The directory holds config.json, weights.json (the weights used), metrics.jsonl and model/. The
+    same call resumes a killed run, with bitwise the same result, and leaves a complete run
+    unchanged.
 
     Args:
-        config: which weights, which corpus, which model, for how long.
+        config: weights, corpus, model and training.
 
     Returns:
         The run: its directory, weights and figures.
 
     Raises:
-        UserError: the weights belong to other domains, the corpus is not what it should be, or
-            the directory holds another run, or one that began with other weights than these;
-            nothing has been written.
+        UserError: the weights belong to other domains, the corpus is unusable, or the directory
+            holds another run or one with other weights; nothing has been written.
 
     Source: DoGE, stage two of the method.
     """
@@ -77,13 +76,13 @@ def train_base(config: BaseConfig) -> Run:
 
 
 def _target_of(config: BaseConfig) -> Json:
-    """What the weights were learned for, as it stands in their file."""
+    """{"target": the target that the weights were learned for}; empty if their file has none."""
     record = {} if config.weights in BASELINES else records.read_weights(config.weights)
     return {"target": record["target"]} if record.get("target") else {}
 
 
 def _check_weights(config: BaseConfig, mean: dict[str, float], changes: list[Json]) -> None:
-    """Raise UserError where the run has used other weights than are asked for."""
+    """Raise UserError if the run's weights.json differs from the given weights."""
     kept = records.read_weights(config.out)
     if (records.weights_by_name(kept), kept.get("stages") or []) != (mean, changes):
         raise UserError(
@@ -93,10 +92,10 @@ def _check_weights(config: BaseConfig, mean: dict[str, float], changes: list[Jso
 
 
 def prepare(config: BaseConfig, existing: ExistingRun) -> MixtureTrainer:
-    """The trainer of a run: its corpus and weights read, its model made."""
+    """Read the corpus and the weights, build the model; return the run's trainer."""
     is_given = config.weights not in BASELINES
     followed: list[str] = []
-    # Before a corpus is packed, which may take hours.
+    # Read before the corpus is packed, which may take hours.
     if is_given:
         asked = config.corpus.domains or None
         followed = records.held_out_targets(records.read_weights(config.weights, domains=asked))
@@ -117,7 +116,7 @@ def prepare(config: BaseConfig, existing: ExistingRun) -> MixtureTrainer:
 
 
 def held_out_perplexity(run: Path) -> list[str]:
-    """What the last held-out losses of a run come to, as a line; none where they are lost."""
+    """A line with the perplexity of a run's last held-out losses; empty if there are none."""
     try:
         losses = records.read_metrics(run, kind="eval")[-1]["loss"].values()
     except (ValueError, IndexError):
@@ -127,7 +126,7 @@ def held_out_perplexity(run: Path) -> list[str]:
 
 
 def _used(config: BaseConfig, phases: Sequence[Phase]) -> tuple[dict[str, float], list[Json]]:
-    """The mean over the run's steps, and of a curriculum its phases."""
+    """(Mean weights over the run's steps, the phases of a curriculum or nothing)."""
     ends = [*(phase.first_step for phase in phases[1:]), config.training.steps]
     mean = dict.fromkeys(phases[0].weights, 0.0)
     for phase, end in zip(phases, ends, strict=True):
@@ -138,11 +137,11 @@ def _used(config: BaseConfig, phases: Sequence[Phase]) -> tuple[dict[str, float]
 
 
 def resolve_phases(config: BaseConfig, corpus: Corpus) -> tuple[Phase, ...]:
-    """The weights and the steps at which they change, from a baseline's name, a file or a run.
+    """The phases, each with its first step and weights, from a baseline, a file or a run.
 
     Raises:
-        UserError: the file is not weights of exactly these domains, or a curriculum is asked
-            for and the run has no steps for one of its phases.
+        UserError: the file does not hold weights of exactly these domains, or the run has no
+            weights logged for one phase of a curriculum.
     """
     if config.weights in BASELINES:
         return (Phase(0, BASELINES[config.weights](corpus.tokens)),)
@@ -150,7 +149,7 @@ def resolve_phases(config: BaseConfig, corpus: Corpus) -> tuple[Phase, ...]:
 
 
 def _given_phases(config: BaseConfig, names: Sequence[str]) -> tuple[Phase, ...]:
-    """Those of a file or run."""
+    """The phases of a weights file or run."""
     record = records.read_weights(Path(config.weights), domains=names)
     if config.stages > 1:
         return _curriculum(config, names)
@@ -168,7 +167,7 @@ def _warn_of_other_tokens(weights: Path, tokenizer: PreTrainedTokenizerFast) -> 
 
 
 def _curriculum(config: BaseConfig, names: Sequence[str]) -> tuple[Phase, ...]:
-    """Means of the proxy's weights over equal parts of its run, at equal parts of this one."""
+    """Phases of equal length; phase p has the proxy's mean weights over part p of its run."""
     run = Path(config.weights)
     lines = [line for line in records.read_metrics(run, kind="train") if line["step"] > 0]
     last = max((line["step"] for line in lines), default=0)

@@ -64,7 +64,7 @@ class Corpus:
     tokenizer_sha256: str
     block_size: int
     mix: Mapping[str, datasets.Dataset] | None = None
-    """{training domain: blocks reserved for "mix" batches, not in `train`}; None: no target "mix"."""
+    """{training domain: blocks for "mix" batches, not in `train`}; None: no target "mix"."""
     warnings: tuple[str, ...] = ()
     """Oddities of the corpus that affect the results."""
 

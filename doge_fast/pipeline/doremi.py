@@ -1,10 +1,10 @@
-"""The DoReMi baseline: domain weights by group DRO on the loss in excess of a reference model's.
+"""The DoReMi baseline: domain weights by group DRO on the excess loss over a reference model.
 
-A base run is the reference. A fresh proxy sees batches drawn at the reference's weights; a domain
-whose tokens it predicts worse than the reference does gains weight in the proxy's loss. The
-result is the mean of the weights over the steps. Unlike DoGE this takes two trained models, and
-a forward pass of the reference on every batch of the proxy. The mathematics, and where the
-paper, its authors' code and DoGE's differ, are in `doge_fast.weights.group_dro`.
+The reference is a base run. A fresh proxy trains on batches drawn at the reference's weights; a
+domain with a larger loss under the proxy than under the reference gains weight in the proxy's
+loss. The result is the mean weights over the steps. Unlike DoGE this needs two trained models, and
+a forward pass of the reference on every batch of the proxy. `doge_fast.weights.group_dro` holds the
+mathematics, and the differences between the paper, its authors' code and DoGE's.
 """
 
 import hashlib
@@ -36,23 +36,22 @@ _SHA256 = "reference_sha256"
 
 
 def learn_by_excess_loss(config: DoReMiConfig) -> Run:
-    """Learn domain weights as DoReMi does; leave them in a run directory.
+    """Learn domain weights with DoReMi; write them to a run directory.
 
-    The directory holds config.json, metrics.jsonl (weights raw and averaged from step 0),
-    weights.json and model/. A run that was killed is resumed by the same call, to the same bits;
-    a run that is complete is left as it is.
+    The directory holds config.json, metrics.jsonl (weights and average weights from step 0),
+    weights.json and model/. The same call resumes a killed run, with bitwise the same result, and
+    leaves a complete run unchanged.
 
     Args:
-        config: against which reference, from what, with what, for how long.
+        config: reference, corpus, model and training of the proxy.
 
     Returns:
         The run: its directory, weights and figures.
 
     Raises:
-        UserError: the reference is not a finished base run on
-            these domains with this tokenizer and block size; the corpus is not what it should
-            be, or the directory holds another run; nothing has been written. Or the run is
-            resumed and the reference is no longer the model that it began with.
+        UserError: the reference is not a finished base run on these domains with this tokenizer
+            and block size, the corpus is unusable, or the directory holds another run; nothing has
+            been written. Or a resumed run's reference model has changed.
 
     Source: DoReMi (Xie et al., NeurIPS 2023), steps 1 and 2; DoGE, section 4, the baseline.
     """
@@ -68,14 +67,14 @@ def learn_by_excess_loss(config: DoReMiConfig) -> Run:
 
 
 def _prepare(config: DoReMiConfig, existing: ExistingRun) -> "DoReMiTrainer":
-    """The trainer of a run: its reference and corpus read, its model made."""
-    # Before a corpus is packed, which may take hours.
+    """Read the reference and the corpus, build the model; return the run's trainer."""
+    # Opened before the corpus is packed, which may take hours.
     reference = _open_reference(config)
     corpus, model = stage.corpus_and_model(
         config,
         existing,
         check=lambda _, *text: _check_text(config.reference, *text),
-        # Its weights have none for what it only measured.
+        # Targets that the reference only measured have no weight, so they are not trained on here.
         followed=[*records.load_config(config.reference)[0].corpus.targets],
     )
     weights = {name: reference.weights[name] for name in corpus.names}
@@ -87,13 +86,13 @@ class Reference(NamedTuple):
 
     model: PreTrainedModel
     weights: dict[str, float]
-    """What it was trained at: batches are drawn at them, and the learned ones start there."""
+    """Its training weights: batches are drawn at them, and the learned weights start from them."""
     record: Json
-    """What weights.json says of it."""
+    """Its description in weights.json."""
 
 
 class DoReMiTrainer(MixtureTrainer):
-    """Trainer whose loss is weighted by domain, with weights that follow the excess loss."""
+    """Trainer with a loss weighted by domain; the weights follow the excess loss."""
 
     state_file = "doremi.safetensors"
     has_domain_ids = True
@@ -107,7 +106,7 @@ class DoReMiTrainer(MixtureTrainer):
         self.against = reference
         self.reference = reference.model.train(False).requires_grad_(False)
         nn.Module.to(self.reference, device)
-        # Settings, those of the variant where none is given.
+        # Settings that are not given take the variant's defaults.
         variant = config.variant
         given = {"step_size": config.step_size, "smoothing": config.smoothing}
         usual = {"step_size": STEP_SIZE[variant], "smoothing": SMOOTHING[variant]}
@@ -129,24 +128,24 @@ class DoReMiTrainer(MixtureTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Move the weights, then weigh the batch's losses with them."""
+        """Update the weights, then weight the batch's losses with them."""
         assert not return_outputs, "only training asks here"
         ids_BL, labels_BL = inputs["input_ids"], inputs["labels"]
         domain_ids_B = inputs["domain_ids"]
-        # First, so that its logits are gone before the proxy's are there.
+        # The reference runs first, so that its logits are freed before the proxy's are computed.
         with torch.no_grad(), self.accelerator.autocast():
             logits_BLV = self.reference(input_ids=ids_BL, use_cache=False).logits
         reference_BT = token_losses(logits_BLV, labels_BL)
         del logits_BLV
         losses_BT = token_losses(model(input_ids=ids_BL, use_cache=False).logits, labels_BL)
-        # The whole batch: its rows lie on the ranks in order, as many on each.
+        # Gather the whole batch: the ranks hold equal parts of its rows, in order.
         gather = self.accelerator.gather
         all_B = gather(domain_ids_B)
         self._move(gather(losses_BT.detach()), gather(reference_BT), all_B)
         shares_B = group_dro.example_shares(
             self.weights.alpha, self.sampling_K, all_B, variant=self.config.variant
         ).view(self.args.world_size, -1)[self.args.process_index]
-        # Of which DistributedDataParallel takes the mean.
+        # Times the number of ranks, since DistributedDataParallel averages gradients over them.
         return losses_BT.mean(1) @ shares_B.to(losses_BT.dtype) * self.args.world_size
 
     def _move(self, losses_BT: Tensor, reference_BT: Tensor, domain_ids_B: Tensor) -> None:
@@ -159,11 +158,11 @@ class DoReMiTrainer(MixtureTrainer):
         self.weights = self.weights.moved(excess_K, **self.rule)
 
     def own_state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """The weights, and which reference they follow from."""
+        """The weights, and the hash of the reference model."""
         return self.weights._asdict(), {_SHA256: self.against.record["model_sha256"]}
 
     def load_own_state(self, state: dict[str, Tensor], text: dict[str, str]) -> None:
-        """Raises UserError where the reference is another model now."""
+        """Restore the weights; raise UserError if the reference model has changed."""
         before, now = text[_SHA256], self.against.record["model_sha256"]
         if before != now:
             raise UserError(
@@ -174,13 +173,14 @@ class DoReMiTrainer(MixtureTrainer):
         self.weights = ExcessWeights(**{key: value.to(device) for key, value in state.items()})
 
     def first_weights(self) -> dict[str, float]:
-        """The reference's."""
+        """The reference's weights."""
         return self.against.weights
 
     def line(self, step: int) -> Json:
-        """What a step leaves in the records.
+        """Losses, excess losses and weights of the step.
 
-        Losses are null for a domain that is not in its batch, an excess before its first batch.
+        The losses of a domain absent from the batch are null; so is its excess before its first
+        batch.
         """
         names, weights = self.corpus.names, self.weights
         return {
@@ -194,7 +194,7 @@ class DoReMiTrainer(MixtureTrainer):
 
 
 def _leave(trainer: DoReMiTrainer) -> None:
-    """The average of the weights, then the model."""
+    """Write the average weights, then the model."""
     config, weights = trainer.config, trainer.weights
     stage.write_learned(
         trainer,
@@ -211,11 +211,11 @@ def _leave(trainer: DoReMiTrainer) -> None:
 
 
 def _open_reference(asked: DoReMiConfig) -> Reference:
-    """The model of a finished base run, every domain of which has a weight.
+    """Open the model of a finished base run with positive weights for all domains.
 
     Raises:
-        UserError: it is none, or one of other blocks, or, as far as that is known before the
-            corpus is read, of other domains or another tokenizer.
+        UserError: the run is not such a run or has another block size; or it has other domains or
+            another tokenizer, as far as these are known before the corpus is read.
     """
     run, corpus = asked.reference, asked.corpus
     record, config = records.load_config(run)
@@ -237,7 +237,7 @@ def _open_reference(asked: DoReMiConfig) -> Reference:
         )
     model = open_model(run / records.MODEL)
     files = records.read_manifest(run / records.MODEL, is_hashed=False)["files"]
-    # Of its weights, all files of them.
+    # Hash all weight files of the model.
     digests = [files[name]["sha256"] for name in sorted(files) if name.endswith(".safetensors")]
     steps = config.training.steps
     told = {
@@ -253,7 +253,7 @@ def _open_reference(asked: DoReMiConfig) -> Reference:
 
 
 def _check_text(run: Path, names: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> None:
-    """Losses can be subtracted on the same tokens only."""
+    """Check domains and tokenizer: losses can be subtracted only on the same tokens."""
     records.read_weights(run, domains=names)
     there = records.load_config(run)[0].corpus.tokenizer_sha256
     _check_same(run, "the tokenizer", there, tokenizer_sha256(tokenizer))

@@ -1,8 +1,8 @@
-"""What the stages that train have in common, in the order in which a stage calls it.
+"""Functions shared by the training stages, in the order in which a stage calls them.
 
-Settings are checked before anything is read, the model and the corpus before anything is written,
-and what says that a run is complete is written last. So a refused run leaves nothing, a killed one
-is resumed by the same call, and a complete one is left as it is.
+Settings are checked before anything is read, model and corpus before anything is written, and the
+file that marks a run as complete is written last. So a run with an error leaves nothing, the same
+call resumes a killed run, and a complete run stays unchanged.
 """
 
 import logging
@@ -36,12 +36,11 @@ _log = logging.getLogger("doge_fast")
 
 
 def is_finished(config: StageConfig) -> bool:
-    """Whether a run came to its end; looks at what it left in its directory, last of all.
+    """Whether a run is complete: its last output exists.
 
     Raises:
-        UserError: it did, and what it left is damaged.
+        UserError: the output exists and is damaged.
     """
-    # A result that is damaged is no result.
     run = config.out
     if config.stage == "select":
         return (run / records.CANCELLATION).exists() and bool(records.load_cancellation(run))
@@ -49,7 +48,7 @@ def is_finished(config: StageConfig) -> bool:
 
 
 def resolved(config: Config) -> Config:
-    """With a dtype in the place of `auto`, so that the record has the one that was computed in.
+    """Replace the dtype `auto`, so that the record holds the actual dtype.
 
     Raises:
         UserError: the device is absent.
@@ -63,18 +62,20 @@ def resolved(config: Config) -> Config:
 
 
 class ExistingRun(NamedTuple):
-    """What a stage finds in its directory."""
+    """State of a stage's run directory."""
 
     record: ConfigRecord | None
-    """config.json of this very run; None: a new run."""
+    """config.json of the run to resume; None: a new run."""
     is_complete: bool
 
 
 def existing_run(config: StageConfig) -> ExistingRun:
-    """Look for the inputs, and at the directory; reads no corpus and writes nothing.
+    """Check the settings and the run directory; reads no corpus and starts no run.
+
+    Removes the checkpoints that a complete run has left.
 
     Raises:
-        UserError: an input is not there, or the directory holds another run.
+        UserError: a setting is invalid, the device is absent, or the directory holds another run.
     """
     if getattr(config, "dry_run", False):
         raise UserError("A dry run trains nothing: call rehearsal.rehearse, or leave out dry_run.")
@@ -90,7 +91,7 @@ def existing_run(config: StageConfig) -> ExistingRun:
     if is_complete:
         _log.info("%s: complete already, nothing to do", config.out)
         if ranks.is_first():
-            # A kill may have left them after the last step.
+            # A run killed after its last step may have left them.
             shutil.rmtree(config.out / records.CHECKPOINTS, ignore_errors=True)
     return ExistingRun(record, is_complete)
 
@@ -102,24 +103,23 @@ def corpus_and_model(
     check: Callable[[PreTrainedModel, Sequence[str], PreTrainedTokenizerFast], object],
     followed: Sequence[str] = (),
 ) -> tuple[Corpus, PreTrainedModel]:
-    """The corpus, and the fresh or pretrained model, which is made first: packing may take hours.
+    """Build the fresh or pretrained model, then load the corpus, whose packing may take hours.
 
     Args:
-        config: of the stage.
-        existing: what its directory holds.
-        check: called before the corpus is packed, with the model, the names of the domains and the
-            tokenizer; may refuse.
-        followed: domains that are measured and not trained on, where the corpus has them.
+        config: settings of the stage.
+        existing: state of its directory.
+        check: called before the corpus is packed, with the model, the names of the training
+            domains and the tokenizer; may raise.
+        followed: further domains to measure and not to train on, if the corpus has them.
 
     Raises:
-        UserError: as `load_corpus` and `build_model`; or a run that is resumed began with
-            another corpus.
+        UserError: as `load_corpus` and `build_model`; or a resumed run began with another corpus.
     """
     made: list[PreTrainedModel] = []
 
     def make(names: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> None:
         _log.info("%s: building the model %s", config.out, config.model.model)
-        # A run of this seed always begins with the same numbers.
+        # Initial weights depend on the seed alone.
         set_seed(config.training.seed)
         size = config.corpus.block_size
         made.append(build_model(config.model, tokenizer, block_size=size))
@@ -142,16 +142,16 @@ def directory(
     *,
     resolved: Mapping[str, float] | None = None,
 ) -> Iterator[Path | None]:
-    """Have the run directory for this launch alone, with config.json in it.
+    """Lock the run directory for this launch, and write config.json in a new one.
 
-    Yields the checkpoint to go on from; None: there is none. Checkpoints are removed in the end.
-    `resolved` as `records.open_run` takes it.
+    Yields the checkpoint to resume from, None if there is none; removes all checkpoints at the
+    end. For `resolved` see `records.open_run`.
 
     Raises:
-        FileFailure: another launch has begun or ended the run, or no checkpoint is whole.
+        FileFailure: another launch has begun or completed the run, or every checkpoint is damaged.
     """
     config, corpus, out = trainer.config, trainer.corpus, trainer.config.out
-    # Every rank has read what there is, before the first one writes.
+    # Every rank must have read the directory before the first one writes.
     training.wait_for_ranks(trainer.args.device)
     with ExitStack() as held, without_bars():
 
@@ -179,14 +179,14 @@ def directory(
 
 
 def leave_model(trainer: RecordedTrainer) -> None:
-    """Leave model/, the last thing of a run: it is what `is_finished` looks at, whole or absent."""
+    """Write model/, the last output of a run, atomically: `is_finished` looks for it."""
     out = trainer.config.out
-    # On the disk before what says that the run is complete.
+    # The metrics must be on the disk before model/ marks the run as complete.
     records.keep_metrics(out)
     beside = out / f".{records.MODEL}"
     shutil.rmtree(beside, ignore_errors=True)
     model = cast(PreTrainedModel, trainer.model)
-    # Trainer switches it off for training; whoever generates wants it.
+    # Trainer switches the cache off for training; generation needs it.
     model.config.use_cache = True
     model.save_pretrained(beside)
     trainer.corpus.tokenizer.save_pretrained(beside)
@@ -197,8 +197,10 @@ def leave_model(trainer: RecordedTrainer) -> None:
 
 
 def _open_as_new(folder: Path) -> None:
-    """Give every file in a folder the mode of a new file."""
-    # safetensors writes files that only their owner can read.
+    """Give every file in a folder the mode of a new file.
+
+    safetensors writes files that only their owner can read.
+    """
     probe = folder / ".new"
     probe.touch()
     mode = stat.S_IMODE(probe.stat().st_mode)
@@ -215,9 +217,9 @@ def write_weights(
     warnings: Sequence[str] = (),
     **fields: Any,
 ) -> None:
-    """weights.json of {field: {domain: number}}, and of the run as far as a reader needs it.
+    """Write weights.json from {field: {domain: number}}, with corpus and settings of the run.
 
-    Whoever gets the file alone reads in it on what text and how the weights were learned.
+    The file alone tells a reader on which text and how the weights were learned.
     """
     config, corpus = trainer.config, trainer.corpus
     begun = records.load(config.out, ConfigRecord)
@@ -247,13 +249,13 @@ def write_weights(
 def write_learned(
     trainer: RecordedTrainer, average: Mapping[str, float], last_K: Tensor, **fields: Any
 ) -> None:
-    """weights.json of what was learned: the average over the run, and the last weights."""
+    """Write weights.json with the average weights over the run and the last weights."""
     corpus = trainer.corpus
     columns = {
         "weight": average,
         "weight_last": dict(zip(corpus.names, last_K.tolist(), strict=True)),
         **fields.pop("columns", {}),
-        # Of what is trained on: targets have tokens too, and no share.
+        # Natural weights of the training domains; held-out targets have no share.
         "prior": baselines.natural(corpus.tokens),
     }
     write_weights(trainer, columns, warnings=warnings_on(trainer.config.out), **fields)
