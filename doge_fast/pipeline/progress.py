@@ -1,4 +1,4 @@
-"""How far a verb has come: a bar on a terminal, and a line of the log now and then elsewhere."""
+"""Progress of a command: a bar on a terminal, otherwise a line in the log every few minutes."""
 
 import itertools
 import logging
@@ -15,28 +15,28 @@ from doge_fast.pipeline import ranks
 from doge_fast.pipeline.named import visible
 
 LINE_SECONDS = 180.0
-"""Between two lines of a log."""
+"""Time between two lines of the log."""
 _LINE = "{desc}: {n_fmt} of {total_fmt} {unit}s, {elapsed}, {remaining} left, {rate_fmt}{postfix}"
 
-# Steps that are timed before it is said how long a training takes, or as many as take so long.
+# The remaining time is known after this many timed steps, or after this many seconds.
 TIMED_STEPS = 3
 _TIMED_SECONDS = 10.0
 
-# How tqdm goes back to a bar above.
+# The escape sequence with which tqdm moves up a line.
 _UP = "\x1b[A"
 
 _log = logging.getLogger("doge_fast")
 
 
 class StepClock:
-    """Times a few first steps of a training, but for the very first one, which is slower."""
+    """Times a few steps of a training after the first one, which is slower."""
 
     def __init__(self) -> None:
         self._times: list[float] = []
         self._is_done = False
 
     def add(self) -> float | None:
-        """Count a step. The median seconds of one, once, as soon as enough are timed.
+        """Count a step; return the median seconds of a step once, when enough are timed, else None.
 
         Waits for the device until then.
         """
@@ -52,33 +52,33 @@ class StepClock:
 
 
 class _LogLines:
-    """A stream for tqdm: what it draws is a line of the log, and where it moves to is nothing."""
+    """A stream for tqdm that logs its text and drops its cursor movements."""
 
     def write(self, drawn: str) -> None:
         if line := drawn.replace(_UP, "").strip():
             _log.info("%s", line)
 
     def flush(self) -> None:
-        """Nothing waits."""
+        """Do nothing: the log has no buffer."""
 
 
 def _style(delay: float) -> dict[str, Any]:
     if not ranks.is_first():
         return {"disable": True}
     if sys.stderr.isatty():
-        # None is left of a bar below another.
+        # leave=None: only the outermost bar stays on the terminal.
         return {"leave": None, "dynamic_ncols": True, "delay": delay}
     every = dict.fromkeys(("mininterval", "maxinterval", "delay"), LINE_SECONDS)
     return {"file": _LogLines(), "leave": False, "bar_format": _LINE, **every}
 
 
 def bar(total: int, what: str, unit: str, *, initial: int = 0) -> Any:
-    """A bar that is moved by hand; its `update`, `set_postfix` and `close` are tqdm's.
+    """A bar that the caller advances with tqdm's `update`, `set_postfix` and `close`.
 
     Args:
-        total: of units.
-        what: stands before it.
-        unit: in the singular.
+        total: number of units.
+        what: label of the bar.
+        unit: name of a unit, in the singular.
         initial: units that are done already.
     """
     options = {"total": total, "initial": initial, "desc": visible(what), "unit": unit}
@@ -86,5 +86,5 @@ def bar(total: int, what: str, unit: str, *, initial: int = 0) -> Any:
 
 
 def over(documents: Iterable[Any], what: str) -> Iterator[Any]:
-    """`documents`, with a bar once they have taken a second."""
+    """Yield the documents, with a bar after one second."""
     yield from tqdm(documents, desc=visible(what), unit="document", **_style(delay=1))

@@ -1,6 +1,6 @@
-"""The processes that a launcher such as torchrun has started for one run; the first one writes.
+"""Ranks: the processes that a launcher such as torchrun starts for one run; the first one writes.
 
-A variable that is empty, as a script leaves one of a cluster that it is not on, says nothing.
+An empty environment variable counts as unset: cluster scripts export empty ones elsewhere.
 """
 
 import os
@@ -9,22 +9,22 @@ from doge_fast.pipeline.failures import UserError
 
 
 def number() -> int:
-    """How many there are."""
+    """Number of ranks."""
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def place() -> tuple[int, int]:
-    """(This one, counted from 0, and their number.)"""
+    """(Rank of this process, number of ranks)."""
     return int(os.environ.get("RANK") or 0), number()
 
 
 def is_first() -> bool:
-    """Whether this is the one that writes and prints."""
+    """Whether this is rank 0, which writes and prints."""
     return place()[0] == 0
 
 
 def refuse_several(what: str) -> None:
-    """Raise UserError if there are several and `what` is for one."""
+    """Raise UserError if there are several ranks; `what` names a command that takes one."""
     if number() > 1:
         raise UserError(
             f"{what} takes one process, and a launcher has started {number()}. Start it without "

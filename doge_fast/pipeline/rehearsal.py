@@ -1,4 +1,4 @@
-"""What a verb would read and train, and how long it would take: a dry run."""
+"""Dry run: report what a command would read and train, and how long it would take."""
 
 import math
 from dataclasses import replace
@@ -14,7 +14,7 @@ from doge_fast.pipeline.trainer import RecordedTrainer
 
 
 class _FewSteps(TrainerCallback):
-    """Ends a training once its steps are timed."""
+    """Stops a training once enough steps are timed."""
 
     def __init__(self) -> None:
         self.clock, self.seconds = progress.StepClock(), math.nan
@@ -26,7 +26,7 @@ class _FewSteps(TrainerCallback):
 
 
 def seconds_per_step(trainer: RecordedTrainer) -> float:
-    """The median of a few first steps, which are taken; the trainer is spent."""
+    """Median time of a step; runs a few steps, so the trainer cannot be used afterwards."""
     few = _FewSteps()
     trainer.train_dataset = Batches(trainer.batch)
     trainer.args.max_steps = 1 + progress.TIMED_STEPS
@@ -36,7 +36,11 @@ def seconds_per_step(trainer: RecordedTrainer) -> float:
 
 
 def rehearse(config: ProxyConfig | BaseConfig | TemperatureConfig) -> str:
-    """Check, read and build all that a verb needs, and time a few steps; leave nothing. Text."""
+    """Check, read and build the inputs of a command, and time a few steps; writes no run.
+
+    Returns:
+        Tables of the domains and of the plan, as text.
+    """
     out, models, told = config.out, 1, list[tuple[str, str]]()
     if isinstance(config, TemperatureConfig):
         config, out, models, what = temperature.example(config)

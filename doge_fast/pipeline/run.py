@@ -1,4 +1,4 @@
-"""What a stage leaves, as something to look at in Python and in a notebook."""
+"""`Run`: the result of a stage, for Python and notebooks."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,16 +13,16 @@ from doge_fast.pipeline.weights.summary import WeightsSummary, describe, story
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory that has weights. A notebook shows them as a table and as figures.
+    """A run directory with weights. A notebook shows them as a table and as figures.
 
-    Everything is read from the files when it is asked for.
+    Every property and method reads the files anew.
     """
 
     path: Path
-    """The run directory; a path of it is `run.path / "model"`."""
+    """The run directory; the model is in `run.path / "model"`."""
 
     def __fspath__(self) -> str:
-        """The run directory, for what opens files."""
+        """The run directory, for `open` and `os.path`."""
         return str(self.path)
 
     @property
@@ -32,14 +32,14 @@ class Run:
 
     @property
     def weights(self) -> dict[str, float]:
-        """{domain: weight}; they sum to 1. What was learned, or what was trained at."""
+        """{domain: weight}, learned or used for training; they sum to 1."""
         return records.weights_by_name(self.record)
 
     def describe(self, budget_tokens: float | None = None) -> WeightsSummary:
-        """What the weights mean: beside natural ones, and as epochs of a training.
+        """Compare the weights with natural ones, and convert them to epochs of a training.
 
         Args:
-            budget_tokens: > 0, of the training that the weights are for; None: no epochs.
+            budget_tokens: > 0; tokens of the training that will use the weights; None: no epochs.
 
         Raises:
             UserError: the budget is not > 0.
@@ -47,11 +47,11 @@ class Run:
         return describe(self.record, budget_tokens=budget_tokens)
 
     def metrics(self, kind: Literal["train", "eval"] | None = None) -> list[Json]:
-        """The lines of metrics.jsonl in order, of one kind or all."""
+        """Lines of metrics.jsonl in order; None: of both kinds."""
         return records.read_metrics(self.path, kind=kind)
 
     def figures(self) -> list[Drawing]:
-        """Those of its page, as `svg`: learned weights, and their way over time."""
+        """Figures of the run's report page, with an attribute `svg`."""
         return [each for section in page_of([self.path]).sections for each in section.drawings]
 
     def __repr__(self) -> str:

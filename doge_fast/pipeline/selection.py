@@ -1,8 +1,8 @@
-"""Which parameters' gradients a proxy computes W from: selection by cancellation effect.
+"""Select the parameters for a proxy's generalization estimation, by cancellation effect.
 
 A fresh proxy is trained for T_c steps on batches drawn uniformly from all domains, and every
-parameter tensor is scored on the way. The model is then of no more use; what stays is the scores
-and the lists of names that `doge-fast proxy --selection` reads.
+parameter tensor is scored during training. The run keeps the scores and the lists of names that
+`doge-fast proxy --selection` reads, and discards the model.
 """
 
 from collections.abc import Sequence
@@ -24,23 +24,23 @@ from doge_fast.weights import weights_file
 
 
 def measure_cancellation(config: SelectConfig) -> Path:
-    """Score a proxy's parameters and select some of them; leave both in a run directory.
+    """Score a proxy's parameters and select some of them; write both to a run directory.
 
-    The directory holds config.json, metrics.jsonl, for each strategy selection-STRATEGY.json, a
-    list of names, and cancellation.json (every parameter's columns and its score in every reading).
-    A run that was killed is resumed by the same call, to the same bits; one that is complete is
-    left as it is.
+    The directory holds config.json, metrics.jsonl, a list of names selection-STRATEGY.json for each
+    strategy, and cancellation.json (every parameter's columns and its score in every reading). The
+    same call resumes a killed run, with bitwise the same result, and leaves a complete run
+    unchanged.
 
     Args:
-        config: which model, which corpus, for how long, which strategies.
+        config: model, corpus, training and strategies.
 
     Returns:
         The run directory.
 
     Raises:
-        UserError: a strategy asks for more parameters than there
-            are, the corpus is not what it should be, or the directory holds another run; nothing
-            has been written. Or the training has diverged, and there is nothing to rank.
+        UserError: a strategy selects more parameters than the model has, the corpus is unusable,
+            or the directory holds another run; nothing has been written. Or the training has
+            diverged; no selection is written.
 
     Source: DoGE, appendix cancellation.
     """
@@ -56,7 +56,7 @@ def measure_cancellation(config: SelectConfig) -> Path:
 
 
 def check_strategies(strategies: Sequence[str]) -> None:
-    """Raise UserError unless they are distinct, each lowN or highN, and at least one."""
+    """Raise UserError unless there is at least one, all are distinct, and each is lowN or highN."""
     with given_to_core():
         for strategy in strategies:
             parse_strategy(strategy)
@@ -67,7 +67,7 @@ def check_strategies(strategies: Sequence[str]) -> None:
 
 
 def prepare(config: SelectConfig, existing: ExistingRun) -> "SelectionTrainer":
-    """The trainer of a run."""
+    """Read the corpus and build the model; return the run's trainer."""
 
     def check(model: nn.Module, *_: object) -> None:
         number = sum(param.requires_grad for param in model.parameters())
@@ -85,22 +85,22 @@ def prepare(config: SelectConfig, existing: ExistingRun) -> "SelectionTrainer":
 
 
 def table(run: Path) -> str:
-    """What a finished run has selected, as aligned plain text."""
+    """Selections of a finished run, as a plain-text table."""
     selections = records.load_cancellation(run).selections
     rows = [(each.file, str(each.parameters), f"{each.share:.2%}") for each in selections]
     return tables.text(tables.table_of(("selection", "parameters", "of columns"), rows))
 
 
 class SelectionTrainer(MixtureTrainer):
-    """MixtureTrainer whose steps are scored, with the sums so far in its checkpoints."""
+    """MixtureTrainer that scores its steps; checkpoints hold the sums so far."""
 
     state_file = "cancellation.safetensors"
     config: SelectConfig
     effect: CancellationEffect
-    """The scores; there once training has begun."""
+    """The scores; set when training creates the optimizer."""
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Trainer's, followed."""
+        """Trainer's optimizer, observed by `effect`."""
         optimizer = super().create_optimizer(model)
         if not hasattr(self, "effect"):
             self.effect = CancellationEffect(cast(nn.Module, self.model), optimizer)
@@ -109,10 +109,10 @@ class SelectionTrainer(MixtureTrainer):
     def training_step(
         self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None
     ) -> Tensor:
-        """Trainer's, watched, for one example after another."""
+        """Run Trainer's step on one example at a time, observed by `effect`."""
         num_ranks, num_examples = self.args.world_size, len(inputs["input_ids"])
         losses = []
-        # The gradients of this rank's examples, before they are those of all.
+        # The scores need this rank's gradients, so they are summed over the ranks afterwards.
         with self.accelerator.no_sync(model):
             for row in range(num_examples):
                 example = {key: value[row : row + 1] for key, value in inputs.items()}
@@ -128,16 +128,16 @@ class SelectionTrainer(MixtureTrainer):
         return mean
 
     def own_state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """The sums so far."""
+        """Sums of the scores so far."""
         return self.effect.state_dict(), {}
 
     def load_own_state(self, state: dict[str, Tensor], text: dict[str, str]) -> None:
-        """Go on adding."""
+        """Restore the sums."""
         self.effect.load_state_dict(state)
 
 
 def _leave(trainer: SelectionTrainer) -> None:
-    """A file for each strategy, then the scores; the model is of no more use."""
+    """Write a file for each strategy, then the scores; the model is not kept."""
     config, effect = trainer.config, trainer.effect
     records.keep_metrics(config.out)
     scores = {reading: effect.scores(reading) for reading in READINGS}

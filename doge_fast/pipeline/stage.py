@@ -103,7 +103,7 @@ def corpus_and_model(
     check: Callable[[PreTrainedModel, Sequence[str], PreTrainedTokenizerFast], object],
     followed: Sequence[str] = (),
 ) -> tuple[Corpus, PreTrainedModel]:
-    """Build the fresh or pretrained model, then load the corpus, whose packing may take hours.
+    """Build the model, then pack the corpus, which may take hours; return (corpus, model).
 
     Args:
         config: settings of the stage.

@@ -1,4 +1,4 @@
-"""What every stage tells Trainer, and on which device."""
+"""Trainer's arguments for every stage, and the device."""
 
 import os
 from collections.abc import Iterator
@@ -16,9 +16,9 @@ from doge_fast.pipeline.failures import UserError
 
 
 def training_arguments(config: TrainingConfig, out: Path) -> TrainingArguments:
-    """AdamW with linear warm-up and a cosine to `min_learning_rate`, for a run in `out`.
+    """Arguments for AdamW with linear warm-up and cosine decay to `min_learning_rate`.
 
-    Nothing leaves the machine.
+    Checkpoints go to the run directory `out`. Nothing is reported to services outside the machine.
 
     Raises:
         UserError: the device is absent.
@@ -29,11 +29,11 @@ def training_arguments(config: TrainingConfig, out: Path) -> TrainingArguments:
     warmup = config.steps // 20 if config.warmup_steps is None else config.warmup_steps
     save_every = -(-config.steps // 10) if config.save_every is None else config.save_every
     arguments = TrainingArguments(
-        # Where it writes file by file; `records.complete_checkpoint` takes them from there.
-        # Absolute: it takes a leading `~` for the user's folder.
+        # Trainer writes checkpoints here file by file; `records.complete_checkpoint` renames them.
+        # Absolute, since Trainer expands a leading `~`.
         output_dir=str((out / records.CHECKPOINTS / records.WRITING).absolute()),
         max_steps=config.steps,
-        # Only reported: the batches come ready-made.
+        # Only reported: the batches are ready-made.
         per_device_train_batch_size=1,
         learning_rate=config.learning_rate,
         lr_scheduler_type="cosine_with_min_lr",
@@ -51,24 +51,24 @@ def training_arguments(config: TrainingConfig, out: Path) -> TrainingArguments:
         ignore_data_skip=True,
         remove_unused_columns=False,
         dataloader_pin_memory=device.type == "cuda",
-        # The records are ours; Trainer's own would stop the device at every step.
+        # `Recorder` writes the records; Trainer's logging would synchronise at every step.
         logging_strategy="no",
         logging_nan_inf_filter=False,
         disable_tqdm=True,
     )
-    # One device in a process: otherwise Trainer would split the ready-made batches.
+    # One device per process: otherwise Trainer would split the ready-made batches.
     arguments._n_gpu = min(arguments.n_gpu, 1)
-    # Trainer adds some by itself where its environment has them.
+    # Trainer would report to every tracker that is installed.
     arguments.report_to = []
     return arguments
 
 
 @contextmanager
 def own_settings() -> Iterator[None]:
-    """Within, accelerate finds none of its settings in the environment: those of the run hold.
+    """Hide accelerate's environment variables within the block, so that the run's settings apply.
 
-    `accelerate launch` leaves its own there (mixed precision, compilation, FSDP, accumulation),
-    and the record would have what was typed. Ranks and their device are no such settings.
+    `accelerate launch` sets them (mixed precision, compilation, FSDP, accumulation); they would
+    override settings that config.json records. The variables of ranks and devices stay.
     """
     names = [name for name in os.environ if name.startswith("ACCELERATE_")]
     others = {name: os.environ.pop(name) for name in names}
@@ -79,7 +79,7 @@ def own_settings() -> Iterator[None]:
 
 
 def wait_for_ranks(device: torch.device) -> torch.device:
-    """Wait for the other processes of the launcher; this one's device, of the given kind."""
+    """Wait for the other ranks; return this rank's device, of the given kind."""
     if ranks.number() == 1:
         return device
     with own_settings():
@@ -89,7 +89,7 @@ def wait_for_ranks(device: torch.device) -> torch.device:
 
 
 def device_of(name: str) -> torch.device:
-    """The device that a name means here: auto is a GPU if there is one.
+    """The device for a name; "auto" is a GPU if there is one.
 
     Raises:
         UserError: torch sees no GPU.
