@@ -1,7 +1,7 @@
-"""What is dear to make is a data set in the cache of `datasets`, made once.
+"""Cache of costly data sets, each made once with `datasets`.
 
-`datasets` locks what it makes, gives it its name when it is whole, and maps it into memory: who
-comes second waits, and a process that is killed leaves nothing that is taken for complete.
+`datasets` locks a data set while it is made, renames it when it is complete, and maps it into
+memory. So a second process waits, and a killed one leaves nothing that looks complete.
 """
 
 import hashlib
@@ -20,9 +20,9 @@ from doge_fast.pipeline.failures import reading
 
 
 def folder(config: CorpusConfig) -> Path:
-    """Where data sets are kept; made where it is absent."""
+    """The folder of the data sets; its root is created if absent."""
     root = Path(config.cache_dir).expanduser() if config.cache_dir else cache_dir()
-    # By default for this user alone: compiled operators are loaded from there.
+    # The default root is private: compiled operators are loaded from it.
     root.mkdir(mode=0o777 if config.cache_dir else 0o700, parents=True, exist_ok=True)
     return root / "corpora"
 
@@ -33,18 +33,18 @@ def cached(
     rows: Callable[[], Iterator[Mapping[str, Any]]],
     **features: Any,
 ) -> datasets.Dataset:
-    """The data set of this key; `rows` are asked for where it is absent.
+    """The data set with this key; made from `rows()` if it is absent.
 
     Raises:
-        Exception: what `rows` raise, as it is.
+        Exception: an error of `rows`, unchanged.
         FileFailure: the cache is damaged.
-        OSError: what the system says of the cache.
+        OSError: the cache cannot be read or written.
     """
     place = folder(config)
-    # As `datasets` names it, for errors that name nothing.
+    # The folder that `datasets` uses; named in errors without a file name.
     made = place / "generator" / f"default-fingerprint={key}"
     had_bars = not datasets.are_progress_bars_disabled()
-    # Ours count documents, and where nobody looks there is none.
+    # Our bars count documents, and off a terminal they are lines of the log.
     datasets.disable_progress_bars()
     try:
         return datasets.Dataset.from_generator(
@@ -67,10 +67,10 @@ def cached(
 
 
 def digest(value: Any) -> str:
-    """SHA-256 of a value that JSON can hold, shortened to what names a folder."""
+    """The first 32 hex digits of the SHA-256 of a JSON value; short enough to name a folder."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def text_hash(text: str) -> int:
-    """64 bits of a text, the same everywhere, by which files and documents are drawn."""
+    """A 64-bit hash of a text, equal on all machines; selects files and documents."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())

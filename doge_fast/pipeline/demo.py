@@ -1,4 +1,4 @@
-"""The whole method on text found on this machine: direction learned, distance measured."""
+"""Demo of the whole method on text of this machine: train a proxy, then search a temperature."""
 
 import logging
 import math
@@ -18,25 +18,25 @@ from doge_fast.pipeline.stage import ExistingRun
 from doge_fast.pipeline.temperature import lines_of, temperature
 from doge_fast.pipeline.wording import plural
 
-# Of each seed: the three that a search begins with, and one that follows from them.
+# Temperatures: the three that a search begins with, and one more.
 MOST_RUNS = 4
-# Held-out blocks of each domain.
+# Held-out blocks per domain.
 BLOCKS = 128
 
 _log = logging.getLogger("doge_fast")
 
 
 def demo(config: DemoConfig) -> list[str]:
-    """Learn weights with a proxy, and measure how far to follow them.
+    """Learn weights with a proxy, and search their best temperature with base models.
 
-    `config.out` holds proxy/ and temperature/, the second with weights.json and report.html. The
-    same call goes on where it was killed.
+    `config.out` holds proxy/ and temperature/; the latter has weights.json and report.html. The
+    same call resumes a killed demo.
 
     Args:
-        config: on which text, for which target, for how long.
+        config: text, target and number of steps.
 
     Returns:
-        Lines to print: the tables, what the search came to, and where the page is.
+        Lines to print: tables, result of the search, and paths of the weights and the report.
 
     Raises:
         UserError: the corpus lacks the target.
@@ -44,14 +44,14 @@ def demo(config: DemoConfig) -> list[str]:
     first = ProxyConfig(
         config.out / "proxy",
         CorpusConfig(config.data, vocab_size=2048, cache_dir=config.cache_dir),
-        # At a rate of 2e-3 runs of this length leave their first plateau at a step that chance
-        # decides, which moves perplexities by more than the weights do.
+        # At a learning rate of 2e-3, runs of this length leave their first plateau at a random
+        # step, which changes perplexities more than the weights do.
         training=TrainingConfig(
             config.steps,
             learning_rate=1e-3,
             min_learning_rate=2e-4,
             seed=config.seed,
-            # What counts is measured apart, on more.
+            # Few blocks: the search measures its models on more.
             eval_blocks=16,
             device=config.device,
         ),
@@ -74,7 +74,7 @@ def demo(config: DemoConfig) -> list[str]:
 
 
 def _tell_time(config: ProxyConfig) -> None:
-    """How long the demo will take at most, from a few steps of its proxy and of a base model."""
+    """Log an upper bound on the demo's time, from a few steps of the proxy and a base model."""
     config = stage.resolved(config)
     existing = stage.existing_run(config)
     if existing.is_complete:
@@ -91,7 +91,7 @@ def _tell_time(config: ProxyConfig) -> None:
         batch_size=config.sequences_per_domain * len(corpus.names),
     )
     of_base = rehearsal.seconds_per_step(base.prepare(model, ExistingRun(None, False)))
-    # Held-out blocks are only passed forward, in about a third of the time of a step.
+    # A held-out block takes a forward pass alone, about a third of the time of a step.
     held = len(corpus.validation) * BLOCKS / 3 / model.batch_size
     seconds = steps * of_proxy + MOST_RUNS * (steps + held) * of_base
     _log.info(

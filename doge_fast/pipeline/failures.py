@@ -1,8 +1,7 @@
-"""What ends a verb: an exit code, and what is printed.
+"""Errors for the user, and how a command ends on an error: exit code and printed text.
 
-Code raises what its docstrings say, and never asks who called. The command line asks here, once. A
-`UserError` is its sentence; an error of the operating system has its own words, after the file; any
-other one has its traceback.
+The command line calls `ending_of` once for any exception. It prints the message of a `UserError`;
+file and message of an error of the operating system; the traceback of any other.
 """
 
 import os
@@ -16,31 +15,31 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 WORLD, USAGE, INTERRUPTED = 1, 2, 130
-"""Exit codes: what is wrong lies in the world (a full disk, a damaged file, another process); in
-what was typed or given; Ctrl-C."""
+"""Exit codes: a cause outside the input (a full disk, a damaged file, another process); an error in
+the input; Ctrl-C."""
 
 ENDING_SIGNALS = {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}
-"""What a cluster sends, and a terminal that is closed, which Windows does not."""
+"""Signals of a cluster (SIGTERM) and of a closed terminal (SIGHUP, absent on Windows)."""
 
 NO_CHECKPOINT = "No checkpoint has been written; the same command begins anew."
-# What was named is not there, or is something else.
+# Errors for a path in the input that does not exist or has another kind.
 _NAMED_WRONG = (FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError)
 
 
 class UserError(ValueError):
-    """What was typed or given is not right; the text is a sentence for who gave it."""
+    """The input is wrong; the message is a sentence for the user."""
 
     code = USAGE
 
 
 class FileFailure(UserError):
-    """A file cannot be read or written, or is not what a program leaves there."""
+    """A file cannot be read or written, or has unexpected contents."""
 
     code = WORLD
 
 
 class Terminated(BaseException):
-    """SIGTERM or SIGHUP has come. Not an Exception: nothing on the way may swallow it."""
+    """SIGTERM or SIGHUP was received. Not an Exception, so that `except Exception` lets it pass."""
 
     def __init__(self, number: int, told: str = "") -> None:
         super().__init__(told)
@@ -48,7 +47,7 @@ class Terminated(BaseException):
 
 
 class Ending(NamedTuple):
-    """How a verb ends."""
+    """Exit code and printed text of a command that ends with an error."""
 
     code: int
     sentence: str
@@ -56,7 +55,7 @@ class Ending(NamedTuple):
 
 @contextmanager
 def reading(file: str | os.PathLike[str]) -> Iterator[None]:
-    """Read a file with a library, whose words become those of a FileFailure; an OSError passes."""
+    """Turn a library's error while it reads a file into a FileFailure; an OSError passes."""
     try:
         yield
     except (FileFailure, MemoryError):
@@ -64,7 +63,7 @@ def reading(file: str | os.PathLike[str]) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, OSError) and error.errno:
             if error.filename is None:
-                # Arrow does not say which.
+                # Arrow does not name the file.
                 error.filename = os.fspath(file)
             raise
         raise FileFailure(f"{file} cannot be read: {one_line(error)}.") from error
@@ -72,7 +71,7 @@ def reading(file: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def given_to_core() -> Iterator[None]:
-    """What the optimizer's side refuses here was typed or given."""
+    """Turn a ValueError of the optimizer's modules into a UserError: its cause is in the input."""
     try:
         yield
     except ValueError as error:
@@ -81,21 +80,21 @@ def given_to_core() -> Iterator[None]:
 
 @contextmanager
 def writing(file: Path, *, makes_directory: bool = True) -> Iterator[None]:
-    """Write a file that somebody named; an OSError in it names this file."""
+    """Make an OSError within the block name the file that the user gave."""
     try:
         if makes_directory:
             file.parent.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
-        # Not the one beside it, which is renamed at the end.
+        # The error may name the temporary file beside it.
         error.filename = str(file)
         raise
 
 
 def ending_of(error: BaseException, directory: Path | None = None) -> Ending:
-    """What to print of an error, and the exit code.
+    """Exit code and text to print for an error.
 
-    `directory` is where the verb writes, for errors that name no file.
+    `directory` is the command's output directory, named for errors without a file.
     """
     if isinstance(error, UserError | ValidationError):
         return Ending(getattr(error, "code", USAGE), str(error))
@@ -109,24 +108,24 @@ def ending_of(error: BaseException, directory: Path | None = None) -> Ending:
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of an error's text, or its class where it has none.
+    """The first line of an error's message, or its class if the message is empty.
 
-    And the second where the first one ends in a colon.
+    A first line that ends in a colon is joined with the second one.
     """
     lines = [line.strip() for line in str(error).splitlines()] or [type(error).__name__]
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1]).rstrip(".")
 
 
 late: list[BaseException] = []
-"""A signal that came after the last step of a run, which was completed."""
+"""Errors for signals received after the last step of a run, which then completed."""
 
 
 def raise_late() -> None:
-    """Between two runs: end as the signal that came late asked for."""
+    """Raise the error of a late signal; called between two runs."""
     if late:
         raise late.pop()
 
 
 def raise_terminated(number: int, frame: object) -> None:
-    """A handler of `ENDING_SIGNALS`: what is under way is left in order, as at Ctrl-C."""
+    """Handler of `ENDING_SIGNALS`: raise, so that context managers clean up as at Ctrl-C."""
     raise Terminated(number)

@@ -1,7 +1,7 @@
-"""Whether a training still computes numbers.
+"""Detect a training that has diverged.
 
-What is not finite moves nothing and stands in the records as null, so a run that has lost its
-numbers looks like one that learned nothing.
+A step with non-finite values changes nothing, and the records hold null for such values. Without
+this check a diverged run would look like one that learned nothing.
 """
 
 import math
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from doge_fast.pipeline.failures import WORLD, UserError
 
-# Steps between looks at the counts, which make a host wait for its device.
+# Steps between checks of the counts; a check makes the host wait for the device.
 LOOK_EVERY = 16
 WAY_OUT = (
     "Its records are kept, and no result is written. Name another directory, and lower "
@@ -22,41 +22,41 @@ WAY_OUT = (
 
 
 class Diverged(UserError):
-    """The training computes no numbers any more, and its result would mean nothing."""
+    """Losses or gradients are no longer finite, so the result would mean nothing."""
 
     code = WORLD
 
 
 def diverged(run: Path, what: str) -> Diverged:
-    """The error of a run that has lost its numbers, and what shows it."""
+    """The error for a diverged run; `what` states the evidence."""
     return Diverged(f"{run} has diverged: {what}. {WAY_OUT}")
 
 
 class LostSteps:
-    """Counts the steps that moved nothing, or whose loss was not finite; on the device.
+    """Counts lost steps on the device: skipped, or with a loss that is not finite.
 
-    A run survives up to `most` - 1 of them in a row.
+    A run survives up to `most` - 1 lost steps in a row.
     """
 
     def __init__(self, most: int, device: torch.device) -> None:
         self.most = most
         self._is_near = device.type == "cpu"
-        # In a row now, and the most there have been.
+        # Lost steps in a row now, and the longest such row.
         self._row, self._longest = torch.zeros(2, dtype=torch.int64, device=device)
 
     def add(self, is_lost: Tensor) -> None:
-        """Count a step by a bool scalar; waits for nothing."""
+        """Count a step; `is_lost` is a bool scalar on the device. Does not wait for it."""
         self._row = (self._row + 1) * is_lost
         self._longest = torch.maximum(self._longest, self._row)
 
     def in_a_row(self) -> int:
-        """Those up to now. Waits for the device."""
+        """Number of lost steps in a row up to now; waits for the device."""
         return int(self._row)
 
     def too_many(self, step: int) -> int:
-        """How many there were in a row, if they are too many; the same on all ranks.
+        """The longest row of lost steps if it is too long, else 0; the same on all ranks.
 
-        Waits for the device in every step on a CPU, and in a sixteenth of them elsewhere.
+        Checks every step on a CPU, every `LOOK_EVERY` steps elsewhere; a check waits for the device.
         """
         if not self._is_near and step % LOOK_EVERY:
             return 0
@@ -65,5 +65,5 @@ class LostSteps:
 
 
 def not_finite(values: Mapping[str, float]) -> list[str]:
-    """Names of what is infinite or no number."""
+    """Names whose value is infinite or NaN."""
     return [name for name, value in values.items() if not math.isfinite(value)]

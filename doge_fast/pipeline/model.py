@@ -1,7 +1,6 @@
-"""The paper's model family, proxy and base alike, and any other causal language model.
+"""Models for proxy and base: the paper's family, or any other causal language model.
 
-A size of the family is a GPT-2 of transformers, so that what a stage saves opens with
-`AutoModelForCausalLM` and everything built on it.
+A size of the family is a GPT-2 of transformers, so `AutoModelForCausalLM` opens the saved models.
 """
 
 import shlex
@@ -29,9 +28,9 @@ from doge_fast.pipeline.sizes import SIZES, Size
 from doge_fast.pipeline.tokenizer import end_of_text_id, text_vocabulary_size, vocabulary_size
 from doge_fast.pipeline.wording import first_few
 
-# Matrix products want a multiple of 64 rows; 50257 becomes the paper's 50304.
+# Matrix products are fastest with a multiple of 64 rows; 50257 becomes the paper's 50304.
 VOCAB_MULTIPLE = 64
-# Enough to tell whether a model looks ahead.
+# Tokens in the test of whether a model is causal.
 _CHECKED_TOKENS = 8
 
 
@@ -48,16 +47,16 @@ def build_model(
 
     Args:
         config: a size of the family, or a folder or Hub id of any causal language model.
-        tokenizer: gives the vocabulary and the end-of-text token.
-        block_size: tokens in a training example; positions that the model needs.
+        tokenizer: defines the vocabulary and the end-of-text token.
+        block_size: tokens in a training example; the model needs as many positions.
 
     Returns:
-        The model, in float32 (a pretrained one too).
+        The model in float32, also a pretrained one.
 
     Raises:
-        UserError: the name is no size, folder or Hub id; heads do not divide the width; a
-            pretrained model has another vocabulary; the model has fewer positions than a block
-            has tokens; it is not causal.
+        UserError: the name is no size, folder or Hub id; the number of heads does not divide the
+            width; a pretrained model has too small a vocabulary; the model has fewer positions
+            than a block has tokens; it is not causal.
 
     Source: DoGE, appendix model-archs.
     """
@@ -71,7 +70,7 @@ def build_model(
                 f"tokenizer={config.model!r} (--tokenizer {shlex.quote(config.model)})."
             )
     else:
-        # A padding token that a configuration insists on gets a number that no text has.
+        # A configuration may require a padding token; give it an id that no text contains.
         has_padding = getattr(architecture, "pad_token_id", None) is not None
         num_tokens = vocabulary_size(tokenizer) + has_padding
         architecture.vocab_size = -(-num_tokens // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
@@ -92,10 +91,10 @@ def build_model(
 
 
 def check_model(config: ModelConfig, *, block_size: int) -> Any:
-    """The configuration of transformers that is asked for, whatever the tokenizer.
+    """The transformers configuration for `config`, checked as far as possible without a tokenizer.
 
-    Of a foreign one that starts afresh the text part is taken, in float32; it says nothing of what
-    the model returns or how it is stored. A foreign one can be built and saved.
+    For a fresh model it is the text part alone, in float32, without settings of extra outputs and
+    quantization. A configuration from outside the family is checked to build and to save.
     """
     _check_pretrained(config)
     if config.model in SIZES:
@@ -110,7 +109,7 @@ def check_model(config: ModelConfig, *, block_size: int) -> Any:
         try:
             architecture.pad_token_id = None
         except StrictDataclassError:
-            # It takes no None, and its own may lie outside of its vocabulary.
+            # The configuration rejects None, and its default id may lie outside the vocabulary.
             architecture.pad_token_id = architecture.vocab_size - 1
         architecture.output_attentions = architecture.output_hidden_states = False
         _leave_out_balance(architecture)
@@ -132,7 +131,7 @@ def check_model(config: ModelConfig, *, block_size: int) -> Any:
 
 
 def _check_heads(name: str, architecture: Any) -> None:
-    """What some models find out in their first step."""
+    """Check the numbers of heads; some models would fail only in their first step."""
     heads = getattr(architecture, "num_attention_heads", None)
     width = getattr(architecture, "hidden_size", None)
     if heads is None or width is None:
@@ -150,7 +149,7 @@ def _check_heads(name: str, architecture: Any) -> None:
 
 
 def _check_saved(architecture: Any, generation: Any = None) -> None:
-    """Both can be saved, and the first opened again: else the first checkpoint would fail."""
+    """Save both and reopen the architecture: an error here would break the first checkpoint."""
     with tempfile.TemporaryDirectory() as folder:
         architecture.save_pretrained(folder)
         if generation is not None:
@@ -159,18 +158,18 @@ def _check_saved(architecture: Any, generation: Any = None) -> None:
 
 
 def _check_built(architecture: Any, name: str) -> None:
-    """Build the model without numbers, which is quick; raise FileFailure if that fails."""
+    """Build the model on the meta device, which is quick; raise FileFailure if that fails."""
     with reading(name), torch.random.fork_rng(devices=[]), torch.device("meta"):
         try:
             AutoModelForCausalLM.from_config(architecture)  # type: ignore[no-untyped-call]
         except (NotImplementedError, RuntimeError) as error:
-            # Some models look at their numbers while they are built.
+            # Some models read values while they are built, which the meta device cannot do.
             if "meta" not in str(error):
                 raise
 
 
 def open_model(name: str | Path) -> PreTrainedModel:
-    """The causal language model of a folder or Hub id, with its weights, in float32.
+    """Load a pretrained causal language model from a folder or Hub id, in float32.
 
     Raises:
         FileFailure: it does not open, or its files lack some of the weights.
@@ -184,7 +183,7 @@ def open_model(name: str | Path) -> PreTrainedModel:
             ignore_mismatched_sizes=True,
         )
     model, told = opened
-    # Else drawn anew, and nobody would know.
+    # transformers would initialise these at random and only warn.
     lost = sorted(told["missing_keys"]) + sorted(key for key, *_ in told["mismatched_keys"])
     if lost:
         raise FileFailure(
@@ -196,14 +195,14 @@ def open_model(name: str | Path) -> PreTrainedModel:
 
 
 def _leave_out_balance(architecture: Any) -> None:
-    """Else the balance of a mixture's experts would be in the loss of every domain."""
+    """Keep the load-balancing loss of a mixture of experts out of the domain losses."""
     if getattr(architecture, "output_router_logits", False):
         architecture.output_router_logits = False
 
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """transformers has a bar for each file of weights: below ours, and left at every checkpoint."""
+    """Hide transformers' bars, one for each file of weights, at every checkpoint."""
     had_bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
@@ -214,7 +213,7 @@ def without_bars() -> Iterator[None]:
 
 
 def _with_loss(model: Any) -> PreTrainedModel:
-    # Some causal models (GPT-2) leave it None and compute this loss, with a warning.
+    # Some causal models (GPT-2) leave loss_type None; they compute this loss and warn.
     if getattr(model, "loss_type", None) is None:
         model.loss_type = "ForCausalLM"
     return cast(PreTrainedModel, model)
@@ -226,9 +225,9 @@ def _family(size: Size, block_size: int) -> GPT2Config:
         n_layer=size.num_layers,
         n_head=size.num_heads,
         n_embd=size.embed_dim,
-        # GPT-2's own, in one kernel: no seven intermediate tensors of the hidden width.
+        # GPT-2's activation in one kernel, without seven intermediate tensors of hidden width.
         activation_function="gelu_pytorch_tanh",
-        # One epoch or less: nothing to regularise, and W is about the loss itself.
+        # No dropout: one epoch or less needs no regularisation, and W is about the loss itself.
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
@@ -236,16 +235,16 @@ def _family(size: Size, block_size: int) -> GPT2Config:
 
 
 def load_architecture(name: str) -> Any:
-    """The configuration of transformers in a folder, in its config.json or on the Hub.
+    """Load a transformers configuration from a folder, a config.json or the Hub.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, or it does not open.
     """
     is_here = any(file.is_file() for file in (Path(name), Path(name, "config.json")))
     try:
         return hub.from_pretrained(AutoConfig.from_pretrained, name)
     except Exception as error:
-        # Whatever it stumbles over is in the file.
+        # Any exception: its cause lies in the file.
         reason, kind = one_line(error), FileFailure if is_here else UserError
         raise kind(
             f"model must be a size of the family ({', '.join(SIZES)}), or a folder or Hub id whose "
@@ -275,12 +274,12 @@ def _check_pretrained(config: ModelConfig) -> None:
 
 
 def _check_causal(name: str, model: PreTrainedModel, block_size: int) -> None:
-    """Logits of a position follow from the tokens up to it; else the loss would leak its labels.
+    """Raise UserError if logits depend on later tokens, for then the model sees its labels.
 
-    `AutoModelForCausalLM` opens bidirectional models too, BERT's with a decoder's head.
+    `AutoModelForCausalLM` also opens bidirectional models, such as BERT with a decoder's head.
     """
     length = max(2, min(_CHECKED_TOKENS, block_size))
-    # Low numbers are often padding, which some models count positions by.
+    # Start at id 8: low ids are often padding, and some models derive positions from padding.
     embedding = cast(torch.nn.Embedding, model.get_input_embeddings())
     num_tokens = len(embedding.weight)
     tokens_1L = torch.arange(8, 8 + length)[None] % num_tokens
@@ -288,15 +287,15 @@ def _check_causal(name: str, model: PreTrainedModel, block_size: int) -> None:
     other_1L[0, -1] = (other_1L[0, -1] + 1) % num_tokens
     is_training, caches = model.training, getattr(model.config, "use_cache", False)
     model.train(False)
-    # A cache is for generating, and some of few layers cannot make theirs.
+    # No cache: only generation needs it, and some models with few layers cannot create one.
     model.config.use_cache = False
     with reading(name), torch.no_grad():
         logits_LV, changed_LV = (model(input_ids=each).logits[0] for each in (tokens_1L, other_1L))
     model.config.use_cache = caches
     model.train(is_training)
     leak = (logits_LV - changed_LV)[:-1].abs().max()
-    # What is the same arithmetic on the same numbers differs by rounding at most: experts get
-    # other batches with the last token. One of eight tokens weighs far more than that.
+    # A causal model's logits differ by rounding at most, since a changed last token changes the
+    # batches of the experts. A visible token, one of eight, changes them far more.
     if leak > 64 * torch.finfo(logits_LV.dtype).eps * logits_LV.abs().max():
         raise UserError(
             f"Training needs a causal language model; in {name} (model type "

@@ -1,6 +1,6 @@
 """Ranks: the processes that a launcher such as torchrun starts for one run; the first one writes.
 
-An empty environment variable counts as unset: cluster scripts export empty ones elsewhere.
+An empty environment variable counts as unset: a cluster's script may leave it empty elsewhere.
 """
 
 import os

@@ -112,7 +112,7 @@ class SelectionTrainer(MixtureTrainer):
         """Run Trainer's step on one example at a time, observed by `effect`."""
         num_ranks, num_examples = self.args.world_size, len(inputs["input_ids"])
         losses = []
-        # The scores need this rank's gradients, so they are summed over the ranks afterwards.
+        # No synchronisation: the scores need the gradients of this rank's examples.
         with self.accelerator.no_sync(model):
             for row in range(num_examples):
                 example = {key: value[row : row + 1] for key, value in inputs.items()}

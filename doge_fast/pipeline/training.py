@@ -58,7 +58,7 @@ def training_arguments(config: TrainingConfig, out: Path) -> TrainingArguments:
     )
     # One device per process: otherwise Trainer would split the ready-made batches.
     arguments._n_gpu = min(arguments.n_gpu, 1)
-    # Trainer would report to every tracker that is installed.
+    # Trainer adds trackers that it finds in the environment.
     arguments.report_to = []
     return arguments
 
