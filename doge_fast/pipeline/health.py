@@ -56,7 +56,7 @@ class LostSteps:
     def too_many(self, step: int) -> int:
         """The longest row of lost steps if it is too long, else 0; the same on all ranks.
 
-        Checks every step on a CPU, every `LOOK_EVERY` steps elsewhere; a check waits for the device.
+        Checks every step on a CPU, every `LOOK_EVERY` steps elsewhere, and waits for the device.
         """
         if not self._is_near and step % LOOK_EVERY:
             return 0

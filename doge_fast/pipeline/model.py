@@ -294,8 +294,8 @@ def _check_causal(name: str, model: PreTrainedModel, block_size: int) -> None:
     model.config.use_cache = caches
     model.train(is_training)
     leak = (logits_LV - changed_LV)[:-1].abs().max()
-    # A causal model's logits differ by rounding at most, since a changed last token changes the
-    # batches of the experts. A visible token, one of eight, changes them far more.
+    # A causal model's logits differ by rounding at most: the last token may change the batches of
+    # experts. If a position sees the last of eight tokens, they differ far more.
     if leak > 64 * torch.finfo(logits_LV.dtype).eps * logits_LV.abs().max():
         raise UserError(
             f"Training needs a causal language model; in {name} (model type "

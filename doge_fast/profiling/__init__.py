@@ -1,1 +1,1 @@
-"""What a step costs, in phases and against the limits of the machine."""
+"""Cost of a step: time per phase, compared with the limits of the machine."""

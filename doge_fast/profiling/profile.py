@@ -1,8 +1,8 @@
-"""What generalization estimation costs: each phase of a step against the machine's limits.
+"""Cost of generalization estimation: the time of each phase against the machine's limits.
 
-The ratio of a DoGE step to a plain one comes from whole steps, alternated, with nobody observing;
-the phases from other steps, in which each phase that is named (`doge_fast.tracing`) is timed. Bytes
-are the least that a phase can move; bandwidth is measured in the same process.
+The ratio of a DoGE step to a plain step is measured on alternated whole steps without observers.
+The phases are timed in other steps, at the names of `doge_fast.tracing`. Bytes are the least that a
+phase can move; bandwidth is measured in the same process.
 """
 
 import json
@@ -42,19 +42,19 @@ _log = logging.getLogger(__name__)
 SCHEMA_VERSION = 1
 PHASES = ("forward", "backward", "accumulate", "gram", "reweight", "weighted_sum", "inner_step")
 WARM_UP = 2
-# Those of the family that are made for CPUs.
+# Sizes of the family for CPUs.
 SMALL_VOCABULARY, PAPER_VOCABULARY = 4096, 50_304
 SMALL = ("micro", "tiny", "mini", "small")
 
 
 class ProfiledStep:
-    """A step of AdamW alone, or of `DoGEOptimizer` around it; calling it runs one."""
+    """A callable that runs one step of AdamW, alone or wrapped in `DoGEOptimizer`."""
 
     def __init__(self, config: ProfileConfig, *, is_doge: bool) -> None:
         self.config = config
         self.device = torch.device(config.device)
         self.is_stacked = config.mode == "stacked"
-        # R: training domains and targets.
+        # R rows: training domains and targets.
         self.num_rows = config.domains + config.targets
         torch.manual_seed(0)
         model: Any = build_model(
@@ -62,7 +62,7 @@ class ProfiledStep:
             cast(Any, _Vocabulary(range(_vocab_size(config)))),
             block_size=config.sequence_length,
         )
-        # Dropout would draw numbers, other ones for each side.
+        # No dropout: its random numbers would differ between the two steps.
         self.model = model.train(False).to(self.device)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         parameters: Any = self.model.named_parameters()
@@ -83,7 +83,7 @@ class ProfiledStep:
             self.inner,
             domains=[f"domain {i}" for i in range(config.domains)],
             target={f"target {i}": 1.0 for i in range(config.targets)} or "universal",
-            # Large: the weights stay near uniform, and the step costs the same.
+            # A large mu keeps the weights near uniform; it does not change the cost.
             mu=1e6,
             buffer_dtype=None if dtype == "auto" else getattr(torch, dtype),
         )
@@ -93,7 +93,7 @@ class ProfiledStep:
         optimizer = self.optimizer
         if optimizer is None:
             for batch in self.batches:
-                # The mean over all rows is learned from.
+                # Divide by R: the step trains on the mean over all rows.
                 self.learn(batch, self.num_rows)
             with tracing.phase("doge_fast.inner_step"):
                 self.inner.step()
@@ -111,14 +111,14 @@ class ProfiledStep:
         optimizer.zero_grad()
 
     def learn(self, tokens: Tensor, num_losses: int = 1) -> None:
-        """Forward and backward: the mean loss of a token, summed over a stacked batch's domains."""
+        """Forward and backward of the mean token loss, summed over a stacked batch's domains."""
         is_mixed = self.config.dtype == "bfloat16"
         with (
             tracing.phase("doge_fast.forward"),
             torch.autocast(self.device.type, torch.bfloat16, is_mixed),
         ):
             logits = self.model(input_ids=tokens, use_cache=False).logits[:, :-1]
-            # One mean per domain; all have as many sequences.
+            # One mean per row; all rows have equally many sequences.
             num_parts = self.num_rows if self.is_stacked else 1
             losses = torch.nn.functional.cross_entropy(
                 logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none"
@@ -129,28 +129,28 @@ class ProfiledStep:
 
     @property
     def buffer(self) -> FlatBuffer:
-        """The rows of a DoGE step."""
+        """The flat buffer of a DoGE step."""
         assert self.optimizer is not None
         return self.optimizer.buffer
 
     @property
     def extra_bytes(self) -> int:
-        """What this step keeps and a plain one does not.
+        """Bytes that a DoGE step keeps in addition to a plain step.
 
-        Where one backward pass fills all rows, plain training has no gradient yet at its peak, and
-        the combined one, which lasts from step to step, counts too.
+        They hold the flat buffer. If one backward pass fills all rows, the combined gradient
+        counts too: it lasts between steps, while plain training holds no gradient at its peak.
         """
         is_one_pass = self.is_stacked or len(self.tokens) == 1
         combined: int = sum(each.nbytes for each in self.parameters)
         return self.buffer.num_bytes + is_one_pass * combined
 
     def least_traffic(self) -> dict[str, Traffic]:
-        """What each phase cannot avoid to move, activations left aside.
+        """Least traffic of each phase, without activations.
 
-        Forward reads the parameters once per pass, backward reads them and writes a gradient;
-        accumulation reads a gradient and writes a row (stacked, the backward pass writes it); the
-        Gram matrix reads all rows once, the weighted sum those of the training domains; the wrapped
-        optimizer reads gradient, parameter and state and writes the latter two.
+        Forward reads the parameters once per pass; backward reads them and writes a gradient.
+        Accumulation reads a gradient and writes a row; if stacked, the backward pass writes the
+        rows. The Gram matrix reads all rows once, the weighted sum those of the training domains.
+        The wrapped optimizer reads gradient, parameter and state and writes the latter two.
         """
         R = self.num_rows
         once = sum(each.nbytes for each in self.parameters)
@@ -176,12 +176,12 @@ class ProfiledStep:
 
 
 class _Vocabulary(list[int]):
-    """As much of a tokenizer as a fresh model asks for."""
+    """The part of a tokenizer's interface that `build_model` needs."""
 
     eos_token_id = 0
 
     def get_vocab(self) -> dict[int, int]:
-        """Every token is its number."""
+        """{id: id}."""
         return dict(zip(self, self, strict=True))
 
 
@@ -195,76 +195,74 @@ def _vocab_size(config: ProfileConfig) -> int:
 
 @dataclass(frozen=True)
 class TimedPhase:
-    """One line of the table."""
+    """A phase of the DoGE step; one line of the table."""
 
     name: str
     milliseconds: float
-    """Median over the steps, of all its ranges in a step."""
+    """Median over steps of the phase's time in a step."""
     share: float
-    """Of the step it was seen in."""
+    """Its fraction of the median step."""
     num_bytes: int
-    """The least that it can move."""
+    """Least bytes that it can move."""
     fraction: float
-    """Of the bandwidth that was measured: the time that those bytes must take over its own."""
+    """Fraction of the measured bandwidth: the least time for these bytes over the phase's time."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Everything that was measured; `--json` writes these fields and a `schema_version`."""
+    """The measurements; `--json` writes these fields and a `schema_version`."""
 
     settings: dict[str, Any]
-    """The fields of `ProfileConfig`, the device settled."""
+    """The fields of `ProfileConfig`, with the actual device for "auto"."""
     device: str
     threads: int
     versions: dict[str, str]
     implementations: dict[str, str]
-    """Of each operator."""
+    """{operator: implementation in use}."""
     num_parameters: int
-    """Those that train."""
+    """Number of trainable parameters."""
     num_rows: int
-    """R, training domains and targets."""
+    """R, the number of training domains and targets."""
     row_bytes: int
-    """Of all rows, padding included."""
+    """Bytes of all R rows together, padding included."""
     tokens: int
-    """Of a step, all rows together."""
+    """Tokens of a step, over all rows."""
     plain_ms: float
     doge_ms: float
-    """Medians of whole steps."""
+    """Median of whole steps, as `plain_ms`."""
     overhead: float
-    """Median over pairs of DoGE step / plain step."""
+    """Median over pairs of the ratio DoGE step / plain step."""
     overhead_low: float
     overhead_high: float
-    """Quartiles."""
+    """Upper quartile of the ratio; `overhead_low` is the lower one."""
     phases: tuple[TimedPhase, ...]
-    """Of other DoGE steps than the timed ones; "other" is what no phase covers."""
+    """Phases of separate DoGE steps; "other" is the time outside all phases."""
     read_bandwidth: float
     copy_bandwidth: float
-    """Bytes per second; a copy counts both ways."""
+    """Bytes per second, as `read_bandwidth`; a copy counts bytes read and bytes written."""
     bandwidth_spread: float
-    """How far their quartiles lie apart, over the median."""
+    """Interquartile range over median, the larger of read and copy."""
     extra_bytes: int
-    """What a DoGE step keeps beside a plain one: R x N x itemsize with padding (R + 1 where one
-    backward pass fills all rows: the combined gradient)."""
+    """Bytes that a DoGE step keeps in addition to a plain one: R x N x itemsize with padding, and a
+    combined gradient if one backward pass fills all rows."""
 
 
 def profile(config: ProfileConfig) -> Profile:
-    """Measure a step and its phases.
-
-    Writes `config.json` where it is asked for.
+    """Measure a step and its phases; write the measurements to `config.json`, if given.
 
     Raises:
-        UserError: an unknown model, a device that is not there.
+        UserError: the model is unknown, or the device is absent.
     """
     check(config)
     config = replace(config, device=cast(Device, device_of(config.device).type))
     if config.json is not None:
         check_out(config.json, [])
-        # What cannot be written is refused before anything is measured.
+        # Test that the file can be written before measuring.
         with failures.writing(config.json):
             was_there = config.json.exists()
             config.json.open("a").close()
             if not was_there:
-                # Not the link that leads there.
+                # If the path is a link, keep the link.
                 config.json.resolve().unlink()
     plain_step, doge_step = (ProfiledStep(config, is_doge=each) for each in (False, True))
     device = plain_step.device
@@ -307,7 +305,10 @@ def profile(config: ProfileConfig) -> Profile:
 def _timed(
     plain_step: ProfiledStep, doge_step: ProfiledStep, num_rounds: int
 ) -> list[dict[str, float]]:
-    """{phase: seconds of its own} of the DoGE step of each round; "step" is the whole one."""
+    """{phase: seconds, without phases inside it} for the DoGE step of each round.
+
+    "step" is the whole step.
+    """
     device = doge_step.device
     recorded: list[list[_Mark]] = []
     open_marks: list[_Mark] = []
@@ -343,7 +344,7 @@ def _timed(
 
 @dataclass
 class _Mark:
-    """A range of a step on the host's clock, or in the device's queue."""
+    """A range of a step; start and end are host times or CUDA events."""
 
     name: str
     outer: "_Mark | None"
@@ -351,7 +352,7 @@ class _Mark:
     end: Any = None
 
     def seconds(self) -> float:
-        """Of a range that the device has come to the end of."""
+        """Duration; the device must have finished the range."""
         if isinstance(self.start, float):
             return float(self.end - self.start)
         return float(self.start.elapsed_time(self.end)) / 1e3
@@ -368,7 +369,7 @@ def _now(device: torch.device) -> Any:
 def _phases(
     rounds: Sequence[dict[str, float]], least: dict[str, Traffic], limits: Bandwidth
 ) -> tuple[TimedPhase, ...]:
-    """The DoGE step taken apart; medians over its steps. "other" is what no phase covers."""
+    """Median time of each phase of the DoGE step; "other" is the time outside all phases."""
     whole = statistics.median(own["step"] for own in rounds)
     for own in rounds:
         own["other"] = 2 * own["step"] - math.fsum(own.values())
@@ -382,7 +383,7 @@ def _phases(
 
 
 def table(measured: Profile) -> str:
-    """The measurements as text: what ran where, each phase of the step, the cost of the whole."""
+    """The measurements as text: setting, phases of the step, cost of the whole step."""
     settings = measured.settings
     threads = f"{measured.threads} threads, " if settings["device"] == "cpu" else ""
     header = ["phase", "ms", "share", "least MB", "GB/s", "of bandwidth"]

@@ -1,8 +1,8 @@
-"""What a device's memory can do, measured, and the least that a step's rows ask of it.
+"""Measured memory bandwidth of a device, and the least memory traffic of a step's rows.
 
-Nothing is read from a data sheet. A read is the fastest of a few ways to touch every byte of a
-buffer far larger than the caches, a copy the fastest of a few ways to write them elsewhere; a copy
-counts the bytes read and the bytes written.
+No number comes from a data sheet. The read bandwidth is that of the fastest of several functions
+that read a buffer far larger than the caches; the copy bandwidth that of the fastest of several
+that copy it. A copy counts bytes read and bytes written.
 """
 
 import statistics
@@ -26,11 +26,11 @@ class Bandwidth(NamedTuple):
     """Bytes per second, medians of a few runs."""
 
     read: float
-    """Reading alone."""
+    """Bandwidth of a read."""
     copy: float
-    """Reading and writing, both counted."""
+    """Bandwidth of a copy; bytes read and bytes written both count."""
     spread: float
-    """How far the quartiles of a read or a copy lie apart, the farther, over its median."""
+    """Interquartile range over median, the larger of read and copy."""
 
 
 class Traffic(NamedTuple):
@@ -40,7 +40,7 @@ class Traffic(NamedTuple):
     written: int
 
     def seconds(self, limits: Bandwidth) -> float:
-        """The time this takes at the measured limits; writing takes as long as in a copy."""
+        """Least time at the measured bandwidths; writes, and as many reads, take copy time."""
         alone = max(0, self.read - self.written)
         return float((self.read + self.written - alone) / limits.copy + alone / limits.read)
 
@@ -48,19 +48,18 @@ class Traffic(NamedTuple):
 def rows_traffic(
     rule: type[UpdateRule], num_domains: int, *, row_bytes: int, gradient_bytes: int
 ) -> dict[str, Traffic]:
-    """The least that a rule moves of its rows in a step without targets, by phase.
+    """Least traffic of a rule's rows per phase, in a stacked step without targets.
 
-    A stacked pass writes the rows. With gradients of their own, as of `domain(name)`,
-    `accumulate` reads these beside.
+    A step with `domain(name)` also reads a gradient per row in `accumulate`.
 
     Args:
-        rule: what decides the number of rows, and whether second moments are read with them.
+        rule: determines the number of rows, and whether second moments are read.
         num_domains: K.
-        row_bytes: of one row.
-        gradient_bytes: of one gradient of the model, and of its second moments.
+        row_bytes: bytes of one row.
+        gradient_bytes: bytes of one gradient of the model; its second moments have as many.
     """
     rows = num_domains * row_bytes * (2 if rule.has_halves else 1)
-    # Second moments, and later the combined gradient for its norm.
+    # Second moments for `gram`; the combined gradient, read again for its norm, for `weighted_sum`.
     more = gradient_bytes if rule.is_preconditioned else 0
     return {
         "accumulate": Traffic(0, rows),
@@ -70,16 +69,16 @@ def rows_traffic(
 
 
 def bandwidth(device: torch.device | str, num_bytes: int | None = None) -> Bandwidth:
-    """Read and copy bandwidth of `device`, on a CPU with the threads that torch uses now.
+    """Measure the read and copy bandwidth of `device`; on a CPU with torch's current threads.
 
-    A read is the fastest of `torch.sum`, `torch.dot` and our Gram matrix of one row; a copy the
-    fastest of `Tensor.copy_` and our weighted sum of one row, which on a CPU writes past the
-    caches. Measured once for a device, a size and a number of threads.
+    A read is the fastest of `torch.sum`, `torch.dot` and our Gram matrix of one row. A copy is the
+    fastest of `Tensor.copy_` and our weighted sum of one row, which on a CPU bypasses the caches.
+    Measured once per device, size and number of threads.
 
     Args:
         device: a CPU or a GPU.
-        num_bytes: of the buffer; >= 64. None: 256 MiB on a CPU, 1 GiB on a GPU. Smaller than
-            the caches it says what these can do. Twice that is allocated.
+        num_bytes: >= 64; size of the buffer. None: 256 MiB on a CPU, 1 GiB on a GPU. A buffer
+            smaller than the caches measures the caches. Two buffers are allocated.
     """
     device = torch.device(device)
     if num_bytes is None:
@@ -94,7 +93,7 @@ def bandwidth(device: torch.device | str, num_bytes: int | None = None) -> Bandw
 
 @cache
 def _measured(device: torch.device, num_bytes: int, num_threads: int) -> Bandwidth:
-    # The number of threads is part of the key; torch has it already.
+    # `num_threads` is only part of the cache's key.
     source = torch.ones(num_bytes // 4, device=device)
     target = torch.empty_like(source)
     one_R = torch.ones(1, device=device, dtype=torch.float64)
