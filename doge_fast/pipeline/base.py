@@ -126,7 +126,7 @@ def held_out_perplexity(run: Path) -> list[str]:
 
 
 def _used(config: BaseConfig, phases: Sequence[Phase]) -> tuple[dict[str, float], list[Json]]:
-    """(Mean weights over the run's steps, the phases of a curriculum or nothing)."""
+    """(Mean weights over the run's steps, phases of a curriculum; empty without one)."""
     ends = [*(phase.first_step for phase in phases[1:]), config.training.steps]
     mean = dict.fromkeys(phases[0].weights, 0.0)
     for phase, end in zip(phases, ends, strict=True):

@@ -322,7 +322,7 @@ class BlockSampler(MixtureCounts):
     """Draws the blocks of each domain for the batches of stage two.
 
     `MixtureCounts` gives the number of blocks per domain. Their indices follow from the number
-    drawn in all earlier batches, a closed sum, so no data is replayed.
+    drawn in all earlier batches, which has a closed form, so no data is replayed.
 
     Args:
         seed: seed of the run.

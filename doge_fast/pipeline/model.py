@@ -202,7 +202,7 @@ def _leave_out_balance(architecture: Any) -> None:
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """Hide transformers' bars, one for each file of weights, at every checkpoint."""
+    """Hide transformers' progress bars, which it shows for each file of weights."""
     had_bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:

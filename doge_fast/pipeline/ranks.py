@@ -1,6 +1,6 @@
 """Ranks: the processes that a launcher such as torchrun starts for one run; the first one writes.
 
-An empty environment variable counts as unset: a cluster's script may leave it empty elsewhere.
+An empty environment variable counts as unset: off the cluster, a script may leave it empty.
 """
 
 import os

@@ -607,7 +607,7 @@ class _Search:
 
     def _groups(self, points: Sequence[Point], best: Point) -> tuple[records.Group, ...]:
         """Tables of the report."""
-        # The tables average finite losses only, so a point with a diverged seed is left out.
+        # A point that diverged with one seed would show the mean of its other seeds.
         shown = [point for point in points if not point.inverse or math.isfinite(point.mean)]
         measured = (
             records.TemperaturePoint(point.inverse, point.arm, dict(point.weights))

@@ -294,7 +294,7 @@ class StopOnSignal(TrainerCallback):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Handle signals within; raise Terminated or KeyboardInterrupt at the end if one came."""
+        """Train within; raise Terminated or KeyboardInterrupt if a signal ended the training."""
         ours = failures.raise_terminated
         ending = [each for each in failures.ENDING_SIGNALS if signal.getsignal(each) is ours]
         if not ending:
@@ -455,7 +455,7 @@ class Recorder(TrainerCallback):
         from_first(functools.partial(records.complete_checkpoint, self.run, state.global_step))
 
     def on_train_end(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Raise Diverged if too many steps of the run were lost."""
+        """Raise Diverged if more than `MOST_SKIPPED` of the run's steps were lost."""
         lost = self.trainer.num_lost()
         if state.global_step >= state.max_steps and lost > MOST_SKIPPED * state.max_steps:
             raise health.diverged(
