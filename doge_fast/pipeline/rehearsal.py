@@ -36,11 +36,7 @@ def seconds_per_step(trainer: RecordedTrainer) -> float:
 
 
 def rehearse(config: ProxyConfig | BaseConfig | TemperatureConfig) -> str:
-    """Check, read and build the inputs of a command, and time a few steps; writes no run.
-
-    Returns:
-        Tables of the domains and of the plan, as text.
-    """
+    """Check and build a command's inputs, time a few steps, write no run; return tables as text."""
     out, models, told = config.out, 1, list[tuple[str, str]]()
     if isinstance(config, TemperatureConfig):
         config, out, models, what = temperature.example(config)

@@ -72,8 +72,6 @@ class ExistingRun(NamedTuple):
 def existing_run(config: StageConfig) -> ExistingRun:
     """Check the settings and the run directory; reads no corpus and starts no run.
 
-    Removes the checkpoints that a complete run has left.
-
     Raises:
         UserError: a setting is invalid, the device is absent, or the directory holds another run.
     """
@@ -197,10 +195,8 @@ def leave_model(trainer: RecordedTrainer) -> None:
 
 
 def _open_as_new(folder: Path) -> None:
-    """Give every file in a folder the mode of a new file.
-
-    safetensors writes files that only their owner can read.
-    """
+    """Give every file in a folder the mode of a new file."""
+    # safetensors writes files that only their owner can read.
     probe = folder / ".new"
     probe.touch()
     mode = stat.S_IMODE(probe.stat().st_mode)

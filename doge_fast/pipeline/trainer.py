@@ -116,7 +116,7 @@ class RecordedTrainer(Trainer):
         # A step has one micro-batch, so the model's mean is the loss. Without this Trainer counts
         # the labels itself, and some versions count one too many per block.
         self.model_accepts_loss_kwargs = False
-        # Checkpoint to resume from; None after the first step.
+        # Checkpoint to resume from; None from the first step on.
         self._checkpoint: str | None = None
         self.step_loss: Tensor | None = None
         self.step_lr = 0.0
@@ -199,8 +199,7 @@ class RecordedTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if self.state_file and checkpoint is not None:
-            # Read on the CPU: with several processes the device may be cpu:0, which safe_open
-            # rejects.
+            # Read on the CPU: with several ranks the device may be cpu:0, which safe_open rejects.
             with safe_open(Path(checkpoint, self.state_file), framework="pt") as file:
                 tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
                 self.load_own_state(tensors, file.metadata() or {})
