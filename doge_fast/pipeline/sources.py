@@ -86,7 +86,7 @@ class Part:
         Raises:
             UserError: no row has a needed column, or a value is no text or no name.
         """
-        # {option: column} of which no row has had a value so far.
+        # {option: column} for columns that no row has had so far.
         unseen = {"text_column": self.text_column}
         if self.domain is None:
             unseen["domain_column"] = str(self.domain_column)

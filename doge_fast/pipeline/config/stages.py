@@ -174,8 +174,8 @@ class TrainingConfig:
     max_grad_norm: Positive = 1.0
     """Clip the gradient that updates the model to this norm."""
     max_skipped_steps: Count = 20
-    """End the run as diverged after this many steps in a row without a finite gradient and loss;
-    a tenth of all steps ends it too."""
+    """End the run as diverged after this many steps in a row without a finite gradient and loss,
+    or after the last step if more than a tenth of all steps had none."""
     seed: Seed = 0
     """Seed of the model initialisation and of the order of the data."""
     eval_every: Count | None = None
@@ -220,7 +220,7 @@ class TasksConfig:
     """A directory with TASK/train.jsonl, from which the shots are drawn, and TASK/validation.jsonl,
     which is scored; None: the data sets that lm-eval names on the Hub."""
     task_limit: Count | None = None
-    """Score only the first documents of every task, this many; None: all."""
+    """Score only this many documents of every task, the first ones; None: all."""
 
 
 def _missing(part: Any, settings: Settings) -> dict[str, Any]:
@@ -300,8 +300,8 @@ class ProxyConfig(_Stage):
     paper's batch for its seven domains; 4 for others."""
     mu: Positive | None = None
     """Bregman coefficient: in a step the logarithms of the weights move by lr W / mu, so a larger
-    mu makes slower weights. None: 20 times the peak learning rate (0.01 at 5e-4), times (T + 1) / 2
-    where the weights of the targets sum to T, which is K for universal."""
+    mu makes slower weights. None: 20 lr (T + 1) / 2, with the peak learning rate lr and the sum T
+    of the targets' weights, which is K for universal; 0.01 at 5e-4 and one target."""
     score: Literal["auto", "aligned", "paper", "published"] = "auto"
     """aligned: the mixture whose gradient makes the smallest angle with the targets' gradient; it
     has no mu and clips no domain, and for the target universal it is uniform. paper: the score W
@@ -451,13 +451,13 @@ class SelectConfig(_Stage):
     reading: Reading = "norms-over-change"
     """How the score is computed. norms-over-change (the paper's words): the sum of the examples'
     gradient norms over the norm of the weight change. sum-over-change: the norm of the gradients'
-    sum over it. change-over-sum (the paper's formula) and change-over-norms: the inverses. Every
-    run measures all four; parameters are ranked by this one."""
+    sum over that norm. change-over-sum (the paper's formula) and change-over-norms: the inverses.
+    Every run measures all four; parameters are ranked by this one."""
     targets: tuple[str, ...] = ()
     """Domains that are evaluated and never trained on, as in the proxy."""
     batch_size: OfSize[Count] = OF_SIZE
-    """Blocks per step, equally many of each domain. None: 128 for models of 60M and larger, 28 for
-    others."""
+    """Blocks per step, the same number for every domain. None: 128 for models of 60M and larger, 28
+    for others."""
     log_every: Count = 10
     """Steps between lines of metrics.jsonl."""
 

@@ -46,8 +46,8 @@ class EvaluateConfig:
     domain_column: str | None = None
     """The column of `data` that names each row's domain."""
     out: Path | None = None
-    """The file to write; with `data` it must be named. None: the run's evaluation.json. Accuracies
-    of `tasks` are in its fewshot.json."""
+    """The file to write; required with `data`. None: the run's evaluation.json. Accuracies of
+    `tasks` are written to the run's fewshot.json."""
     batch_size: Count = 16
     """Blocks, or prompts of a task, per forward pass."""
     cache_dir: Path | None = None

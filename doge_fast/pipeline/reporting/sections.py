@@ -252,7 +252,7 @@ def _course(study: Study) -> Section:
 
 
 def _perplexities(study: Study, group: records.PerplexityGroup | records.TargetsGroup) -> Section:
-    """Arms on each domain or target (tab:universal_ppl, tab:ppl-ood), and against a baseline."""
+    """Perplexities by domain or target, and against a baseline (tab:universal_ppl, tab:ppl-ood)."""
     title, lines = group.title, study.lines(group)
     if not any(losses for line in lines for losses in line.losses.values()):
         why = "not measured yet on what it is about; doge-fast evaluate measures a base run"

@@ -29,8 +29,8 @@ _BASELINES, _GIVEN = {"uniform": "baseline", "natural": "by tokens"}, "from a fi
 
 # Weights have hardly moved if each is within this share of the uniform weight.
 _UNMOVED = 0.02
-# As a share of the uniform weight. In docs/evidence.md a domain at a half of it lost a quarter; one
-# at a twentieth lost nothing, since similar domains made up for it.
+# As a share of the uniform weight. In docs/evidence.md a domain at half of it lost a quarter of its
+# perplexity. One at a twentieth lost nothing, since similar domains made up for it.
 _STARVED = 1 / 3
 
 
