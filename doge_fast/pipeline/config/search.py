@@ -53,7 +53,8 @@ class TemperatureConfig:
     examples: ClassVar = ("runs/proxy", "runs/proxy --out runs/far --seeds 0 1 2 --dry-run")
 
     proxy: Annotated[Positional[Path], arg(metavar="RUN")]
-    """The run directory of a proxy. The base models use its weights, corpus, model and settings."""
+    """The run directory of a proxy, whose weights are followed. The base models use its corpus,
+    model and settings."""
     out: Path | None = None
     """The directory of the base models, the chosen weights.json and the report; None: beside the
     proxy, PROXY-temperature."""

@@ -260,7 +260,7 @@ class _Stage:
         parts = {name: getattr(self, name) for name in ("corpus", "training")}
         filled = {name: replace(part, **_missing(part, settings)) for name, part in parts.items()}
         for name, value in {**filled, **_missing(self, settings)}.items():
-            # The dataclass is frozen once it is complete.
+            # Bypasses the frozen dataclass, which is not complete yet.
             object.__setattr__(self, name, value)
 
     def _check(self) -> None:
