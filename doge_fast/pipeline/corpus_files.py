@@ -1,7 +1,7 @@
-"""Which files are a corpus: of each its domain, its split and its kind, by names alone.
+"""Lists the files of a corpus. Names alone decide a file's domain, split and kind.
 
-Nothing that lies in a folder steers what is read, and a path is never a pattern. What is odd about
-a folder and may be meant is told once.
+No file in a folder configures what is read, and a path is never a pattern. What looks wrong in a
+folder but may be intended becomes a warning.
 """
 
 import bz2
@@ -37,13 +37,13 @@ KINDS: Mapping[str, Kind] = {
 }
 KINDS_TOLD = ".parquet, .arrow, .jsonl, .json, .txt (.gz, .zst, .bz2, .xz of the last three)"
 _ENDING = re.compile(r"\.(parquet|arrow|(jsonl|json|txt)(\.(gz|zst|bz2|xz))?)$", re.IGNORECASE)
-# Hidden, or about a data set; none of its rows.
+# Hidden files, and files about a data set: they hold no rows.
 _NO_ROWS = re.compile(
     r"\..*|(readme|licen[cs]e)(\..*)?|dataset_infos?\.json|dataset_dict\.json|state\.json"
     r"|cache-[0-9a-f]+\.arrow",
     re.IGNORECASE,
 )
-# What is likely text that was meant to be read.
+# Likely data, in a format that is not read; logged as a warning.
 _DATA = re.compile(r"(?!\.).*\.(csv|tsv|zip|tar|tgz)", re.IGNORECASE)
 _WORDS: Mapping[str, Split] = {
     **dict.fromkeys(("train", "training"), "train"),
@@ -53,7 +53,7 @@ _WORDS: Mapping[str, Split] = {
 # "00002-of-00004", and the hash that the Hub puts after it.
 _SHARD = re.compile(r"(\d+)[-_ ]of[-_ ](\d+)(-[0-9a-f]{8,})?")
 _POINTER = b"version https://git-lfs.github.com/spec/"
-# A line of nothing else; and what a text about it would hardly have twice.
+# A separator alone on its line; or <|endoftext|> twice, which a text about it hardly has.
 _SEPARATOR = re.compile(
     rb"^[ \t]*(<\|[\w-]+\|>|</?s>|<(?:eo[sdt]|sep)>|\[(?:EO[SDT]|SEP)\])[ \t\r]*$", re.M | re.I
 )
@@ -67,7 +67,7 @@ class CorpusFile:
 
     path: Path
     domain: str
-    """By its name or folder; empty where a column says it."""
+    """From its name or folder; empty if a column names the domain."""
     split: Split
     kind: Kind
 
@@ -79,16 +79,15 @@ def tell_once(line: str, level: int = logging.INFO) -> None:
 
 
 def list_files(data: Path, chosen: Collection[str] | None) -> dict[str, list[CorpusFile]]:
-    """{domain: its files, in the order of their paths}; logs what is read, and what is not.
+    """{domain: its files, in the order of their paths}; logs the files that are read and not read.
 
     Args:
         data: a folder that has a file or a folder of files for each domain.
-        chosen: domains that are asked for, so that other entries may be anything; empty: all; None:
-            a column says the domain.
+        chosen: the requested domains; other entries may then be anything. Empty: all domains.
+            None: a column names the domain.
 
     Raises:
-        UserError: something in the folder is neither text of one domain nor plainly something
-            else.
+        UserError: the folder holds no domain, or an entry that is no domain.
     """
     if is_saved(data):
         if chosen is not None:
@@ -101,7 +100,7 @@ def list_files(data: Path, chosen: Collection[str] | None) -> dict[str, list[Cor
     files: dict[str, list[CorpusFile]] = {}
     for path in _walk(data):
         kind = None if _NO_ROWS.fullmatch(path.name) else kind_of(path)
-        # Text has no column that says the domain.
+        # A text file has no domain column.
         if kind is None or (kind == "text" and chosen is None):
             not_read.append(path)
             continue
@@ -130,7 +129,7 @@ def list_files(data: Path, chosen: Collection[str] | None) -> dict[str, list[Cor
 
 
 def _domain_and_rest(data: Path, path: Path, *, has_column: bool) -> tuple[str, Sequence[str]]:
-    """The domain that a file is of, and the names that may state a split."""
+    """The file's domain, and the names in its path that may state a split."""
     first, *others = inside = path.relative_to(data).parts or ("",)
     if has_column:
         return "", inside
@@ -138,20 +137,20 @@ def _domain_and_rest(data: Path, path: Path, *, has_column: bool) -> tuple[str, 
 
 
 def oddities(data: Path, files: Sequence[CorpusFile]) -> Iterator[str]:
-    """What to know of files of `data` before believing a number: facts that steer nothing."""
+    """Warnings about files of `data`; they do not change what is read."""
     if doubtful := [file.path for file in files if _is_doubtful(data, file)]:
         yield (
             f"{_few(doubtful)}: the name has the word of a held-out split, and the text is trained "
             "on. Have it end with that word, as c4-validation, to hold it out."
         )
-    # {what their names are but for the ending, which may be another form of one text: their paths}.
+    # {path without ending: files}, which may be one text in several formats.
     forms: dict[Path, list[Path]] = {}
     for file in files:
         forms.setdefault(file.path.with_name(stem_of(file.path.name)), []).append(file.path)
     for paths in forms.values():
         if len(paths) > 1:
             yield f"{_few(paths)} differ in their endings alone, and are all read."
-    # {what their names are but for the shards: {how many they are of: those that are there}}.
+    # {path up to the shard numbers: {total in the name: shard numbers that are there}}.
     shards: dict[str, dict[str, set[int]]] = {}
     for file in files:
         if found := _SHARD.search(file.path.name):
@@ -178,7 +177,7 @@ def oddities(data: Path, files: Sequence[CorpusFile]) -> Iterator[str]:
 
 
 def kind_of(path: Path) -> Kind | None:
-    """How a file is read; None where its name ends in nothing that is."""
+    """How a file is read; None if its ending is not known."""
     if is_saved(path):
         return "saved"
     found = _ENDING.search(path.name)
@@ -186,7 +185,7 @@ def kind_of(path: Path) -> Kind | None:
 
 
 def is_saved(folder: Path) -> bool:
-    """Whether `save_to_disk` of datasets has left it."""
+    """Whether `save_to_disk` of datasets wrote the folder."""
     return (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
 
 
@@ -196,19 +195,20 @@ def stem_of(name: str) -> str:
 
 
 def split_of(name: str) -> Split | None:
-    """The split that the name of a file or folder states; None where it states none.
+    """The split that the name of a file or folder states, or None.
 
-    It does with its last word, numbers aside: "validation", "c4-train.00000-of-00001.jsonl",
-    "wiki.valid.txt" do; "dev-blog.jsonl" and "test_bench.jsonl" do not, for they begin so only.
+    Its last word counts, without numbers: "validation", "c4-train.00000-of-00001.jsonl" and
+    "wiki.valid.txt" state a split; "dev-blog.jsonl" and "test_bench.jsonl" only begin with one.
     """
     words = _words(name)
     return _WORDS.get(words[-1]) if words else None
 
 
 def stamp_of(files: Iterable[CorpusFile]) -> str:
-    """Changes when a file does: path, split, size, times of modification and of change.
+    """Digest of every file's path, split, size, modification time and change time.
 
-    The last one is the system's own, so a text written over with its size and time kept is seen.
+    The system sets the change time, so it shows a file that was overwritten with its size and
+    modification time kept.
     """
     stats = [
         (path, file.split, path.stat())
@@ -238,14 +238,14 @@ def _walk(folder: Path, around: Sequence[Path] = ()) -> Iterator[Path]:
 
 
 def _words(name: str) -> list[str]:
-    """In small letters, without numbers, the "of" between them and the hash of the Hub after it."""
+    """The words of a name in lower case, without numbers, "of" between them and the Hub's hash."""
     plain = _SHARD.sub(" ", stem_of(name).lower())
     plain = re.sub("(held|hold)[-_. ]out", r"\1out", plain)
     return [word for word in re.split(r"[-._ \d]+", plain) if word]
 
 
 def _is_doubtful(data: Path, file: CorpusFile) -> bool:
-    """Whether it is trained on, and its name has the word of a held-out split."""
+    """Whether a training file has the word of a held-out split in its name."""
     _, named = _domain_and_rest(data, file.path, has_column=not file.domain)
     words = (word.removesuffix("set") for name in named for word in _words(name))
     is_named = any(_WORDS.get(word) in ("validation", "test") for word in words)
@@ -253,7 +253,7 @@ def _is_doubtful(data: Path, file: CorpusFile) -> bool:
 
 
 def opened(path: Path) -> BinaryIO:
-    """The bytes of a file as they were before they were compressed."""
+    """The file, opened to read its decompressed bytes."""
     match path.suffix.lower():
         case ".gz":
             return cast(BinaryIO, gzip.open(path))
@@ -262,7 +262,7 @@ def opened(path: Path) -> BinaryIO:
         case ".xz":
             return cast(BinaryIO, lzma.open(path))
         case ".zst":
-            # Notices a file that was cut off, which zstandard's own reader does not.
+            # Arrow's reader refuses a truncated file; zstandard's own does not.
             return cast(BinaryIO, io.BufferedReader(pa.input_stream(str(path), compression="zstd")))
         case _:
             return path.open("rb")
@@ -274,7 +274,7 @@ def _head(path: Path) -> bytes:
 
 
 def _separator(path: Path) -> str:
-    """What is spelled between the documents of a text file; empty where nothing is."""
+    """The separator between the documents of a text file; empty if there is none."""
     with reading(path), opened(path) as file:
         head = file.read(_HEAD_BYTES)
     found = _SEPARATOR.findall(head) or _END_OF_TEXT.findall(head)[1:]
@@ -288,7 +288,7 @@ def _few(paths: Iterable[Path], most: int = 5) -> str:
 def _check_domains(
     data: Path, files: Mapping[str, Sequence[CorpusFile]], chosen: Collection[str]
 ) -> None:
-    """Every entry of the folder is a domain."""
+    """Raise UserError if an entry of the folder, or a chosen one, is no domain."""
     shown = [entry for entry in sorted(data.iterdir()) if not entry.name.startswith(".")]
     if not files:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Per-domain perplexity of a run's model on held-out documents, its own or others."""
+"""Per-domain perplexity of a run's model, on held-out documents of its corpus or on other text."""
 
 import logging
 import os
@@ -23,18 +23,18 @@ _log = logging.getLogger("doge_fast")
 
 
 def evaluate(config: EvaluateConfig) -> Json:
-    """Measure a finished run's model on held-out blocks of every domain; write what was found.
+    """Measure a finished run's model on held-out blocks of every domain; write the perplexities.
 
-    The corpus is the run's own, so are its tokenizer and its split: no document of a domain that
-    the model was trained on is measured. Or it is other text, in blocks of the run's length and
-    tokenizer; then nothing is asked of the run's corpus. The average perplexity is the exponential
-    of the mean of the domains' losses.
+    Without `config.data` they are the blocks of the run's own corpus, tokenizer and split, so no
+    training document is measured. Other text is cut into blocks of the run's length by the run's
+    tokenizer; then the run's corpus is not needed. The average perplexity is the exponential of the
+    mean of the domains' losses.
 
     Args:
-        config: which run, which text and how much of it.
+        config: the run, the text and the number of blocks.
 
     Returns:
-        What the file holds; see `records.evaluation`.
+        The content of the file; see `records.evaluation`.
 
     Raises:
         UserError: the run is not complete, a domain is unknown, the file is one of the run's
@@ -60,7 +60,7 @@ def evaluate(config: EvaluateConfig) -> Json:
             block_size=corpus.block_size,
             cache_dir=config.cache_dir,
         )
-        # Of its validation split, or all of it, for the model saw none of it.
+        # The validation split, else all of the text: the model has seen none of it.
         held_out = load_corpus(other, is_measured=True).validation
     _log.info("%s: opening the model", config.run)
     model = open_model(config.run / records.MODEL)
@@ -107,7 +107,7 @@ def _check(config: EvaluateConfig, own: str, corpus: CorpusRecord) -> None:
     if config.data is None:
         known = [*corpus.domains, *corpus.targets]
         named.check("domains", config.domains, known, str(config.run))
-        # A result of more domains is not written over.
+        # A result for more domains must not be overwritten.
         if config.out is None and config.domains and (config.run / records.EVALUATION).exists():
             measured = records.load_evaluation(config.run).loss
             if lost := [name for name in measured if name not in config.domains]:
@@ -135,7 +135,7 @@ def own_blocks(run: Path) -> Mapping[str, datasets.Dataset]:
     record, trained = records.load_config(run)
     trained_on = record.corpus
     asked = replace(trained.corpus, domains=tuple(trained_on.domains))
-    # What "mix" reserves is not trained on.
+    # "mix" reserves blocks that are not trained on.
     mix = [MIX] if MIX in trained.targets else []
     corpus = load_corpus(asked, targets=(*trained_on.targets, *mix))
     records.check_corpus(run, trained_on, corpus.describe())

@@ -1,8 +1,8 @@
 """k-shot accuracy of a run's model, by lm-evaluation-harness.
 
-Prompts, shots, scores and metrics are lm-eval's. Ours is what a guess would score, and how many
-prompts the model could not see whole: a small model has few positions, and lm-eval cuts what does
-not fit from the left, so that the first shots are lost first.
+Prompts, shots, scores and metrics are lm-eval's. This module adds the accuracy of a random guess
+and the number of prompts that were cut: a small model has few positions, and lm-eval cuts long
+prompts from the left, so the first shots are lost first.
 """
 
 import logging
@@ -38,18 +38,18 @@ def few_shot(config: EvaluateConfig) -> dict[str, Any]:
     acc_norm  =  the same with each log-likelihood divided by the choice's characters
     chance    =  mean over documents of 1 / number of choices
 
-    The shots are drawn by lm-eval with one seed: all models meet the same prompts, and a rerun
-    gives the same numbers.
+    lm-eval draws the shots with one seed: all models get the same prompts, and a rerun gives the
+    same numbers.
 
     Args:
-        config: which run; and `tasks`.
+        config: the run, and its `tasks`.
 
     Returns:
-        What fewshot.json holds; see `records.few_shot_record`.
+        The content of fewshot.json; see `records.few_shot_record`.
 
     Raises:
         UserError: the run is not complete; a task is unknown or has no accuracy; or fewshot.json
-            holds accuracies of other tasks. What lm-eval and datasets raise passes.
+            holds accuracies of other tasks. Errors of lm-eval and datasets pass through.
 
     Source: DoGE, section universal-exp, Table fewshot (5 shots).
     """
@@ -74,7 +74,7 @@ def few_shot(config: EvaluateConfig) -> dict[str, Any]:
         backend="causal",
         device=str(training.device_of(config.device)),
         batch_size=config.batch_size,
-        # As packed text has no special tokens either.
+        # The packed training text has none either.
         add_bos_token=False,
     )
     # lm-eval warns once for every prompt that it cuts; they are counted instead.
@@ -88,7 +88,7 @@ def few_shot(config: EvaluateConfig) -> dict[str, Any]:
         fewshot_random_seed=FEWSHOT_SEED,
         # acc and acc_norm are means, whose standard error has a closed form.
         bootstrap_iters=1000,
-        # Nothing else is drawn: this process keeps its generators.
+        # Nothing else is random, so this process's generators are left alone.
         **dict.fromkeys(("random_seed", "numpy_random_seed", "torch_random_seed")),
     )
     result = records.few_shot_record(
@@ -107,13 +107,13 @@ def few_shot(config: EvaluateConfig) -> dict[str, Any]:
 
 
 def task_names(words: Sequence[str]) -> tuple[str, ...]:
-    """The tasks that were asked for, once each: "a,b" "c" and "a" "b" "c" are the same."""
+    """Task names without repeats; "a,b" "c" and "a" "b" "c" are the same."""
     names = (name.strip() for word in words for name in word.split(","))
     return tuple(dict.fromkeys(name for name in names if name))
 
 
 def _task(name: str, folder: Path | None) -> Any:
-    """A task with the documents that lm-eval names on the Hub, or with those of `folder`/NAME."""
+    """A task with lm-eval's documents from the Hub, or with those of `folder`/NAME."""
     if folder is None:
         return name
     files = {split: str(folder / name / f"{split}.jsonl") for split in ("train", "validation")}
@@ -147,7 +147,7 @@ def _scores(name: str, found: Mapping[str, Any], model: HFLM) -> dict[str, Any]:
     for metric in _METRICS:
         if f"{metric},none" in scores:
             measured[metric] = float(scores[f"{metric},none"])
-            # Of a single document there is none.
+            # A single document has no standard error.
             stderr = scores[f"{metric}_stderr,none"]
             measured[f"{metric}_stderr"] = None if stderr == "N/A" else float(stderr)
     requests = ["".join(texts) for sample in samples for texts in sample["arguments"]]
@@ -166,7 +166,7 @@ def _scores(name: str, found: Mapping[str, Any], model: HFLM) -> dict[str, Any]:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """The accuracies as aligned plain text, with what a guess would score and what was cut."""
+    """The accuracies as aligned plain text, with chance accuracy and the share of cut prompts."""
     rows = []
     for name, scores in result["tasks"].items():
         cut = f"{scores['truncated_requests'] / scores['requests']:.0%}"

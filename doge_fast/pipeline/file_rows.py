@@ -1,7 +1,7 @@
-"""Rows of files, of which nothing is read but the columns that are asked for.
+"""Reads rows of files, and of these only the needed columns.
 
-Other columns may hold anything and change from row to row. Files are opened by their paths, which
-no library takes for patterns or addresses.
+Other columns may hold anything and change from row to row. Files are opened such that no library
+takes their paths for patterns or addresses.
 """
 
 import io
@@ -20,12 +20,12 @@ from doge_fast.pipeline.failures import FileFailure, UserError, reading
 
 Row = Mapping[str, Any]
 ABSENT = object()
-"""In the place of a value: the row has no such column."""
+"""The value of a column that the row lacks."""
 
-# A text file is cut at the first blank line past this many characters, so that it has
-# documents to hold out; and anywhere past sixteen times as many.
+# A text file is cut into documents, so that some can be held out: at the first blank line past
+# this many characters, and anywhere past sixteen times as many.
 TEXT_DOCUMENT_CHARS = 16_384
-# Of less than a megabyte it is cut past fewer: else few documents would be held out.
+# Less than a megabyte is cut into about this many, or too few documents would be held out.
 _TEXT_DOCUMENTS = 64
 _MIN_TEXT_DOCUMENT_CHARS = 512
 _ROWS_PER_READ = 128
@@ -36,11 +36,11 @@ def rows_of(file: CorpusFile, columns: Sequence[str], text_chars: int) -> Iterat
 
     Args:
         file: of any kind; a text file is cut into rows.
-        columns: that are needed; dots reach into structs. Of a text file the first is the text.
-        text_chars: past which a text file is cut at a blank line.
+        columns: the needed ones; dots reach into structs. In a text file the first is the text.
+        text_chars: number of characters past which a text file is cut at a blank line.
 
     Raises:
-        FileFailure: the file is damaged; in the words of who reads it.
+        FileFailure: the file is damaged; the message is the reading library's.
     """
     with reading(file.path):
         if file.kind == "text":
@@ -66,7 +66,7 @@ def _saved(file: CorpusFile) -> datasets.Dataset:
     if file.kind == "saved":
         return datasets.Dataset.load_from_disk(str(file.path))
     mapped = pa.memory_map(str(file.path))
-    # With an index at the end, as pandas and others write it, or as a stream.
+    # An Arrow file, with an index at its end, as pandas writes it; else an Arrow stream.
     is_indexed = mapped.read(6) == b"ARROW1"
     mapped.seek(0)
     opened = pa.ipc.open_file(mapped) if is_indexed else pa.ipc.open_stream(mapped)
@@ -76,7 +76,7 @@ def _saved(file: CorpusFile) -> datasets.Dataset:
 def named_rows(
     rows: Iterable[Row], names: Sequence[str], features: Mapping[str, Any], columns: Iterable[str]
 ) -> Iterator[Row]:
-    """Rows that have every column of `names`, and names for the numbers of ClassLabels."""
+    """Rows with every column of `names`; numbers of a ClassLabel become its names."""
     others = dict.fromkeys(names)
     labels = {column: value_of(features, column) for column in columns}
     for row in rows:
@@ -92,7 +92,7 @@ def named_rows(
 def value_of(row: Row, column: str) -> Any:
     """The value of a column, or `ABSENT`; dots reach into structs.
 
-    A column whose name holds the dots goes first.
+    A column whose own name has the dots takes precedence.
     """
     if column in row:
         return row[column]
@@ -106,7 +106,7 @@ def value_of(row: Row, column: str) -> Any:
 
 
 def roots_of(names: Sequence[str], columns: Iterable[str]) -> list[str]:
-    """The columns themselves, or the structs that they are in."""
+    """Those of `names` to read: the columns themselves, or the structs that hold them."""
     roots = (column if column in names else column.partition(".")[0] for column in columns)
     kept = [name for name in dict.fromkeys(roots) if name in names]
     if twice := [name for name in kept if names.count(name) > 1]:
@@ -115,7 +115,7 @@ def roots_of(names: Sequence[str], columns: Iterable[str]) -> list[str]:
 
 
 def _json_rows(path: Path) -> Iterator[Row]:
-    """An object a line, or one array of objects."""
+    """The objects of a file that has one on each line, or one array of them."""
     with opened(path) as file:
         lines = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
         first = next(lines, None)
@@ -135,12 +135,12 @@ def _json_rows(path: Path) -> Iterator[Row]:
 
 def _loaded(path: Path, number: int, line: bytes) -> Any:
     with reading(f"{path}, line {number}"):
-        # Some editors begin a file with a mark of its encoding, and files are joined.
+        # Some editors write a byte order mark, and joined files have it on any line.
         return json.loads(line.decode("utf-8-sig"))
 
 
 def text_document_chars(files: Iterable[CorpusFile]) -> int:
-    """Characters past which a domain's text files are cut at a blank line; see the constants."""
+    """`text_chars` of `rows_of` for a domain's text files."""
     num_bytes = sum(file.path.stat().st_size for file in files if file.kind == "text")
     chars = max(_MIN_TEXT_DOCUMENT_CHARS, num_bytes // _TEXT_DOCUMENTS)
     return min(chars, TEXT_DOCUMENT_CHARS) if num_bytes else TEXT_DOCUMENT_CHARS
@@ -161,7 +161,7 @@ def _texts(path: Path, chars: int) -> Iterator[str]:
 def _cut(file: io.TextIOWrapper, chars: int) -> Iterator[str]:
     lines: list[str] = []
     size, is_rest = 0, False
-    # A line may be all of the file.
+    # Reads are bounded, since one line may be the whole file.
     for line in iter(lambda: file.readline(16 * chars), ""):
         is_long = is_rest or len(line) == 16 * chars
         is_rest = is_long and not line.endswith("\n")

@@ -1,4 +1,4 @@
-"""Tokenizers, configurations, models and data sets of the Hub, which is asked once."""
+"""Opens tokenizers, models and data sets of the Hub, and works offline if it does not answer."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ _SECONDS = 10
 
 
 def from_pretrained(opener: Callable[..., Opened], name: str, **options: Any) -> Opened:
-    """What `opener`, a `from_pretrained` of transformers, makes of a folder, file or Hub id.
+    """Call `opener`, a `from_pretrained` of transformers, with a folder, file or Hub id.
 
     Code that comes with a model is never run.
     """
@@ -26,12 +26,12 @@ def from_pretrained(opener: Callable[..., Opened], name: str, **options: Any) ->
 
 @contextmanager
 def asked_once() -> Iterator[None]:
-    """Within, a Hub that does not answer counts as off, where libraries would try for minutes.
+    """Try the Hub once; if it does not answer, the libraries work offline inside the context.
 
-    What is in the cache opens all the same.
+    Otherwise they would retry for minutes. Cached files open offline too.
     """
     try:
-        # Whatever it answers: whoever opens a data set says what is wrong with that.
+        # Any answer counts: errors in it are reported when something is opened.
         get_session().head(constants.ENDPOINT, timeout=_SECONDS)
         is_off = False
     except Exception:

@@ -1,9 +1,9 @@
-"""Seven domains of real text found in the Python environment itself, for those without a corpus.
+"""Seven domains of real text from the Python environment itself, for users without a corpus.
 
 Nothing is downloaded: an environment that can run the pipeline holds some hundred megabytes
-of text. The domains differ enough to be told apart by their gradients, and three of them are
-English prose, so there is an out-of-domain story too: take `reference`, half a megabyte of
-language reference, as the target, and learn which of the others it is best learned from.
+of text. The domains differ enough for their gradients to differ. Three of them are English prose,
+so one can be a held-out target: with `reference`, half a megabyte of language reference, the
+weights show which of the others help it.
 
     stdlib      the standard library's source
     packages    source of installed packages, half of their files
@@ -35,7 +35,7 @@ from doge_fast.pipeline.failures import FileFailure
 
 _log = logging.getLogger("doge_fast")
 
-# Part of the cache's key: changes when the same environment would give other text.
+# Part of the cache key; to be changed when the same environment gives other text.
 _FORMAT = 3
 _CHARS_PER_DOMAIN = 3_000_000
 # Without this a single large package would be most of a domain.
@@ -46,7 +46,7 @@ _MAX_CHARS = 100_000
 # A document that shares more than this of its longer lines with earlier ones repeats them.
 _MAX_REPEATED = 0.3
 _LINE_CHARS = 25
-# A domain with less cannot be split and learned from.
+# A domain with less is too small to split and train on.
 _MIN_DOCUMENTS = 8
 _MIN_DOMAIN_CHARS = 50_000
 
@@ -67,7 +67,7 @@ _DOCSTRING = re.compile(
 
 
 def fingerprint() -> str:
-    """Changes when the environment would give other text: Python or an installed package."""
+    """Digest of Python and the installed packages, which decide the text."""
     installed = sorted(
         {f"{found.metadata['Name']}=={found.version}" for found in metadata.distributions()}
     )
@@ -75,14 +75,14 @@ def fingerprint() -> str:
 
 
 def load(*, stdlib: Path | None = None, site: Path | None = None) -> dict[str, list[str]]:
-    """{domain: its documents}, by name, of all that this environment has text for.
+    """{domain: its documents}, sorted by name, if this environment has enough text for it.
 
     Deterministic: the same environment gives the same text in the same order. Takes seconds. No
     document, nor a near copy of it, is there twice; each domain has at most 3 MB, and domains with
     less than 50 kB are left out. `stdlib` and `site` are folders, by default those of this Python.
 
     Raises:
-        FileFailure: fewer than two domains are found, as in an environment without sources.
+        FileFailure: fewer than two domains have text, as in an environment without sources.
     """
     stdlib = stdlib or Path(sysconfig.get_path("stdlib"))
     site = site or Path(sysconfig.get_path("purelib"))
@@ -109,12 +109,12 @@ def rows() -> Iterator[Mapping[str, str]]:
 
 
 def _select(documents: Iterable[_Document], seen: set[int]) -> list[str]:
-    """Documents in their order until the domain is full, none repeating what was `seen`."""
+    """Documents in their order until the domain is full, without those that repeat `seen`."""
     used: collections.Counter[str] = collections.Counter()
     full: set[str] = set()
     chosen: list[str] = []
     for package, read in documents:
-        # Before it is read: most files are of packages that have had their share.
+        # Tested before reading: most files are of packages that have used up their share.
         if package in full:
             continue
         text = read() or ""
@@ -132,7 +132,7 @@ def _select(documents: Iterable[_Document], seen: set[int]) -> list[str]:
 
 def _is_new(text: str, seen: set[int]) -> bool:
     """Whether most longer lines of the text are new; if so, `seen` remembers them."""
-    # Without case and white space; short ones tell nothing.
+    # Without case and white space; short lines occur in unrelated texts.
     letters = ("".join(line.lower().split()) for line in text.splitlines())
     lines = {hash(line) for line in letters if len(line) >= _LINE_CHARS}
     if not lines or len(lines & seen) > _MAX_REPEATED * len(lines):
@@ -142,9 +142,9 @@ def _is_new(text: str, seen: set[int]) -> bool:
 
 
 def _sources(stdlib: Path, site: Path) -> dict[str, Sequence[_Document]]:
-    """What each domain is read from.
+    """{domain: documents to choose from}, in the order in which the domains choose.
 
-    The first that finds a text keeps it: small sources before those that would fill up anyway.
+    The first domain with a text keeps it, so small domains come before those that fill up anyway.
     """
     ours, theirs = _by_domain(stdlib, is_stdlib=True), _by_domain(site, is_stdlib=False)
     return {
@@ -153,16 +153,16 @@ def _sources(stdlib: Path, site: Path) -> dict[str, Sequence[_Document]]:
         **{name: theirs[name] for name in ("metadata", "headers", "docstrings")},
         "stdlib": ours["stdlib"],
         "packages": theirs["packages"],
-        # Those of the standard library fill one package's share, the packages' come after.
+        # Those of the standard library count as a package's; those of the packages follow.
         "tests": ours["tests"] + theirs["tests"],
     }
 
 
 def _by_domain(folder: Path, *, is_stdlib: bool) -> dict[str | None, list[_Document]]:
-    """What the files below a folder are of, in the order of their paths' hashes."""
+    """{domain: files below a folder}, in the order of their paths' hashes; None: of no domain."""
     paths: list[Path] = []
     for inside, folders, names in os.walk(folder):
-        # Environments and caches inside it are left out.
+        # Leaves out environments and caches inside the folder.
         folders[:] = sorted(set(folders) - _LEFT_OUT_FOLDERS)
         paths += (Path(inside, name).relative_to(folder) for name in names)
     found: dict[str | None, list[_Document]] = collections.defaultdict(list)
@@ -176,7 +176,7 @@ def _by_domain(folder: Path, *, is_stdlib: bool) -> dict[str | None, list[_Docum
 
 
 def _domain_of(file: Path, is_stdlib: bool, is_first_half: bool) -> str | None:
-    """By its name and the folders it is in, from the root on; of packages one half is prose."""
+    """The domain of a file, by its name and folders; half of the packages' files are docstrings."""
     if file.suffix == ".py":
         *inside, name = file.parts[-4:]
         if not _TEST_FOLDERS.isdisjoint(inside) or name.startswith(("test_", "conftest")):

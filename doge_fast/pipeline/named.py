@@ -1,4 +1,4 @@
-"""Domains that are named: what a name may hold, NAME=NUMBER words, and whether they are known."""
+"""Names of domains: allowed characters, NAME=NUMBER options, and errors for unknown names."""
 
 import difflib
 import math
@@ -10,12 +10,12 @@ from typing import Any
 
 from doge_fast.pipeline.failures import UserError
 
-# Control characters, line ends, marks of writing direction, half characters: a terminal, a page or
-# another framework's file would act on them.
+# Control characters, line ends, direction marks and surrogates, which a terminal, a page or another
+# framework's file would not show as text.
 _INVISIBLE = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-# Nothing is drawn for them, though their categories are those of letters and marks.
+# Invisible characters whose Unicode category is not that of format characters (Cf).
 _BLANK = re.compile(
     "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\ufe00-\ufe0f\U000e0100-\U000e01ef]"
 )
@@ -24,7 +24,7 @@ _BREAKS = {"\n", "\t"}
 
 
 def visible(text: str) -> str:
-    """The text with what a terminal would obey written as in Python: "a\\x1b[31mb"."""
+    """The text with control characters escaped as in Python: "a\\x1b[31mb"."""
 
     def escaped(found: re.Match[str]) -> str:
         character = found[0]
@@ -34,17 +34,18 @@ def visible(text: str) -> str:
 
 
 def _look(name: str) -> str:
-    """The name as it is seen: normalised, without what is not drawn."""
-    # Of NFKC, which writes U+3164 as U+1160.
+    """The name as a reader sees it: normalised, without invisible characters."""
+    # After NFKC, which turns U+3164 into U+1160.
     letters = _BLANK.sub("", unicodedata.normalize("NFKC", name))
     visible_ones = (each for each in letters if unicodedata.category(each) != "Cf")
     return " ".join("".join(visible_ones).split())
 
 
 def check_visible(names: Iterable[str], where: str) -> None:
-    """Raise UserError where a name that `where` gives cannot be seen whole, or told from another.
+    """Raise UserError if a name is blank, has control characters, or looks like another name.
 
-    Two cannot be told apart that differ by normalisation, an invisible character or a space.
+    Names look alike if they differ only by normalisation, invisible characters or spaces. `where`:
+    the source of the names, for the message.
     """
     alike: dict[str, str] = {}
     for name in names:
@@ -63,7 +64,7 @@ def check_visible(names: Iterable[str], where: str) -> None:
 
 
 def check(what: str, names: Iterable[str], known: Collection[str], where: str) -> None:
-    """Raise UserError where `names`, which `what` gives, has one that is no domain of `where`."""
+    """Raise UserError if one of `names`, from the option `what`, is no domain of `where`."""
     unknown = [name for name in names if name not in known]
     if unknown:
         raise UserError(
@@ -73,16 +74,16 @@ def check(what: str, names: Iterable[str], known: Collection[str], where: str) -
 
 
 def apart(names: Iterable[str], known: Iterable[str]) -> list[str]:
-    """The names, those that look like a known one letter by letter: 'web\\u200b'."""
+    """The names; those that look like a known one are escaped: 'web\\u200b'."""
     looks = set(map(_look, known))
     return [f"{name!a}" if _look(name) in looks else name for name in names]
 
 
 def nearest(word: str, known: Iterable[str], otherwise: str = "") -> str:
-    """Which of the known words may have been meant, as a sentence; `otherwise` where none is near.
+    """A sentence that suggests known words close to `word`; `otherwise` if none is close.
 
-    Those that begin with it, or else the one that is spelled most alike; the dashes of options
-    aside.
+    It suggests those that begin with `word`, or else the one with the most similar spelling. The
+    leading dashes of options do not count.
     """
     bare = {each.lstrip("-"): each for each in known}
     near = [each for name, each in bare.items() if word and name.startswith(word)]
@@ -94,7 +95,7 @@ def numbers(words: Sequence[str], what: str) -> dict[str, float]:
     """{name: number} of the NAME=NUMBER words of an option; a name may hold "=".
 
     Raises:
-        UserError: a word is not such, or names a domain twice.
+        UserError: a word has another form, or repeats a name.
     """
     found: dict[str, float] = {}
     for word in words:
@@ -106,7 +107,7 @@ def numbers(words: Sequence[str], what: str) -> dict[str, float]:
 
 
 def float_of(text: str) -> float:
-    """The number that people write so, "10k", "1.5B" and "30%" too; UserError for other text."""
+    """The text as a number, which may be "10k", "1.5B" or "30%"; ValueError for other text."""
     exponent = _EXPONENTS.get(text[-1:].lower())
     if exponent is None:
         return float(text)
@@ -116,7 +117,7 @@ def float_of(text: str) -> float:
 
 
 def number_as(kind: type, text: str) -> Any:
-    """The int or float that people write so; UserError for other text."""
+    """As `float_of`, as an int or float; UserError if `kind` is int and the number is not whole."""
     try:
         # Exact beyond 2^53, where a float is not.
         return kind(int(text))
@@ -128,7 +129,7 @@ def number_as(kind: type, text: str) -> Any:
 
 
 def number(text: str, word: str, what: str) -> float:
-    """The number that the text of a word is; UserError where it is none, or NaN."""
+    """`text`, a part of `word`, as a number; UserError if it is no number, or NaN."""
     try:
         value = float_of(text)
     except ValueError:

@@ -1,8 +1,8 @@
-"""Documents become blocks of tokens, once.
+"""Packs documents into blocks of tokens, once.
 
-Text is read once, tokenised, joined by the end-of-text token and cut into blocks of fixed length:
-the rows of a data set with the columns `input_ids`, `domain` and `held_out`, which the cache keeps
-under a digest of all that they depend on.
+Text is tokenised, joined by the end-of-text token and cut into blocks of fixed length. The cache
+keeps the blocks as a data set with the columns `input_ids`, `domain` and `held_out`, under a digest
+of all that they depend on.
 """
 
 import collections
@@ -36,21 +36,21 @@ from doge_fast.pipeline.tokenizer import (
 
 _log = logging.getLogger("doge_fast")
 
-# Part of every key: changes when the same input would be packed to other blocks.
+# Part of every cache key; to be changed when the same input gives other blocks.
 _FORMAT = 8
-# Characters of a domain that show how much of its text the tokenizer knows.
+# Characters of each domain that are tested for being known to the tokenizer.
 _SAMPLE_CHARS = 100_000
-# Rare characters that a tokenizer does not know are usual; of a language it knows none.
+# Most tokenizers lack some rare characters. One for other languages lacks nearly all.
 _MAX_LOST = 0.05
-# Documents whose hashes decide where the border of the held-out share lies.
+# Documents whose hashes set the border of the held-out share.
 _HOLDOUT_SAMPLE = 100_000
-# Of a domain, for a share of a twentieth that is right to a seventh.
+# Per domain: at a share of a twentieth its sampling error is a seventh.
 _HOLDOUT_LEAST = 1000
-# A token rarely has more.
+# A token rarely has more characters.
 _CHARS_PER_TOKEN = 8
 _BATCH_DOCUMENTS = 256
 _BATCH_CHARS = 1_000_000
-# The share that is held out where nothing is trained on.
+# The `validation_fraction` where no document is used for training.
 ALL = 1.0
 _ROWS_PER_DIGEST = 10_000
 
@@ -60,14 +60,14 @@ Placed = tuple[str, str, bool]
 
 @dataclass(frozen=True)
 class Packed:
-    """What was counted of a domain while it was packed."""
+    """Counts and digests of a packed domain."""
 
     documents: int
-    """Of the training blocks."""
+    """Number of documents in the training blocks."""
     document_tokens: int
-    """Of these documents, with what a limit left of the last one."""
+    """Tokens of these documents, with those that a limit cut off the last one."""
     sha256: list[str]
-    """Of the training blocks, and of those that are held out."""
+    """Of the training blocks, and of the held-out blocks."""
 
 
 def pack(
@@ -77,11 +77,11 @@ def pack(
     tokenizer: PreTrainedTokenizerFast,
     tokenizer_sha256: str,
 ) -> tuple[datasets.Dataset, dict[str, Packed], list[str]]:
-    """Blocks of what is read together, packed where the cache does not hold them.
+    """The blocks of a part; packs them if the cache lacks them.
 
     Returns:
-        (A data set with the columns `input_ids`, `domain` and `held_out`; {domain: what was
-        counted}; what to know before believing a number.)
+        (A data set with the columns `input_ids`, `domain` and `held_out`; {domain: its counts};
+        warnings.)
 
     Raises:
         UserError: a domain has too little text.
@@ -92,9 +92,9 @@ def pack(
     facts = [part.text_column, tokenizer_sha256, end_of_text_id(tokenizer)]
     facts += [config.block_size, config.max_tokens_per_domain, fraction]
     key = cache.digest([_FORMAT, part.fingerprint, sorted(names), *facts])
-    # Beside the blocks, and written before these are complete.
+    # Stored beside the blocks, and written before they are complete.
     file = cache.folder(config) / f"{key}.json"
-    # The narrower one holds most vocabularies in half the space.
+    # uint16 holds most vocabularies, in half the space.
     token = "uint16" if vocabulary_size(tokenizer) <= 2**16 else "int32"
 
     def rows() -> Iterator[Mapping[str, Any]]:
@@ -142,7 +142,7 @@ def select(blocks: datasets.Dataset, name: str, held_out: bool) -> datasets.Data
 def _digests(blocks: datasets.Dataset) -> Mapping[tuple[str, bool], Any]:
     """{(domain, whether it is held out): SHA-256 of its tokens}, in one pass over the file.
 
-    Blocks of a split that a hash has drawn lie apart: a pass over each would be of single rows.
+    A split drawn by hash is scattered over the file; a pass for each split would read single rows.
     """
     digests: Mapping[tuple[str, bool], Any] = collections.defaultdict(hashlib.sha256)
     for batch in blocks.with_format("arrow").iter(_ROWS_PER_DIGEST):
@@ -164,7 +164,7 @@ def _packed(streams: "Streams", name: str) -> tuple[int, int, list[str]]:
 def _warnings(
     config: CorpusConfig, part: Part, streams: "Streams", counts: Counts
 ) -> Iterator[str]:
-    """Of rows that are no documents, and of characters that are no tokens."""
+    """About rows without text or domain, and about characters unknown to the tokenizer."""
     where = config.data if part.domain is None else part.domain
     for kind, column in ((WITHOUT_TEXT, part.text_column), (WITHOUT_DOMAIN, part.domain_column)):
         if count := counts[kind]:
@@ -183,7 +183,7 @@ def _warnings(
 
 
 def _check_enough(config: CorpusConfig, streams: "Streams") -> None:
-    """Else a domain cannot be trained on or measured."""
+    """Raise UserError if a split that is needed has less than one block."""
     for (name, held_out), stream in streams.items():
         is_needed = held_out or config.validation_fraction < ALL
         if is_needed and stream.tokens < config.block_size:
@@ -218,18 +218,18 @@ def _blocks(
 
 
 def _divided(documents: Iterable[tuple[str, str]], borders: Mapping[str, int]) -> Iterator[Placed]:
-    """Each document in its split; a domain without a border is all training."""
+    """Assign the documents to splits; a domain without a border is all training."""
     for name, text in documents:
         yield name, text, name in borders and cache.text_hash(text) <= borders[name]
 
 
 def _holdout_borders(config: CorpusConfig, part: Part, names: Sequence[str]) -> dict[str, int]:
-    """{domain: the largest hash of a held-out document}, without a validation split.
+    """{domain: the largest hash of a held-out document}, for data without a validation split.
 
-    The share is exact for domains within the first `_HOLDOUT_SAMPLE` documents, at least one
-    document, and right up to sampling error beyond. If only n of a domain's documents are among
-    them, a share of about 1 / (n + 1) or more is held out. With `max_tokens_per_domain` the
-    documents that may fill every domain are enough, if they are `_HOLDOUT_LEAST` of each.
+    The sample is the first `_HOLDOUT_SAMPLE` documents. A domain that is all in the sample has the
+    exact share, and at least one document, held out. Other domains have a sampling error: with n
+    documents in the sample, about 1 / (n + 1) or more is held out. With `max_tokens_per_domain` the
+    sample ends once it may fill every domain and has `_HOLDOUT_LEAST` documents of each.
     """
     if config.validation_fraction == ALL:
         return dict.fromkeys(names, 2**64)
@@ -239,7 +239,7 @@ def _holdout_borders(config: CorpusConfig, part: Part, names: Sequence[str]) -> 
     sample = itertools.islice(part.documents(), _HOLDOUT_SAMPLE)
     for name, text in progress.over(sample, "choosing held-out documents"):
         count += 1
-        # Of a domain that is full no more: the others must not decide how many.
+        # A full domain takes no more: its border must not depend on the other domains.
         if name in unread:
             hashes[name].add(cache.text_hash(text))
             unread[name] -= len(text)
@@ -250,7 +250,7 @@ def _holdout_borders(config: CorpusConfig, part: Part, names: Sequence[str]) -> 
     borders = {}
     for name, found in hashes.items():
         if len(found) < 2 and count == _HOLDOUT_SAMPLE:
-            # Rare, or only further on.
+            # The domain is rare, or begins after the sample.
             borders[name] = int(config.validation_fraction * 2**64)
             continue
         if len(found) == 1:
@@ -272,12 +272,12 @@ def _fill(
     """Tokenise the documents and cut them into blocks, until all streams are full."""
     backend, end_of_text = packing_tokenizer(tokenizer), end_of_text_id(tokenizer)
     unknown = unknown_ids(tokenizer)
-    # No use in tokenising far past a limit.
+    # Small batches, so that little is tokenised past a limit.
     chars = min(_BATCH_CHARS, _CHARS_PER_TOKEN * max(each.limit for each in streams.values()))
     wanted = _wanted(streams, documents)
     while batch := _batch(wanted, chars):
         texts = [text for _, text, _ in batch]
-        # Only the slower one says which characters a token stands for.
+        # Only the slower one returns the characters of each token.
         is_sampled = any(streams[name, held].is_sampled for name, _, held in batch)
         encode = backend.encode_batch if is_sampled else backend.encode_batch_fast
         with reading(tokenizer.name_or_path):
@@ -292,13 +292,13 @@ def _fill(
 
 
 def _wanted(streams: "Streams", documents: Iterable[Placed]) -> Iterator[Placed]:
-    """The documents for which there is a stream that is not full, until there is no such stream."""
+    """The documents of streams that are not full, until all streams are."""
     names = {name for name, _ in streams}
     for count, (name, text, is_held) in enumerate(documents):
         unfilled = {name for (name, _), stream in streams.items() if not stream.is_full}
         if not unfilled:
             return
-        # A name that no row has would be looked for to the end of the data.
+        # Logged, since a domain that no row names makes this read to the end of the data.
         if unfilled < names:
             full, left = (", ".join(sorted(found)) for found in (names - unfilled, unfilled))
             _log.info("Enough of %s after %d documents; reading on for %s.", full, count, left)
@@ -319,7 +319,7 @@ def _batch(documents: Iterator[Placed], max_chars: int) -> list[Placed]:
 
 
 class _Stream:
-    """The tokens of a domain's split, cut into blocks; the rest of the last block is lost."""
+    """The tokens of a domain's split, cut into blocks; an incomplete last block is dropped."""
 
     def __init__(
         self, config: CorpusConfig, part: Part, name: str, held_out: bool, dtype: str
@@ -332,7 +332,7 @@ class _Stream:
         size = self.block_size
         self.limit = sys.maxsize if limit is None else max(limit // size, 1) * size
         self.documents = self.document_tokens = self.tokens = 0
-        # Characters that were looked at, and those that the tokenizer does not know.
+        # Characters that were tested, and those of them that the tokenizer does not know.
         self.sampled = self.lost = 0
         self.sha256 = hashlib.sha256()
         self.pending: list[int] = []
@@ -343,7 +343,7 @@ class _Stream:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether the tokenizer's knowledge of the text is still looked at."""
+        """Whether further text is tested for characters unknown to the tokenizer."""
         return self.sampled < _SAMPLE_CHARS
 
     def add(self, ids: Sequence[int]) -> Iterator[Mapping[str, Any]]:

@@ -1,7 +1,7 @@
-"""Runs -> one page: the weights to take away, how they moved, what they do, where they come from.
+"""Writes the report of runs: their weights, the course of these, their effect and their origin.
 
-Reads run directories only, so a report can be made where the runs cannot. The page is one file that
-opens offline; `Run.figures()` gives its figures in Python.
+Reads records only, so it needs none of the hardware that trained the runs. The page is one file
+that opens offline; `Run.figures()` gives its figures in Python.
 """
 
 import os
@@ -24,11 +24,10 @@ from doge_fast.pipeline.wording import wrapped
 
 
 def write_report(config: ReportConfig) -> Path:
-    """Write the page for a set of runs, or for an experiment; the path of the page.
+    """Write the page for a set of runs, or for an experiment; return its path.
 
-    Reads records only, so it can be made of what there is while runs are still missing. Runs that
-    differ in nothing but their seed are one arm. Base models of an experiment are compared as its
-    plan says; other ones share all but weights and seed.
+    Runs may still be missing. Runs that differ only in their seed are one arm. An experiment's plan
+    says which base models are compared; other base models may differ only in weights and seed.
 
     Raises:
         UserError: as `open_study`; nothing has been written.
@@ -49,7 +48,7 @@ def write_report(config: ReportConfig) -> Path:
 
 
 def terminal_table(runs: Sequence[Path]) -> str:
-    """The same page as aligned plain text: ASCII but for the names, with * where the page is bold.
+    """The same page as aligned plain text: ASCII except for names, with * for bold.
 
     Raises:
         UserError: as `write_report`.
@@ -64,14 +63,14 @@ def terminal_table(runs: Sequence[Path]) -> str:
 
 
 def _default_page(runs: Sequence[Path]) -> Path:
-    """Inside the one directory that was named, or beside the runs."""
+    """report.html in the one directory of `runs`, or beside several."""
     if len(runs) == 1:
         return Path(runs[0]) / "report.html"
     return Path(os.path.commonpath([Path(run).resolve().parent for run in runs])) / "report.html"
 
 
 def _inline(drawing: Drawing, name: str) -> Markup:
-    """The figure as a part of the page: its colours and font, ids that begin with `name`."""
+    """The figure as inline SVG with the page's colours and font; its ids begin with `name`."""
     svg = drawing.svg[drawing.svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"<style.*?</style>", "", svg, flags=re.DOTALL)

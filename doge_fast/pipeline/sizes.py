@@ -1,13 +1,13 @@
-"""The sizes of the paper's model family, and what a training of each is told where nobody says.
+"""The sizes of the paper's model family, and the default training settings of each.
 
-With nothing that takes long to import.
+Imports nothing heavy.
 """
 
 from typing import Literal, NamedTuple
 
 
 class Settings(NamedTuple):
-    """Defaults of what a training is told."""
+    """Default settings of a training."""
 
     block_size: int = 128
     """Tokens in a block."""
@@ -18,19 +18,19 @@ class Settings(NamedTuple):
     learning_rate: float = 5e-4
     """Peak of the schedule."""
     min_learning_rate: float = 1e-4
-    """Its end."""
+    """Learning rate at the end of the schedule."""
     gpu_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the arithmetic on a GPU; float32 elsewhere."""
+    """Dtype of the arithmetic on a GPU; it is float32 elsewhere."""
 
 
 # Source: DoGE, section universal-exp (blocks, batch) and appendix model-archs (rates). A batch of
-# 128 has 18 blocks of each of seven domains; with more or fewer domains the noise in the gradient
-# of one stays the same.
+# 128 has 18 blocks of each of seven domains. The number is per domain, so that the noise of a
+# domain's gradient does not depend on the number of domains.
 _PAPER = Settings(512, 18, 128, gpu_dtype="bfloat16")
 
 
 class Size(NamedTuple):
-    """Layers, attention heads and embedding width; the hidden width is four times the last."""
+    """Layers, attention heads and embedding width; the hidden width is four times `embed_dim`."""
 
     num_layers: int
     num_heads: int
@@ -45,7 +45,7 @@ SIZES: dict[str, Size] = {
     "tiny": Size(2, 4, 128),
     "mini": Size(3, 6, 192),
     "small": Size(4, 8, 256),
-    # Source: DoGE, Table archictectures (the names count a vocabulary of 50304, tied).
+    # Source: DoGE, Table archictectures (the names include a tied vocabulary of 50304).
     "60M": Size(3, 6, 768, _PAPER),
     "82M": Size(6, 12, 768, _PAPER),
     "124M": Size(12, 12, 768, _PAPER),
@@ -55,5 +55,5 @@ SIZES: dict[str, Size] = {
 
 
 def settings_of(model: str) -> Settings:
-    """Those of a size; a model that is only a name here has those of a small one."""
+    """The settings of a size; another model has those of the small sizes."""
     return SIZES[model].settings if model in SIZES else Settings()

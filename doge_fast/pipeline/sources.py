@@ -1,7 +1,7 @@
-"""Where text lies: files, Hub data sets and this environment, read as (domain, text).
+"""Sources of text (files, Hub data sets and this environment), read as (domain, text).
 
-Everything above asks for documents and need not know their form. A part can be read again and
-again, and has a fingerprint that changes when its text does, which makes keys for the cache.
+Other modules see documents and not their format. A part can be read repeatedly. Its fingerprint
+changes when its text does, and enters the cache keys.
 """
 
 import contextlib
@@ -29,14 +29,14 @@ _log = logging.getLogger("doge_fast")
 
 ROWS, WITHOUT_TEXT, WITHOUT_DOMAIN = "rows", "without text", "without a domain"
 Counts = Counter[str]
-"""How many rows were read, and how many of them are no documents."""
+"""Number of rows that were read, and of those without text or without a domain."""
 
 
 class Shard(NamedTuple):
-    """Rows that are read in their order."""
+    """Rows of a file or of a Hub data set's split, read in order."""
 
     where: str
-    """For refusals: the file or data set."""
+    """The file or data set, for error messages."""
     rows: Callable[[], Iterable[Row]]
 
 
@@ -45,29 +45,29 @@ class Part:
     """Documents that are read together: one domain's or, with a domain column, all domains'."""
 
     domain: str | None
-    """None: a column says it."""
+    """None: the domain column names it."""
     text_column: str
     domain_column: str | None
     shards: Mapping[str, Sequence[Shard]]
-    """Of "train", "validation" and "test"; a test split is held out where there is no other."""
+    """By split: "train", "validation", "test"; test is held out if there is no validation."""
     fingerprint: str
     """Changes when the text does."""
     held_out: str = ""
     """The files, or splits of a Hub data set, that are held out."""
     is_cut: bool = False
-    """Whether documents are pieces of text files, which nobody but this package cuts so."""
+    """Whether documents are pieces of text files, cut by this package's own rule."""
     oddities: tuple[str, ...] = ()
-    """What to know of its files before believing a number."""
+    """Warnings about its files."""
 
     @property
     def is_divided(self) -> bool:
-        """Whether the data says what is held out."""
+        """Whether the data has a held-out split of its own."""
         return len(self.shards) > 1
 
     def documents(
         self, *, held_out: bool = False, counts: Counts | None = None
     ) -> Iterator[tuple[str, str]]:
-        """(domain, text) of every row with both; rows are added to `counts` while they are read."""
+        """(domain, text) of every row with both; `counts` grows while rows are read."""
         counts = Counter() if counts is None else counts
         held = self.shards.get("validation", self.shards.get("test", ()))
         for shard in held if held_out else self.shards["train"]:
@@ -84,9 +84,9 @@ class Part:
         """(domain, text) of every row, None where it has none.
 
         Raises:
-            UserError: no row has a column, or one holds something else.
+            UserError: no row has a needed column, or a value is no text or no name.
         """
-        # {option: column} of which no row has had a value so far.
+        # {option: column} for columns that no row has had so far.
         unseen = {"text_column": self.text_column}
         if self.domain is None:
             unseen["domain_column"] = str(self.domain_column)
@@ -109,7 +109,7 @@ class Part:
 
 
 def find_parts(config: CorpusConfig, targets: Sequence[str]) -> dict[str, Part]:
-    """{domain: where it is read}, for all that `config.data` holds."""
+    """{domain: the part it is read from}, for the domains of `config.data`."""
     path = Path(config.data)
     chosen = {*config.domains, *targets} if config.domains else set()
     if config.data == "installed":
@@ -127,7 +127,7 @@ def find_parts(config: CorpusConfig, targets: Sequence[str]) -> dict[str, Part]:
         parts = {
             name: _files_part(config, name, files)
             for name, files in corpus_files.list_files(path, chosen).items()
-            # Of domains that are not asked for some may have nothing to train on.
+            # A domain that was not chosen may lack training files.
             if name in chosen or not chosen or any(file.split == "train" for file in files)
         }
     by_column = f"the column {config.domain_column} of " if config.domain_column else ""
@@ -136,7 +136,7 @@ def find_parts(config: CorpusConfig, targets: Sequence[str]) -> dict[str, Part]:
 
 
 def _installed_parts(config: CorpusConfig) -> dict[str, Part]:
-    """The domains of this environment, collected once."""
+    """The domains of this environment; the cache keeps their text."""
     key, text = local_corpus.fingerprint(), datasets.Value("string")
     collected = cache.cached(config, key, local_corpus.rows, text=text, domain=text)
     domains = np.array(collected[:]["domain"])
@@ -149,7 +149,7 @@ def _installed_parts(config: CorpusConfig) -> dict[str, Part]:
 
 
 def _files_of_rows(path: Path) -> Sequence[CorpusFile]:
-    """The files of a path whose rows say their domain."""
+    """The files of a path whose rows have a domain column."""
     if path.is_dir():
         found = corpus_files.list_files(path, None)
         if not found:
@@ -165,7 +165,7 @@ def _files_of_rows(path: Path) -> Sequence[CorpusFile]:
 
 
 def _files_part(config: CorpusConfig, domain: str | None, files: Sequence[CorpusFile]) -> Part:
-    """The files of one domain or, without `domain`, of those that the domain column names."""
+    """The part of one domain's files or, without `domain`, of files with a domain column."""
     splits: dict[str, list[CorpusFile]] = {}
     for file in files:
         splits.setdefault(file.split, []).append(file)
@@ -189,7 +189,7 @@ def _files_part(config: CorpusConfig, domain: str | None, files: Sequence[Corpus
         config.text_column,
         config.domain_column,
         shards,
-        # Another cut makes other documents of the same files.
+        # The same files give other documents if cut elsewhere.
         cache.digest([stamp, chars, domain, config.domain_column]),
         held_out=first_few([f"{file.path.parent.name}/{file.path.name}" for file in held]),
         is_cut=any(file.kind == "text" for file in splits["train"]),
@@ -198,13 +198,13 @@ def _files_part(config: CorpusConfig, domain: str | None, files: Sequence[Corpus
 
 
 def _columns(config: CorpusConfig, domain: str | None) -> list[str]:
-    """What is read of rows."""
+    """The columns that are read."""
     column = config.domain_column if domain is None else None
     return [config.text_column, *([] if column is None else [column])]
 
 
 def _columns_of(row: Row) -> str:
-    """What a column may be named, a level of structs included."""
+    """The columns of a row, and the fields of its structs, as text."""
     names = []
     for name, value in row.items():
         inside = value if isinstance(value, Mapping) else {}
@@ -214,7 +214,7 @@ def _columns_of(row: Row) -> str:
 
 def _name_of(row: Row, column: str, where: str) -> str | None:
     value = value_of(row, column)
-    # As csv writes what is missing.
+    # CSV has an empty string for a missing value.
     if _is_nothing(value) or (isinstance(value, str) and not value.strip()):
         return None
     if isinstance(value, Mapping | list | bytes):
@@ -236,26 +236,26 @@ def _text_of(row: Row, column: str, where: str) -> str | None:
         )
     if not value.isascii():
         with reading(where):
-            # JSON can spell halves of characters.
+            # JSON can escape a lone surrogate, which UTF-8 cannot encode.
             value.encode()
-    # A mark of the encoding of the file that it came from.
+    # The byte order mark of the file that it came from.
     value = value.removeprefix("\ufeff")
     return value if value.strip() else None
 
 
 def _is_nothing(value: Any) -> bool:
-    """NaN is what pandas has in the place of a text that is missing."""
+    """Whether a value is missing; pandas has NaN for a missing text."""
     is_nan = isinstance(value, float) and math.isnan(value)
     return is_nan or value is None or value is ABSENT
 
 
 def _column_parts(config: CorpusConfig, part: Part, chosen: Collection[str]) -> dict[str, Part]:
-    """One set of rows whose `domain_column` says which domain each belongs to."""
+    """{domain: the one part}, which has the rows of all domains."""
     return dict.fromkeys(sorted(chosen) or _names_in_rows(config, part), part)
 
 
 def _names_in_rows(config: CorpusConfig, part: Part) -> list[str]:
-    """The domains that occur, remembered in the cache: finding them reads every row."""
+    """The domains in the rows; kept in the cache, since finding them reads every row."""
 
     def find() -> Iterator[Mapping[str, str]]:
         counts: Counts = Counter()
@@ -275,7 +275,7 @@ def _names_in_rows(config: CorpusConfig, part: Part) -> list[str]:
 
 
 def _hub_parts(config: CorpusConfig, chosen: Collection[str]) -> dict[str, Part]:
-    """A Hub data set: its domain column's values or its configurations are the domains."""
+    """Parts of a Hub data set; its domains are its configurations or a column's values."""
     data = config.data
     _log.info("Asking the Hub for the files of %s.", data)
     if config.domain_column is not None:
@@ -288,14 +288,14 @@ def _hub_parts(config: CorpusConfig, chosen: Collection[str]) -> dict[str, Part]
 
 
 def _hub_part(config: CorpusConfig, name: str | None) -> Part:
-    """A data set or, with `name`, its configuration; the fingerprint changes with its revision."""
+    """The part of a data set or its configuration `name`; its fingerprint follows the revision."""
     data = config.data
     where = data if name is None else f"{data}, {name}"
     with _from_hub(data):
         builder = datasets.load_dataset_builder(data, name)
         found = builder.as_streaming_dataset()
     shards: dict[str, list[Shard]] = {}
-    # A split may come in several, as validation_matched and validation_mismatched.
+    # A split may have several names, as validation_matched and validation_mismatched.
     splits = {split: _hub_split(split) for split in found}
     for split, kind in splits.items():
         read = functools.partial(_hub_rows, where, found[split], _columns(config, name))
@@ -316,7 +316,7 @@ def _hub_part(config: CorpusConfig, name: str | None) -> Part:
 
 
 def _hub_split(name: str) -> str:
-    """train, validation or test where `name` begins with it or a short form; else itself."""
+    """train, validation or test if `name` begins with it or a short form, else `name`."""
     return corpus_files.split_of(re.split("[^a-z]", name.lower())[0]) or name
 
 
@@ -330,7 +330,7 @@ def _hub_rows(where: str, rows: datasets.IterableDataset, columns: Sequence[str]
 
 @contextlib.contextmanager
 def _from_hub(data: str) -> Iterator[None]:
-    """What goes wrong while a data set is opened ends a sentence of ours."""
+    """Turn any error while a data set is opened into a UserError."""
     try:
         with hub.asked_once():
             yield

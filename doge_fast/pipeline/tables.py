@@ -1,6 +1,6 @@
-"""Tables, and their one printer: text for a terminal or a pipe.
+"""Tables, and their form as text for a terminal or a pipe.
 
-The report's page takes the same tables; its template makes HTML of them.
+The report's template makes HTML of the same tables.
 """
 
 import os
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 
-# Where nobody says how wide the reader's window is: a pipe, a file.
+# For output without a terminal: a pipe, a file.
 PIPE_WIDTH = 100
 _NARROWEST = 40
 
@@ -20,7 +20,7 @@ _ASCII = str.maketrans({"−": "-", "–": "-", "±": "+/-", "×": "x", "\N{NO-B
 
 
 class Cell(NamedTuple):
-    """What stands in a place of a table, and whether it is to be seen."""
+    """The text of a table's cell, and how it is marked."""
 
     text: str
     is_strong: bool = False
@@ -28,7 +28,7 @@ class Cell(NamedTuple):
 
 
 class TableRow(NamedTuple):
-    """A line of a table."""
+    """A row: its label and its cells."""
 
     label: str
     cells: list[Cell]
@@ -36,13 +36,13 @@ class TableRow(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A table before it is text or part of a page."""
+    """A table, before it becomes text or HTML."""
 
     title: str
     note: str
     corner: str
     columns: list[tuple[str, str]]
-    """(label, what it is) of each column but the first."""
+    """(label, explanation) of every column but the first."""
     rows: list[TableRow]
 
 
@@ -56,7 +56,7 @@ def table_of(
 ) -> Table:
     """A table of texts or cells.
 
-    Each item of `header` is a label or (label, what it is), each row its label and its cells;
+    An item of `header` is a label or (label, explanation). A row is its label and its cells.
     `totals` are rows that are set apart.
     """
     corner, *heads = header
@@ -72,9 +72,9 @@ def table_of(
 
 
 def terminal_width() -> int:
-    """Columns of the terminal that is written to; `PIPE_WIDTH` where there is none.
+    """Width of the terminal in characters; `PIPE_WIDTH` without a terminal.
 
-    COLUMNS in the environment has the last word.
+    The environment variable COLUMNS overrides both.
     """
     console = Console()
     is_known = console.is_terminal or "COLUMNS" in os.environ
@@ -82,12 +82,11 @@ def terminal_width() -> int:
 
 
 def text(table: Table, *, width: int | None = None, left: Sequence[int] = ()) -> str:
-    """Aligned text: the first column to the left, the others to the right.
+    """The table as aligned text, without title and note: labels to the left, cells to the right.
 
-    A cell to be seen ends in `*`. Columns that do not fit `width` (None: the terminal's) follow
-    below, under their rows' labels again; a label that takes more than half of it is cut. Columns
-    at the places `left`, counted without the labels', are words: they stand to the left and are
-    broken into lines. Title and note are not in it.
+    A strong cell ends in `*`. Columns that do not fit `width` (None: the terminal's) follow below,
+    with the labels repeated. A label longer than half of `width` is shortened. `left` has the
+    indices of columns of words, not counting the labels: these are left-aligned and wrapped.
     """
     width = terminal_width() if width is None else width
     labels = [table.corner, *(row.label for row in table.rows)]
@@ -114,7 +113,7 @@ def text(table: Table, *, width: int | None = None, left: Sequence[int] = ()) ->
 
 
 def as_ascii(text: str) -> str:
-    """Our own signs for a terminal that knows no more than ASCII; names may hold others."""
+    """Replace this package's own signs by ASCII; names may still hold other characters."""
     return text.translate(_ASCII)
 
 
@@ -127,12 +126,12 @@ def _right(text: str, size: int) -> str:
 
 
 def _block(words: str, size: int) -> str:
-    """Words in lines of one size."""
+    """The words, wrapped and padded to lines of `size`."""
     return "\n".join(_padded(line, size) for line in textwrap.wrap(words, size) or [""])
 
 
 def _joined(labels: Sequence[str], columns: Sequence[Sequence[str]]) -> str:
-    """The columns side by side, a rule below their heads."""
+    """The columns side by side, with a rule below their heads."""
     lines = []
     for label, *cells in zip(labels, *columns, strict=True):
         blocks = [label.split("\n"), *(cell.split("\n") for cell in cells)]
@@ -145,7 +144,7 @@ def _joined(labels: Sequence[str], columns: Sequence[Sequence[str]]) -> str:
 
 
 def shortened(name: str, width: int) -> str:
-    """A name in at most `width` columns; of a longer one both ends, for names differ at either."""
+    """A name in at most `width` characters; a longer one keeps both ends, as either may differ."""
     if cell_len(name) <= width:
         return name
     kept = width - 2

@@ -21,7 +21,7 @@ END_OF_TEXT = "<|endoftext|>"
 _FORMAT = 3
 _TOKENIZER_CHARS_PER_DOMAIN = 1_000_000
 
-# Each part once, with the domains that are read from it.
+# {part: the domains that are read from it}.
 Groups = Mapping[Part, Sequence[str]]
 
 
@@ -29,7 +29,8 @@ def open_tokenizer(config: CorpusConfig, parts: Groups) -> PreTrainedTokenizerFa
     """The tokenizer that `config` names, or one trained on these domains.
 
     Raises:
-        UserError: it does not open, is no fast one, or has no end-of-text token.
+        UserError: it does not open, is not a fast tokenizer, or has no end-of-text token.
+        FileFailure: it is a path, and does not open.
     """
     name = config.tokenizer
     if name == "train":
@@ -37,7 +38,7 @@ def open_tokenizer(config: CorpusConfig, parts: Groups) -> PreTrainedTokenizerFa
     try:
         tokenizer = hub.from_pretrained(AutoTokenizer.from_pretrained, name)
     except Exception as error:
-        # Whatever it stumbles over is in the file.
+        # At an existing path, its files are the cause.
         kind = FileFailure if Path(name).exists() else UserError
         raise kind(f"The tokenizer {name} does not open: {one_line(error)}.") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -47,7 +48,7 @@ def open_tokenizer(config: CorpusConfig, parts: Groups) -> PreTrainedTokenizerFa
 
 
 def end_of_text_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token between documents: the tokenizer's eos_token, or <|endoftext|>."""
+    """Id of the token between documents: the tokenizer's eos_token, or <|endoftext|>."""
     found = tokenizer.eos_token_id
     if found is None and (found := tokenizer.get_vocab().get(END_OF_TEXT)) is None:
         raise UserError(
@@ -58,14 +59,14 @@ def end_of_text_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """One more than the largest number of a token: their numbers may have gaps."""
+    """The largest token id plus one, since ids may have gaps."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
 def text_vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
-    """One more than the largest number that text and its end become.
+    """The largest id of a token of text or of its end, plus one.
 
-    No text becomes a special token that was added to a tokenizer, such as for padding, and a model
+    Text never becomes a special token that was added to the tokenizer, such as padding, and a model
     may lack those.
     """
     plain = tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False).values()
@@ -74,32 +75,32 @@ def text_vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
 
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Of the tokenizer's own serialisation: the same for every folder it is saved in."""
+    """SHA-256 of the tokenizer's serialisation, whatever folder it is saved in."""
     return hashlib.sha256(packing_tokenizer(tokenizer).to_str().encode()).hexdigest()
 
 
 def packing_tokenizer(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
-    """A copy without padding, truncation and chance, to which special tokens in text are text."""
+    """A deterministic copy without padding and truncation, which reads special tokens as text."""
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     backend.no_padding()
     backend.no_truncation()
     # Else a document that mentions <|endoftext|> would end there.
     backend.encode_special_tokens = True
     if getattr(backend.model, "dropout", None):
-        # Merges left out at random are for training a translator.
+        # BPE dropout skips merges at random, to train translation models.
         backend.model.dropout = None
     return backend
 
 
 def unknown_ids(tokenizer: PreTrainedTokenizerFast) -> set[int]:
-    """Tokens that stand for what the tokenizer does not know."""
+    """Ids of the tokens for unknown characters."""
     name = getattr(tokenizer.backend_tokenizer.model, "unk_token", None)
     found = [tokenizer.unk_token_id, tokenizer.get_vocab().get(name) if name else None]
     return {int(id) for id in found if id is not None}
 
 
 def lost_characters(text: str, encoding: Encoding, unknown: set[int]) -> tuple[int, int]:
-    """(those that no token stands for but an unknown one, all of them), white space aside."""
+    """(characters that only an unknown token covers, all characters), without white space."""
     is_kept = bytearray(len(text))
     for id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
         if id not in unknown:
@@ -112,7 +113,7 @@ def _trained(config: CorpusConfig, parts: Groups) -> PreTrainedTokenizerFast:
     """A byte-level BPE of an equal share of every domain's text, trained once."""
 
     def train() -> Iterator[Mapping[str, str]]:
-        # In the order of names, targets among them: another target trains no other tokenizer.
+        # Sorted by name, targets included, so that the tokenizer does not depend on the target.
         texts = list(_tokenizer_texts(sorted(parts.items(), key=lambda each: min(each[1]))))
         size = config.vocab_size
         _log.info("Training a tokenizer of %d entries on %d documents.", size, len(texts))

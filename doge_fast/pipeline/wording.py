@@ -1,4 +1,4 @@
-"""Numbers as text: what tables, figures and sentences share. Imports nothing heavy."""
+"""Numbers and lists as text, for tables, figures and sentences. Imports nothing heavy."""
 
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -23,7 +23,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def listed(words: Iterable[str]) -> str:
-    """a, b and c; nothing of none."""
+    """a, b and c; empty without words."""
     *others, last = [*words] or [""]
     return f"{', '.join(others)} and {last}" if others else last
 

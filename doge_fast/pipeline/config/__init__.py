@@ -1,7 +1,7 @@
 # ruff: noqa: F403
-"""One frozen dataclass per verb: what it is told, and what its run directory repeats.
+"""One frozen dataclass per verb: its options, which its run directory records.
 
-The command line is made from these classes: a field is a flag, its docstring the help text.
+The command line is made from these classes: a field is an option, its docstring the help text.
 They import nothing heavy, so a configuration can be read where the pipeline is not installed.
 """
 

@@ -1,7 +1,7 @@
-"""From the words of a command line, and the fields of a file, to a verb's dataclass: by tyro.
+"""Makes a verb's dataclass from a command line and a configuration file, with tyro.
 
-A field is an option, its docstring the help. Fields of a file become words before those that are
-typed, so they are read by the same rules, and what is typed wins.
+A field is an option, its docstring the help. Fields of a file become words before the typed ones,
+so both follow the same rules, and typed options win.
 """
 
 import argparse
@@ -26,11 +26,11 @@ _FILE = "With --config FILE fields come from YAML, JSON or a run's config.json t
 
 
 def parse(words: Sequence[str], config: type, *, verb: str) -> Any:
-    """The dataclass that the words after a verb make; `--config FILE` among them is read here.
+    """Make a verb's dataclass from the words after it, and from the file of `--config FILE`.
 
     Raises:
-        UserError: the file is not what it should be.
-        SystemExit: help was asked for, or an option is wrong; tyro has printed what.
+        UserError: the file has the wrong form.
+        SystemExit: after `--help`, or for a wrong option; tyro has printed the reason.
     """
     of_file = argparse.ArgumentParser(f"doge-fast {verb}", add_help=False, allow_abbrev=False)
     of_file.add_argument("--config", type=Path)
@@ -53,10 +53,10 @@ def parse(words: Sequence[str], config: type, *, verb: str) -> Any:
 
 
 def read_file(path: Path, verb: str) -> dict[str, Any]:
-    """The fields that a file gives for a verb.
+    """The fields of a configuration file.
 
-    It is YAML or JSON with fields as in the "config" of a run's config.json; or such a config.json
-    itself, of this verb.
+    The file is the config.json of a run of this verb, or YAML or JSON with fields as in its
+    "config".
     """
     try:
         record = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
@@ -72,7 +72,7 @@ def read_file(path: Path, verb: str) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """Leaves 010, 1:30, 1e3 and no as they are written; they mean what they do when typed."""
+    """Leaves 010, 1:30, 1e3 and no as text, so that they mean the same as when typed."""
 
     yaml_implicit_resolvers: Mapping[str, Any] = {}
 
@@ -86,7 +86,7 @@ for _tag, _form, _first in (
 
 
 def _words(fields: Mapping[str, Any], is_group: bool = False) -> Iterator[str]:
-    """Fields as options, those of a group too."""
+    """Fields as words of options; a group's fields become options of their own."""
     for name, value in fields.items():
         option = str(name).replace("_", "-")
         if isinstance(value, dict) and not is_group:
@@ -95,13 +95,13 @@ def _words(fields: Mapping[str, Any], is_group: bool = False) -> Iterator[str]:
             yield f"--{option}" if value else f"--no-{option}"
         elif value != []:
             first, *others = map(str, value if isinstance(value, list) else [value])
-            # What begins with a dash would be an option.
+            # A separate word that begins with a dash would be an option.
             yield from [f"--{option}={first}"] if first[:1] == "-" else [f"--{option}", first]
             yield from others
 
 
 def positional(config: type) -> list[str]:
-    """The fields that stand without an option."""
+    """Names of the positional fields."""
     hints = get_type_hints(config, include_extras=True)
     marker: Any = Positional
     return [name for name, hint in hints.items() if marker in getattr(hint, "__metadata__", ())]
@@ -109,7 +109,7 @@ def positional(config: type) -> list[str]:
 
 @_AS_PEOPLE_WRITE.primitive_rule
 def _as_people_write(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-    """10k, 1.5B and 30% are numbers; ~ is expanded, which a shell leaves behind an equals sign."""
+    """Read 10k, 1.5B and 30% as numbers; expand ~, since shells do not after an equals sign."""
     parts = get_args(info.type) if get_origin(info.type) in (Union, UnionType) else (info.type,)
     kind, is_optional = _bare(parts[0]), len(parts) > 1
     is_several = get_origin(kind) is tuple
@@ -126,7 +126,7 @@ def _as_people_write(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] |
         return word if kind is str else named.number_as(kind, word)
 
     def values_of(words: list[str]) -> Any:
-        # The word behind the option may be a variable that is not set.
+        # An unset shell variable leaves an option without a value.
         if not words:
             raise UserError("it takes at least one value")
         return tuple(map(value_of, words)) if is_several else value_of(words[0])

@@ -1,4 +1,4 @@
-"""What a number may be, written at the field; pydantic refuses others when the object is made."""
+"""Types of fields with their ranges; pydantic refuses other values when the object is made."""
 
 import dataclasses
 import os
@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator, AllowInfNan, BeforeValidator, ConfigDict, Strict
 
-# An argument that is no field is refused; a reader of records passes it over. Validators are built
-# when they are first used, which `--help` does not. The input of a rule of two fields is all of
-# them, so errors do not show it.
+# An argument that is no field is refused; readers of records ignore it. Validators are built when
+# first used, so not for `--help`. Errors hide their input: for a rule on two fields it would be all
+# fields.
 EXACT = ConfigDict(extra="forbid", defer_build=True, hide_input_in_errors=True)
 
 
 def _whole(value: Any) -> Any:
-    # JSON's writers spell a large count as 1e9 too.
+    # JSON may hold a large count as 1e9.
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -25,26 +25,26 @@ Count = Annotated[CountOrZero, Ge(1)]
 Seed = Annotated[CountOrZero, Le(2**32 - 1)]
 PositiveOrZero = Annotated[float, Strict(), AllowInfNan(False), Ge(0)]
 Positive = Annotated[PositiveOrZero, Gt(0)]
-# Of a whole that is never all of it.
+# A fraction less than one.
 Share = Annotated[PositiveOrZero, Lt(1)]
-# Nobody has said it; a stage fills in what the size of its model has (`pipeline.sizes`).
+# No value was given; a stage fills in the default for its model's size (`pipeline.sizes`).
 OF_SIZE: Any = None
 Value = TypeVar("Value")
 if TYPE_CHECKING:
     OfSize = Annotated[Value, OF_SIZE]
 else:
     OfSize = Value | None
-# A path, a Hub id or a word: `~` is the user's folder also where no shell has expanded it.
+# A path, a Hub id or a keyword; `~` is expanded here if no shell did it.
 Place = Annotated[str, AfterValidator(os.path.expanduser)]
 # CUDA_VISIBLE_DEVICES says which GPU is the first.
 Device = Literal["auto", "cpu", "cuda"]
 
 
 def check(config: Any) -> None:
-    """Look for the paths that a configuration names.
+    """Check that the paths in a configuration exist.
 
-    Its values were checked when it was made. Whoever takes a configuration calls this first, the
-    command line before it loads torch; devices and what the corpus holds are looked at later.
+    Its values were checked when it was made. Functions that take a configuration call this first,
+    the command line before it loads torch. Devices and the corpus are checked later.
 
     Raises:
         UserError: a path that must be there is not.

@@ -17,9 +17,9 @@ from doge_fast.pipeline.sizes import SIZES
 class DemoConfig:
     """The whole method on text found on this machine, in minutes.
 
-    A proxy learns weights for a domain that it is not trained on; base models at several distances
-    along its direction, uniform weights among them, choose how far to follow it; a page shows both.
-    The same command goes on where it was killed.
+    A proxy learns weights for a domain that it is not trained on. Base models at several distances
+    from uniform weights towards these measure how far to follow them. A page shows both. The same
+    command resumes.
     """
 
     examples: ClassVar = ("", "--data corpus --target wiki")
@@ -30,9 +30,10 @@ class DemoConfig:
     """A directory (one folder or file per domain), a file or Hub id, or "installed": text found in
     this Python environment."""
     target: str = "reference"
-    """The domain that the weights are learned for: measured, not trained on. universal: all."""
+    """The domain that the weights are learned for; it is measured, not trained on. universal: all
+    domains."""
     steps: Count = 150
-    """Optimizer steps of the proxy and of each of the base models, four at most."""
+    """Optimizer steps of the proxy and of each base model; there are at most four base models."""
     seed: Seed = 0
     """Seed of the model initialisation and of the order of the data."""
     device: Device = "auto"
@@ -47,13 +48,13 @@ class DemoConfig:
 
 @dataclass(frozen=True, config=EXACT)
 class TemperatureConfig:
-    """How far to follow a proxy's weights, measured: base models at alpha^(1/T) for a few T."""
+    """Measure how far to follow a proxy's weights: base models at alpha^(1/T) for a few T."""
 
     examples: ClassVar = ("runs/proxy", "runs/proxy --out runs/far --seeds 0 1 2 --dry-run")
 
     proxy: Annotated[Positional[Path], arg(metavar="RUN")]
-    """The run directory of a proxy: its weights, and the corpus, model and settings of the base
-    models."""
+    """The run directory of a proxy, whose weights are followed. The base models use its corpus,
+    model and settings."""
     out: Path | None = None
     """The directory of the base models, the chosen weights.json and the report; None: beside the
     proxy, PROXY-temperature."""
@@ -65,20 +66,20 @@ class TemperatureConfig:
     """Each temperature is measured with every seed. Models of one seed have the same initialisation
     and the same order of the data."""
     most_runs: Annotated[Count, Ge(3)] = 6
-    """Base models of each seed, at most."""
+    """Largest number of base models for each seed."""
     budget_tokens: Positive | None = None
-    """Tokens of the training that the weights are for: the epochs of each domain are counted for
-    it. None: those of one of the base models here."""
+    """Number of tokens in the training that the weights are for; each domain's epochs are computed
+    from it. None: the tokens of one base model here."""
     eval_blocks: Count | None = 256
     """Held-out blocks per domain; None: all."""
     plan: bool = False
-    """Only print the runs to make next, as commands that can run side by side. When these are
-    complete, ask again: the next temperatures follow from what was measured."""
+    """Only print the next runs, as commands that can run in parallel. When these are complete, use
+    --plan again: the next temperatures depend on their results."""
     only: tuple[str, ...] = ()
-    """Names of runs that --plan printed: make only these."""
+    """Make only these runs, by the names that --plan printed."""
     dry_run: bool = False
-    """Time a few steps of one base model, and print how many there are at most, what they would
-    read, and how long all would take. Writes nothing."""
+    """Time a few steps of one base model. Print the largest number of base models, the text that
+    they would read, and how long all would take. Writes nothing."""
     device: Device = "auto"
     """auto: a GPU if there is one."""
 

@@ -34,20 +34,20 @@ from doge_fast.weights.defaults import DOMAIN_MAX_GRAD_NORM
 Target = str | dict[str, float]
 Reading = Literal["norms-over-change", "sum-over-change", "change-over-sum", "change-over-norms"]
 
-# Words of a target.
+# Keywords of a target.
 UNIVERSAL, MIX = "universal", "mix"
-# An id is owner/name, and of models and tokenizers a name alone too; a file has a suffix.
+# A Hub id is owner/name; a model or tokenizer may have a name alone. A data file has a suffix.
 _HUB_MODEL = r"[\w-][\w.-]*(/[\w-][\w.-]*)?"
 _HUB_DATA = r"(?!.*\.(jsonl|json|parquet|arrow|txt|gz|zst)$)[\w-][\w.-]*/[\w-][\w.-]*"
 
 
 def parse_target(names: Sequence[str]) -> Target:
-    """What `target` on the command line means: "universal" or {name: tau}.
+    """The value of `target` on the command line: "universal" or {name: tau}.
 
-    `names` is this word alone; or "mix" and held-out domains, each NAME or NAME=WEIGHT.
+    `names` is "universal" alone; or "mix" and held-out domains, each NAME or NAME=WEIGHT.
 
     Raises:
-        UserError: no name, one twice, that word with others, or a weight that is no number
+        UserError: no name, a repeated name, "universal" with others, or a weight that is no number
             greater than zero.
     """
     if tuple(names) == (UNIVERSAL,):
@@ -67,7 +67,7 @@ def parse_target(names: Sequence[str]) -> Target:
 
 
 def target_of(item: str) -> tuple[str, str]:
-    """(NAME, WEIGHT) of NAME=WEIGHT; else a name alone, which may hold equal signs, and ""."""
+    """(NAME, WEIGHT) of NAME=WEIGHT, else (item, ""): a name may hold equal signs."""
     name, equals, weight = item.rpartition("=")
     try:
         named.float_of(weight)
@@ -77,9 +77,9 @@ def target_of(item: str) -> tuple[str, str]:
 
 
 def check_place(what: str, value: str, words: Collection[str]) -> None:
-    """Raise UserError unless it is one of the words, a path that is there, or may be a Hub id."""
+    """Raise UserError unless `value` is in `words`, an existing path, or a possible Hub id."""
     hub = _HUB_DATA if what == "data" else _HUB_MODEL
-    # No name is the present folder, to pathlib.
+    # pathlib reads an empty name as the current folder.
     is_there = value != "" and Path(value).exists()
     if not (is_there or value in words or re.fullmatch(hub, value)):
         raise UserError(
@@ -88,7 +88,7 @@ def check_place(what: str, value: str, words: Collection[str]) -> None:
 
 
 def check_is_run(what: str, run: Path) -> None:
-    """Raise UserError unless it is a run directory."""
+    """Raise UserError unless `run` is a run directory."""
     if not (run / "config.json").exists():
         raise UserError(f"{what}: {run} is not a run directory: it holds no config.json.")
 
@@ -103,10 +103,10 @@ class CorpusConfig:
     domains: tuple[str, ...] = ()
     """Domains to train on, in this order. Empty: all domains in `data` except the targets."""
     text_column: str = "text"
-    """The column of parquet and jsonl files that holds a document."""
+    """The column of files or of a Hub data set that holds a document's text."""
     domain_column: str | None = None
-    """For a single file or Hub data set: the column that names each row's domain (dots reach into
-    structs)."""
+    """For data whose rows are of several domains: the column with the domain's name (dots reach
+    into structs). A single file needs it."""
     tokenizer: Place = "train"
     """A folder or Hub id that AutoTokenizer opens, or "train": a byte-level BPE on this corpus."""
     vocab_size: Annotated[Count, Le(2**24)] = 4096
@@ -117,9 +117,9 @@ class CorpusConfig:
     validation_fraction: Annotated[Positive, Le(1)] = 0.05
     """Share of the documents to hold out if the data has no validation split."""
     max_tokens_per_domain: Count | None = None
-    """Stop packing a domain after this many tokens, and reading when all domains have them; None:
-    pack all. Of a Hub data set with `domain_column` name the `domains` too, else all is read to
-    find them."""
+    """Stop packing a domain after this many tokens, and stop reading when all domains have them.
+    None: pack all. For a Hub data set with `domain_column`, pass `domains` too; otherwise all rows
+    are read to find the domains."""
     cache_dir: Path | None = None
     """Where packed blocks are kept; None: $DOGE_FAST_CACHE, else doge_fast in the
     user's cache directory, ~/.cache on Linux."""
@@ -172,10 +172,10 @@ class TrainingConfig:
     weight_decay: PositiveOrZero = 0.01
     """AdamW's weight decay, on matrices only; the paper's."""
     max_grad_norm: Positive = 1.0
-    """Clip the gradient that moves the model to this norm."""
+    """Clip the gradient that updates the model to this norm."""
     max_skipped_steps: Count = 20
-    """End the run as diverged after this many steps in a row without a finite gradient and loss;
-    a tenth of all steps ends it too."""
+    """End the run as diverged after this many steps in a row without a finite gradient and loss,
+    or after the last step if more than a tenth of all steps had none."""
     seed: Seed = 0
     """Seed of the model initialisation and of the order of the data."""
     eval_every: Count | None = None
@@ -183,7 +183,8 @@ class TrainingConfig:
     eval_blocks: Count = 256
     """Held-out blocks per domain in those evaluations."""
     save_every: CountOrZero | None = None
-    """Steps between checkpoints, from which a killed run resumes; None: ten in a run; 0: none."""
+    """Steps between checkpoints, from which a killed run resumes. None: ten checkpoints in a run;
+    0: no checkpoints."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """bfloat16: autocast, with float32 master weights. auto: bfloat16 on a GPU for models of 60M
     and larger, else float32."""
@@ -219,17 +220,17 @@ class TasksConfig:
     """A directory with TASK/train.jsonl, from which the shots are drawn, and TASK/validation.jsonl,
     which is scored; None: the data sets that lm-eval names on the Hub."""
     task_limit: Count | None = None
-    """Score only the first documents of every task, this many; None: all."""
+    """Score only this many documents of every task, the first ones; None: all."""
 
 
 def _missing(part: Any, settings: Settings) -> dict[str, Any]:
-    """Those of the settings that are fields of it, and None."""
+    """The settings whose field in `part` is None."""
     return {k: value for k, value in settings._asdict().items() if getattr(part, k, value) is None}
 
 
 @dataclass(frozen=True, config=EXACT)
 class _Stage:
-    """What every stage that trains is told."""
+    """The options of every stage that trains."""
 
     out: Path
     """The run directory."""
@@ -255,19 +256,19 @@ class _Stage:
             )
 
     def _fill_in(self, settings: Settings) -> None:
-        """What nobody has said is what the size of the model has."""
+        """Fill in the defaults for the model's size where no value was given."""
         parts = {name: getattr(self, name) for name in ("corpus", "training")}
         filled = {name: replace(part, **_missing(part, settings)) for name, part in parts.items()}
         for name, value in {**filled, **_missing(self, settings)}.items():
-            # Frozen for everybody else.
+            # Bypasses the frozen dataclass, which is not complete yet.
             object.__setattr__(self, name, value)
 
     def _check(self) -> None:
         corpus, cache_dir = self.corpus, self.corpus.cache_dir or os.environ.get("DOGE_FAST_CACHE")
         data = Path(corpus.data).resolve()
-        # Else text of this environment, or a Hub id, of which a folder may have the name.
+        # Else `data` is this environment's text or a Hub id; runs may lie in a folder of that name.
         is_folder = corpus.data not in ("", "installed") and data.is_dir()
-        # Where domains are named nothing else is read.
+        # If domains are named, no other entry of the folder is read.
         is_read = is_folder and (corpus.domain_column is not None or not corpus.domains)
         places = {"out": self.out, "cache_dir": cache_dir or self.out}
         for name, place in places.items():
@@ -299,14 +300,14 @@ class ProxyConfig(_Stage):
     paper's batch for its seven domains; 4 for others."""
     mu: Positive | None = None
     """Bregman coefficient: in a step the logarithms of the weights move by lr W / mu, so a larger
-    mu makes slower weights. None: 20 times the peak learning rate (0.01 at 5e-4), times (T + 1) / 2
-    where the weights of the targets sum to T, which is K for universal."""
+    mu makes slower weights. None: 20 lr (T + 1) / 2, with the peak learning rate lr and the sum T
+    of the targets' weights, which is K for universal; 0.01 at 5e-4 and one target."""
     score: Literal["auto", "aligned", "paper", "published"] = "auto"
-    """aligned: the mixture whose gradient makes the smallest angle with the targets'; it has no mu
-    and clips no domain, and for all domains alike it is uniform. paper: the score W of the paper.
-    published: as in the published code, W over the mean norm of the domains' gradients, clipped to
-    [0, 5]. auto: aligned for held-out domains; paper for universal and mix, and with a mu, another
-    domain_max_grad_norm or a single block of each domain."""
+    """aligned: the mixture whose gradient makes the smallest angle with the targets' gradient; it
+    has no mu and clips no domain, and for the target universal it is uniform. paper: the score W
+    of the paper. published: as in the published code, W over the mean norm of the domains'
+    gradients, clipped to [0, 5]. auto: aligned for held-out domains. auto is paper for universal
+    and mix, if mu is given, for another domain_max_grad_norm, and for a single block per domain."""
     domain_max_grad_norm: PositiveOrZero | None = DOMAIN_MAX_GRAD_NORM
     """Clip each domain's gradient to this norm before scoring (published configs: 5.0, 1.0); 0 or
     None: do not clip, as in the paper's text. Without it a few steps with large gradients may
@@ -336,7 +337,7 @@ class ProxyConfig(_Stage):
         can_align = has_default and self.sequences_per_domain >= 2
         if self.score == "auto":
             is_aligned = can_align and not {*self.targets} <= {UNIVERSAL, MIX}
-            # Records, reports and weights.json have the one that was taken.
+            # Records, reports and weights.json name the score that is used.
             object.__setattr__(self, "score", "aligned" if is_aligned else "paper")
         if self.score == "aligned" and not can_align:
             raise UserError(
@@ -365,12 +366,12 @@ class BaseConfig(_Stage):
     """uniform; natural (each domain's share of the tokens); a weights.json; the run directory of a
     proxy or DoReMi; or the weights themselves, books=0.6,code=0.4."""
     stages: Count = 1
-    """Stages of a curriculum, with a proxy's run directory: the proxy's run and this one are
-    divided into this many equal parts, and each part here uses the proxy's mean weights in its own.
-    1: the proxy's average throughout."""
+    """Number of stages of a curriculum; it needs a proxy's run directory. The proxy's run and this
+    run are divided into this many equal parts. Each part of this run uses the proxy's mean weights
+    over the same part of the proxy's run. 1: the proxy's average throughout."""
     targets: tuple[str, ...] = ()
-    """Domains that are evaluated and never trained on; those that the weights were learned for are
-    among them by themselves, where the corpus has them."""
+    """Domains that are evaluated and never trained on. The targets of the weights are added if the
+    corpus has them."""
     batch_size: OfSize[Count] = OF_SIZE
     """Blocks per step, over all domains. None: 128 for models of 60M and larger, as in the paper;
     28 for others."""
@@ -413,11 +414,10 @@ class DoReMiConfig(_Stage):
     stage: ClassVar[Literal["doremi"]] = "doremi"
 
     reference: Path = field(kw_only=True)
-    """Run directory of a complete base run. Its model is the reference model. Its weights are those
-    that batches are drawn at and that the learned weights start from."""
+    """Run directory of a complete base run. Its model is the reference model. Batches are drawn at
+    its weights, and the learned weights start from them."""
     targets: tuple[str, ...] = ()
-    """Domains that are evaluated and never trained on; those of the reference run are among them by
-    themselves."""
+    """Domains that are evaluated and never trained on. Those of the reference run are added."""
     variant: Literal["doremi", "doge"] = "doremi"
     """doremi: clip the excess loss at zero for each token, as DoReMi's authors do. doge: clip each
     domain's mean, as the baseline in DoGE's published code does."""
@@ -451,16 +451,16 @@ class SelectConfig(_Stage):
     reading: Reading = "norms-over-change"
     """How the score is computed. norms-over-change (the paper's words): the sum of the examples'
     gradient norms over the norm of the weight change. sum-over-change: the norm of the gradients'
-    sum over it. change-over-sum (the paper's formula) and change-over-norms: the inverses. Every
-    run measures all four; this one is ranked."""
+    sum over that norm. change-over-sum (the paper's formula) and change-over-norms: the inverses.
+    Every run measures all four; parameters are ranked by this one."""
     targets: tuple[str, ...] = ()
     """Domains that are evaluated and never trained on, as in the proxy."""
     batch_size: OfSize[Count] = OF_SIZE
-    """Blocks per step, equally many of each domain. None: 128 for models of 60M and larger, 28 for
-    others."""
+    """Blocks per step, the same number for every domain. None: 128 for models of 60M and larger, 28
+    for others."""
     log_every: Count = 10
     """Steps between lines of metrics.jsonl."""
 
 
 StageConfig = ProxyConfig | BaseConfig | DoReMiConfig | SelectConfig
-"""What a stage that trains is told."""
+"""The options of any stage that trains."""

@@ -1,4 +1,4 @@
-"""The verbs that read what stages have left, and those that need none."""
+"""The verbs that read runs or weights, and those that need neither."""
 
 from dataclasses import field
 from pathlib import Path
@@ -36,19 +36,18 @@ class EvaluateConfig:
     blocks: Count | None = None
     """Held-out blocks per domain; None: all of them."""
     domains: tuple[str, ...] = ()
-    """Domains to evaluate, such as those that the weights are meant for; empty: all that the corpus
-    holds."""
+    """Domains to evaluate, such as the targets of the weights. Empty: all domains of the corpus."""
     data: Place | None = None
     """Evaluate on other text instead of the run's held-out blocks: a directory, file or Hub id, as
-    for training. If it has a validation split, only that is used, else all of it. None: the run's
-    own."""
+    for training. Its validation split is used or, without one, all of it. None: the run's held-out
+    blocks."""
     text_column: str = "text"
     """The column of `data` that holds a document."""
     domain_column: str | None = None
     """The column of `data` that names each row's domain."""
     out: Path | None = None
-    """The file to write; with `data` it must be named. None: the run's evaluation.json. Accuracies
-    of `tasks` are in its fewshot.json."""
+    """The file to write; required with `data`. None: the run's evaluation.json. Accuracies of
+    `tasks` are written to the run's fewshot.json."""
     batch_size: Count = 16
     """Blocks, or prompts of a task, per forward pass."""
     cache_dir: Path | None = None
@@ -81,8 +80,8 @@ class ReportConfig:
     examples: ClassVar = ("runs",)
 
     runs: Annotated[Positional[Paths], arg(metavar="RUN [RUN ...]")]
-    """Run directories of proxies and base models; or one directory that contains them; or that of
-    a search."""
+    """Run directories of proxies and base models, a directory that contains them, or the directory
+    of a search."""
     out: Path | None = None
     """The HTML page to write; None: report.html beside or inside the runs."""
 
@@ -96,8 +95,8 @@ class WeightsShowConfig:
     files: Annotated[Positional[Paths], arg(metavar="FILE [FILE ...]")]
     """weights.json files, run directories, or weights as NAME=NUMBER,..."""
     budget_tokens: Positive | None = None
-    """Tokens of the training that the weights are for, such as 1e11: shows each domain's epochs in
-    it."""
+    """Number of tokens in the training that the weights are for, such as 1e11; shows each domain's
+    epochs in it."""
     tokens: tuple[str, ...] = ()
     """NAME=NUMBER: the number of tokens of a domain, where it differs from the file's."""
 
@@ -130,7 +129,7 @@ class WeightsConstrainConfig:
     """Largest number of passes over a domain's tokens in a training of budget_tokens: NUMBER for
     every domain, NAME=NUMBER for one."""
     budget_tokens: Positive | None = None
-    """With max_epochs: tokens of the training, such as 1e11."""
+    """With max_epochs: number of tokens in the training, such as 1e11."""
     tokens: tuple[str, ...] = ()
     """NAME=NUMBER: the number of tokens of a domain, where it differs from the file's."""
 
@@ -147,23 +146,24 @@ class ExportConfig:
     file: Annotated[Positional[Path | None], arg(metavar="FILE")] = None
     """A weights.json, or a run directory that holds one."""
     to: str | None = None
-    """The target; --list names them."""
+    """The target, a framework or format; --list names the targets."""
     list: bool = False
-    """List the targets: the path that each takes, what its weights are shares of, and the version
-    of the framework that it was checked against."""
+    """List the targets, and for each the kind of path, the unit of the shares, and the version of
+    the framework that it was checked against."""
     paths: tuple[str, ...] = ()
     """NAME=PATH for every domain; repeat a name for further paths."""
     valid_paths: tuple[str, ...] = ()
-    """Paths of validation data, likewise, if the target takes them."""
+    """NAME=PATH of validation data, if the target takes them."""
     test_paths: tuple[str, ...] = ()
-    """Paths of test data, likewise, if the target takes them."""
+    """NAME=PATH of test data, if the target takes them."""
     out: Path | None = None
     """The file to write; None: print."""
     decimals: Annotated[Count, Le(15)] = 6
     """Decimals of the shares; they sum to exactly 1."""
     rows: Literal["blocks", "documents"] | None = None
-    """What a row of your data is, if the framework draws rows. blocks: equally many tokens each.
-    documents: weights are converted by the mean document length. None: the target's default."""
+    """What a row of your data holds, if the framework draws rows. blocks: every row has the same
+    number of tokens. documents: a row is a document, and weights are divided by the mean document
+    length. None: the target's default."""
     mean_doc_tokens: tuple[str, ...] = ()
     """NAME=NUMBER: the mean number of tokens in a document of a domain, where it differs from the
     file's."""
@@ -193,8 +193,8 @@ class ProfileConfig:
     """A size of the family (micro, tiny, mini, small, 60M, 82M, 124M, 210M, 684M), or the
     config.json that AutoConfig opens: a file, a folder or a Hub id."""
     vocab_size: Count | None = None
-    """Entries of the vocabulary; None: the config's own, 50304 for the paper's sizes, 4096 for
-    the small ones."""
+    """Vocabulary size. None: the config's own, 50304 for the paper's sizes, 4096 for the small
+    ones."""
     domains: Count = 7
     """K, the training domains."""
     targets: CountOrZero = 0
@@ -204,7 +204,7 @@ class ProfileConfig:
     sequence_length: Annotated[Count, Ge(2)] = 128
     """Tokens of a sequence."""
     mode: Literal["sequential", "stacked"] = "sequential"
-    """One domain after another, or one forward and backward for all."""
+    """sequential: a forward and backward pass per domain. stacked: one for all domains."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """bfloat16: autocast."""
     buffer_dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
@@ -212,7 +212,7 @@ class ProfileConfig:
     device: Device = "auto"
     """auto: a GPU if there is one. cuda: the first that CUDA_VISIBLE_DEVICES leaves."""
     steps: Count = 9
-    """Timed pairs of steps; equally many further steps are timed phase by phase."""
+    """Number of timed pairs of steps; as many further steps are timed phase by phase."""
     json: Path | None = None
     """The file to write all measurements to."""
 

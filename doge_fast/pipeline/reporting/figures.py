@@ -1,6 +1,6 @@
-"""What the report draws, and how it looks: mixtures, their course over the steps, loss over 1/T.
+"""The report's figures: mixtures, their course over the steps, and loss over 1/T.
 
-Colours are written as hex and, within the page, become the page's own variables.
+Colours are hex values here; inside the page they become its CSS variables.
 """
 
 import io
@@ -39,10 +39,10 @@ VARIABLES = {
     **{color: f"var(--domain-{place})" for place, color in enumerate(PALETTE)},
 }
 _DOTTED: Any = {"color": MUTED, "linewidth": 1.0, "linestyle": (0, (2, 2))}
-# A width such that a letter is nine to fourteen pixels high from a phone to a desktop.
+# In inches; makes letters nine to fourteen pixels high on screens from phone to desktop.
 _WIDTH = 4.6
 _LONGEST_NAME = 26
-# What a line of that width can show.
+# A line of that width shows no more.
 _MOST_POINTS = 400
 
 
@@ -52,12 +52,12 @@ class Drawing:
 
     title: str
     caption: str
-    """Its text alternative too."""
+    """Also the figure's text alternative."""
     make: Callable[[], Figure]
 
     @cached_property
     def svg(self) -> str:
-        """The figure as a file holds it."""
+        """The figure as the text of an SVG file."""
         settings, svg = Path(__file__).with_name("figures.mplstyle"), io.StringIO()
         with matplotlib.rc_context(fname=settings), warnings.catch_warnings():
             # A name in a script that the layout font lacks: the page's own fonts will show it.
@@ -80,7 +80,7 @@ def mixture_figure(
 
     Args:
         mixtures: {label: {domain: weight}}.
-        natural: {domain: weight by tokens}, as marks; None: not known, or not one for all.
+        natural: {domain: weight by tokens}, drawn as marks; None: the mixtures' domains differ.
     """
     names = list(dict.fromkeys(name for weights in mixtures.values() for name in weights))
     thick = 0.72 / len(mixtures)
@@ -103,16 +103,16 @@ def mixture_figure(
     axes.set_xlabel("domain weight (share of the tokens)")
     axes.set_yticks(range(len(names)), _shortened(names))
     axes.tick_params(axis="y", labelcolor=INK)
-    # The first on top.
+    # The first domain on top.
     axes.set_ylim(len(names) - 0.4, -0.6)
     figure.legend(loc="outside upper left", ncols=3, handlelength=1.4)
     return figure
 
 
 def course(proxy: Proxy) -> Figure:
-    """Over the steps: weights and their average, how many domains it amounts to, how far it moved.
+    """Over the steps: weights, their running average, its effective domains and its drift.
 
-    Bands are what seeds differ by.
+    Bands are one standard error over seeds.
     """
     steps_T, mean_STK = proxy.series("alpha_mean")
     alpha_STK = proxy.series("alpha")[1]
@@ -134,7 +134,7 @@ def course(proxy: Proxy) -> Figure:
         weights.fill_between(steps, low, high, color=line.get_color(), alpha=0.25, linewidth=0)
     weights.axhline(1 / num_domains, zorder=1, **_DOTTED)
     _finish(weights, "domain weight (share of the tokens)", float(np.nanmax([mean, each])))
-    # Names in the order of the lines' ends.
+    # Names in the order of the final averages.
     order = [int(j) for j in np.argsort(-mean[-1], kind="stable") if math.isfinite(mean[-1, j])]
     figure.legend(
         [lines[j] for j in order],
@@ -145,9 +145,9 @@ def course(proxy: Proxy) -> Figure:
     )
     count.plot(steps, [effective_domains(row) for row in mean], color=INK)
     _finish(count, "effective domains (number)", num_domains)
-    # A mean over a handful of steps says nothing, and would set the scale.
+    # The mean over the first few steps is mostly noise, and would set the scale.
     shown = kept[steps >= 0.05 * steps[-1]]
-    # Half of a sum of differences is the share of the tokens that goes elsewhere.
+    # Half of the sum of absolute differences is the share of the tokens that moves.
     far, limit = proxy.movement.drift[shown] / 2, proxy.movement.limit[shown] / 2
     drift.plot(steps_T[shown], far, color=INK)
     drift.plot(steps_T[shown], limit, **_DOTTED)

@@ -17,18 +17,18 @@ from doge_fast.pipeline.failures import FileFailure, UserError
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.wording import listed
 
-# Stages that end in weights.
+# Stages that learn weights.
 LEARNING = ("proxy", "doremi")
-# Settings in which two runs of one arm may differ; weights decide the arm elsewhere.
+# Settings in which two runs of one arm may differ; `study` compares the weights of arms.
 _MAY_DIFFER_IN_TRAINING = ("seed", "eval_every", "eval_blocks", "save_every", "device", "compile")
 _MAY_DIFFER = ("out", "corpus", "weights", "log_every", "training")
 
 
 @dataclass(frozen=True)
 class ReportedConfig:
-    """The settings of a run of any stage that a report reads.
+    """The settings that a report reads, for runs of any stage.
 
-    The stages' classes would refuse kept records of options that no longer exist.
+    The stages' own classes would refuse old records with options that no longer exist.
     """
 
     model: ModelConfig
@@ -56,12 +56,12 @@ class RecordedRun:
 
     @property
     def name(self) -> str:
-        """The directory's."""
+        """The directory's name."""
         return self.path.name
 
     @property
     def stem(self) -> str:
-        """The name that its seeds share: ca-seed0 -> ca."""
+        """The name without the seed: ca-seed0 -> ca."""
         return self.name.removesuffix(f"-seed{self.config.training.seed}")
 
     @property
@@ -76,22 +76,22 @@ class RecordedRun:
 
     @property
     def target_names(self) -> set[str]:
-        """What its weights were learned for, `universal` and `mix` too."""
+        """Names of its targets, including `universal` and `mix`."""
         return {target_of(item)[0] for item in self.config.target}
 
     @property
     def train(self) -> list[records.MetricsLine]:
-        """What was logged of training steps."""
+        """The logged training steps."""
         return [line for line in self.lines if line.kind == "train"]
 
     @property
     def last_step(self) -> int:
-        """The last step that the records know of."""
+        """The last step in the records."""
         return max((line.step for line in self.lines), default=0)
 
     @property
     def is_complete(self) -> bool:
-        """Whether it was trained to its end and, where it learns weights, has them."""
+        """Whether training has ended and, in a stage that learns weights, they are written."""
         is_lacking = self.record.stage in LEARNING and self.weights is None
         has_model = (self.path / records.MODEL).is_dir()
         return (self.has_all_lines or has_model) and not is_lacking
@@ -117,7 +117,7 @@ class RecordedRun:
 
     @property
     def blocks(self) -> dict[str, int]:
-        """{domain: held-out blocks} that `losses` are of; empty where it was not measured."""
+        """{domain: number of held-out blocks} for `losses`; empty if the run was not measured."""
         if self.evaluation is not None:
             return self.evaluation.blocks
         most, corpus = self.config.training.eval_blocks, self.record.corpus
@@ -129,7 +129,7 @@ class RecordedRun:
         config = self.record.config | self.record.resolved
         free = {key: value for key, value in config.items() if key not in _MAY_DIFFER}
         if free.get("selection"):
-            # Of each seed, in a run of its own.
+            # Each seed may have a selection from a run of its own.
             free["selection"] = Path(free["selection"]).name
         if self.weights is not None and (reference := self.weights.get("reference")):
             # Each seed may have a reference of its own, if all were trained alike.
@@ -152,7 +152,7 @@ class RecordedRun:
 
 
 def open_runs(runs: Sequence[Path]) -> list[RecordedRun]:
-    """Every run that `runs` names or holds, once, in order."""
+    """The runs in `runs`, run directories or directories of runs; each run once, in order."""
     if not runs:
         raise UserError("A report needs at least one run directory; none was named.")
     paths = (path.resolve() for named in runs for path in _run_directories(Path(named)))
@@ -167,9 +167,9 @@ def _run_directories(path: Path) -> list[Path]:
         return [path]
     runs = []
     for folder in sorted(filter(Path.is_dir, path.iterdir())):
-        # Raises where nobody may look: what is left out of a report must not go without a word.
+        # Raises for an unreadable folder: a report must not leave it out silently.
         names = os.listdir(folder)
-        # Of models, which have a config.json too, none names a stage.
+        # A model has a config.json too, without a stage.
         is_run = records.CONFIG in names and "stage" in records.read_json(folder / records.CONFIG)
         if is_run or records.METRICS in names:
             runs.append(folder)
@@ -183,9 +183,9 @@ def _run_directories(path: Path) -> list[Path]:
 
 def _read_run(path: Path) -> RecordedRun:
     record = records.load(path, records.ConfigRecord)
-    # With the values that defaults came to.
+    # `resolved` has the values of defaults.
     config = record.config | record.resolved
-    # A broken link is listed too: reading it says what is lost.
+    # Broken links are listed too; reading one raises an error that names it.
     files = os.listdir(path)
     run = RecordedRun(
         path=path,
@@ -205,7 +205,7 @@ def _read_run(path: Path) -> RecordedRun:
 
 
 def _odd_names(run: RecordedRun) -> Iterator[tuple[str, Set[str]]]:
-    """(record, domains that it names and config.json does not, or the other way round)."""
+    """(record, domains in which it differs from config.json)."""
     domains = set(run.domains)
     if run.weights is not None:
         yield records.WEIGHTS, records.weights_by_name(run.weights).keys() ^ domains

@@ -36,7 +36,7 @@ from doge_fast.weights.projection import effective_domains
 MARKS = "Bold: lower, and the 95 % interval over paired seeds leaves out zero; with a !: higher."
 ONE_SEED = " One seed has no interval: undecided."
 ERRORS = " ±: standard error over seeds."
-# Mixtures whose bars can stand beside each other.
+# Largest number of mixtures in a bar chart.
 _MOST_BARS = 3
 
 
@@ -46,9 +46,9 @@ class Section:
 
     title: str
     headline: str = ""
-    """The result of its comparison, in a line."""
+    """The result of its comparison, in one line."""
     commands: Sequence[str] = ()
-    """To copy."""
+    """Shell commands to copy."""
     tables: Sequence[Table] = ()
     drawings: Sequence[Drawing] = ()
     remarks: Sequence[str] = ()
@@ -56,7 +56,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """What a report shows, before it is HTML or lines of a terminal."""
+    """The content of a report, before it becomes HTML or text."""
 
     title: str
     question: str
@@ -64,7 +64,7 @@ class Page:
 
     @property
     def headline(self) -> str:
-        """The first comparison's; the others stand in their tables."""
+        """The headline of the first comparison."""
         headlines = (section.headline for section in self.sections if section.headline)
         return next(
             headlines, "Nothing is compared yet, so whether these weights help is not known."
@@ -72,7 +72,7 @@ class Page:
 
 
 def page_of(runs: Sequence[Path]) -> Page:
-    """The page of an experiment's directory, or of run directories, as far as there are runs.
+    """The page of an experiment's directory or of run directories; runs may be missing.
 
     Raises:
         UserError: as `open_study`.
@@ -93,7 +93,7 @@ def page_of(runs: Sequence[Path]) -> Page:
 
 
 def _mixture(study: Study, group: records.WeightsGroup) -> Section:
-    """The weights of the arms beside uniform and natural ones, and how to take them away."""
+    """The weights of the arms beside uniform and natural ones, and the commands to export them."""
     title, runs = group.title, {arm: study.runs_of(arm.runs) for arm in group.arms}
     learned = {arm: means for arm in group.arms if (means := mean_weights(runs[arm]))}
     if not learned:
@@ -101,7 +101,7 @@ def _mixture(study: Study, group: records.WeightsGroup) -> Section:
     names = list(dict.fromkeys(name for weights in learned.values() for name in weights))
     columns = {(arm.label, arm.about): weights for arm, weights in learned.items()}
     natural, totals = None, []
-    # What the headline is about.
+    # The arm that the headline names.
     focus = next((each.focus for each in study.of(records.PerplexityGroup)), None)
     chosen = [arm for arm in learned if arm.label == focus] or list(learned)[:1]
     if all(len(weights) == len(names) for weights in learned.values()):
@@ -155,13 +155,13 @@ def _effective(weights: Collection[float]) -> str:
 
 
 def _gap_text(own: Mapping[str, Stat], reference: Mapping[str, Stat]) -> str:
-    """Mean absolute difference of weights, over the domains of both."""
+    """Mean absolute difference of weights, over the domains that both have."""
     gaps = [abs(own[name].mean - reference[name].mean) for name in own.keys() & reference.keys()]
     return f"{100 * math.fsum(gaps) / len(gaps):.2f} %"
 
 
 def _export(runs: Sequence[RecordedRun]) -> Iterator[str]:
-    """The commands that export weights, of seeds their mean; none while a run lacks them."""
+    """Commands that export the mean weights over seeds; none while a run lacks weights."""
     if any(run.weights is None for run in runs):
         return
     source, *others = [_short(run.path) for run in runs]
@@ -177,12 +177,12 @@ def _short(path: Path) -> str:
 
 
 def _temperature(study: Study, group: records.TemperatureGroup) -> Section:
-    """The loss along the line from uniform weights through the proxy's, and what was chosen."""
+    """The loss from uniform weights to the proxy's and beyond, and the chosen weights."""
     arms = {point.inverse: point.arm.label for point in group.points}
     losses = {point.arm.label: study.losses(point.arm) for point in group.points}
     line, uniform = Line("loss", losses, group.aim), group.points[0].arm.label
     changes = {inverse: line.difference(label, uniform) for inverse, label in arms.items()}
-    # Of as many seeds each.
+    # Only points that have all their seeds.
     points = [each for each in group.points if len(losses[each.arm.label]) == len(each.arm.runs)]
     means = {point.inverse: fmean(line.mean_losses(point.arm.label).values()) for point in points}
     rows: list[Sequence[str | Cell]] = []
@@ -252,7 +252,7 @@ def _course(study: Study) -> Section:
 
 
 def _perplexities(study: Study, group: records.PerplexityGroup | records.TargetsGroup) -> Section:
-    """Arms on each domain or target (tab:universal_ppl, tab:ppl-ood), and against a baseline."""
+    """Perplexities by domain or target, and against a baseline (tab:universal_ppl, tab:ppl-ood)."""
     title, lines = group.title, study.lines(group)
     if not any(losses for line in lines for losses in line.losses.values()):
         why = "not measured yet on what it is about; doge-fast evaluate measures a base run"
@@ -263,11 +263,11 @@ def _perplexities(study: Study, group: records.PerplexityGroup | records.Targets
     baseline = next((label for label, arm in arms.items() if arm.is_baseline), "")
     rivals = {label: arm for label, arm in arms.items() if baseline and not arm.is_baseline}
     others = {label: arm.baseline or baseline for label, arm in rivals.items()}
-    # Experiments are about DoGE.
+    # An experiment's headline is about DoGE.
     wanted, pairs = "DoGE", list(others.items())
     if isinstance(group, records.TargetsGroup):
         corner, name, about = "target", title, ""
-        # Fine-tuned models and the oracle stand in the table; nobody chooses between them.
+        # Fine-tuned models and the oracle are in the table, but their differences are not.
         pairs = [pair for pair in pairs if pair[0].startswith(wanted)] or pairs
     else:
         corner, name = "domain", f"Perplexity per domain: {title}"
@@ -319,7 +319,7 @@ def _perplexities(study: Study, group: records.PerplexityGroup | records.Targets
 
 
 def _held_out_text(aim: Mapping[str, float], study: Study) -> str:
-    """The text that a mean loss is of: held-out text of ca, or of all 7 training domains."""
+    """The text of a mean loss in words: held-out text of ca, or of all 7 training domains."""
     is_even = max(aim.values()) - min(aim.values()) < 1e-9
     if len(aim) > 1 and is_even and aim.keys() == set(study.shown[0].domains):
         return f"held-out text of all {len(aim)} training domains"
@@ -351,7 +351,7 @@ def _headline(own: str, other: str, difference: PairedDifference, text: str) -> 
 
 
 def _cost(study: Study, group: records.CostGroup) -> Section:
-    """Tokens, FLOPs and hours of each method, and against the first's: tab:robust's last row."""
+    """Tokens, FLOPs and hours of each method, and their ratios to the first (tab:robust)."""
     costs: dict[str, list[tuple[float, float, float]]] = {}
     for method in group.methods:
         for names in method.runs:
@@ -400,7 +400,7 @@ def _cost_of(runs: Sequence[RecordedRun]) -> tuple[float, float, float]:
 
 
 def _provenance(study: Study) -> Section:
-    """Every run and its settings, the text there was, the versions."""
+    """The runs and their settings, the corpus, and the versions."""
     versions = [run.record.versions for run in study.shown]
     lines = (", ".join(f"{name} {number}" for name, number in each.items()) for each in versions)
     remarks = [f"Made with {line}." for line in dict.fromkeys(lines) if line]
@@ -408,7 +408,7 @@ def _provenance(study: Study) -> Section:
         remarks.append(f"{plan.name}; {plan.data}.")
     sizes: dict[str, records.DomainSizes] = {}
     for run in study.shown:
-        # Of a domain of several corpora, what the first run saw.
+        # If corpora differ in a domain, its sizes are those of the first run.
         sizes |= {**run.record.corpus.domains, **run.record.corpus.targets, **sizes}
     runs = [
         {
@@ -439,7 +439,7 @@ def _provenance(study: Study) -> Section:
 
 
 def _run_or(path: str, file: str) -> str:
-    """Name of the run that a path of such a file is in, or the path as it is."""
+    """Name of the directory if `path` ends in `file`, else `path`."""
     return Path(path).parent.name if Path(path).name == file else path
 
 
@@ -454,7 +454,7 @@ def _what(run: RecordedRun) -> str:
 
 
 def _cautions(study: Study) -> Iterator[str]:
-    """What may be wrong with the numbers of the page, a sentence each."""
+    """Sentences on possible faults of the page's numbers."""
     if missing := study.unmeasured:
         yield (
             f"{plural(len(missing), 'run')} not complete yet, so left out: {first_few(missing)}. "
@@ -463,7 +463,7 @@ def _cautions(study: Study) -> Iterator[str]:
     if study.search is not None:
         yield from study.search.get("warnings") or ()
     else:
-        # Runs of one corpus say the same.
+        # Runs of one corpus have the same warnings.
         yield from dict.fromkeys(text for run in study.shown for text in run.record.warnings)
     for proxy in study.proxies:
         if study.search is None:

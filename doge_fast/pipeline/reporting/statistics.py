@@ -1,4 +1,4 @@
-"""Arms compared seed by seed: means over seeds, and the one statistic of every table."""
+"""Means over seeds, and the paired difference of two arms, which every table uses."""
 
 import math
 import warnings
@@ -19,14 +19,14 @@ Losses = Mapping[int, Mapping[str, float]]
 
 
 class Stat(NamedTuple):
-    """A mean over seeds and its standard error; no error for one seed."""
+    """A mean over seeds and its standard error; None for one seed."""
 
     mean: float
     error: float | None = None
 
 
 def stat_of(values: Iterable[float]) -> Stat:
-    """Mean and standard error of one value a seed."""
+    """Mean and standard error of one value per seed."""
     array = np.asarray(list(values), dtype=np.float64)
     if len(array) == 1:
         return Stat(float(array[0]))
@@ -35,7 +35,7 @@ def stat_of(values: Iterable[float]) -> Stat:
 
 
 class PairedDifference(NamedTuple):
-    """Mean of paired differences, nan without a pair, and its interval, nan for a single one."""
+    """Mean of paired differences (nan without a pair) and its interval (nan with one pair)."""
 
     mean: float
     low: float = math.nan
@@ -44,17 +44,17 @@ class PairedDifference(NamedTuple):
 
     @property
     def is_decided(self) -> bool:
-        """Whether the interval leaves out zero; with one pair it never does."""
+        """Whether the interval excludes zero; never with one pair."""
         return self.is_lower or self.is_higher
 
     @property
     def is_lower(self) -> bool:
-        """Whether the interval says that the first is lower."""
+        """Whether the interval lies below zero: the first arm is lower."""
         return self.high < 0
 
     @property
     def is_higher(self) -> bool:
-        """Whether the interval says that the first is higher."""
+        """Whether the interval lies above zero: the first arm is higher."""
         return self.low > 0
 
 
@@ -63,8 +63,8 @@ def paired_difference(own: BySeed, other: BySeed) -> PairedDifference:
 
     d  =  mean_s d_s,     d ± t_{n-1} * sd(d_s) / sqrt(n)
 
-    What seeds share (initialisation, order of the data) cancels in each difference, so the
-    interval is that of the arms' difference and not of the seeds' spread.
+    What runs of one seed share (initialisation, order of the data) cancels in their difference, so
+    the interval is that of the arms' difference and not of the spread over seeds.
     """
     seeds = [seed for seed in own if seed in other]
     if not seeds:
@@ -74,7 +74,7 @@ def paired_difference(own: BySeed, other: BySeed) -> PairedDifference:
     if len(seeds) == 1 or not math.isfinite(mean):
         return PairedDifference(mean, pairs=len(seeds))
     with warnings.catch_warnings():
-        # Seeds that differ by the same to the last digit: their interval has no width.
+        # If all differences are equal to the last digit, the interval has no width.
         warnings.filterwarnings("ignore", "Precision loss occurred", RuntimeWarning)
         interval = stats.ttest_rel(ours, theirs).confidence_interval(CONFIDENCE)
     return PairedDifference(mean, float(interval.low), float(interval.high), len(seeds))
@@ -99,17 +99,17 @@ def change_text(difference: PairedDifference) -> str:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a table: what arms lose on some domains."""
+    """A row of a table: the arms' losses on some domains."""
 
     label: str
     losses: Mapping[str, Losses]
-    """Of each arm, by its label; empty where it has not been measured."""
+    """{arm: its losses}; empty for an arm that has not been measured."""
     aim: Mapping[str, float]
     """{domain: its weight in the mean loss}."""
     is_total: bool = False
 
     def mean_losses(self, arm: str) -> dict[int, float]:
-        """{seed: mean loss over the aim}."""
+        """{seed: mean loss, weighted by `aim`}."""
         weights = list(self.aim.values())
         return {
             seed: float(np.average([losses[name] for name in self.aim], weights=weights))
@@ -117,18 +117,18 @@ class Line:
         }
 
     def perplexity(self, arm: str) -> Stat:
-        """exp of the mean loss: the paper's average, and one domain's perplexity."""
+        """exp of the mean loss: a domain's perplexity or, for several, the paper's average."""
         return stat_of(map(exp_or_inf, self.mean_losses(arm).values()))
 
     def difference(self, own: str, other: str) -> PairedDifference:
-        """Of the mean losses of two arms, seed by seed."""
+        """Paired difference of the mean losses of two arms."""
         return paired_difference(self.mean_losses(own), self.mean_losses(other))
 
 
 def _with_error(stat: Stat, *, most: int) -> str:
     """0.2760 ± 0.0002: the error to two significant digits, the mean to the same place.
 
-    There are never more than `most` decimals; an error below the last is rounded up to it.
+    There are at most `most` decimals; a smaller error is rounded up to the last of them.
     """
     assert stat.error is not None
     error = max(stat.error, 10.0**-most) if stat.error > 0 else 0.0
@@ -137,7 +137,7 @@ def _with_error(stat: Stat, *, most: int) -> str:
 
 
 def perplexity_text(stat: Stat) -> str:
-    """Perplexity with its standard error, or else to four digits; words where it is not finite."""
+    """Perplexity with its standard error or, without one, to four digits; or "not finite"."""
     mean = stat.mean
     if not math.isfinite(mean):
         return "not finite"

@@ -1,7 +1,7 @@
-"""The runs of a report: which of them learned weights, and which are compared in which table.
+"""The runs of a report: the proxies, and the tables that compare runs.
 
-A search has its tables in experiment.json, and so has a kept record of an experiment. Other runs
-are sorted into tables here; their base models differ in weights and seed alone.
+The experiment.json of a search or an experiment lists its tables. Other runs are sorted into tables
+here; their base models may differ only in weights and seed.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -27,10 +27,10 @@ from doge_fast.weights.projection import effective_domains
 GroupKind = TypeVar("GroupKind")
 _BASELINES, _GIVEN = {"uniform": "baseline", "natural": "by tokens"}, "from a file"
 
-# Hardly moved: no domain is further than this from uniform, as a share of uniform.
+# Weights have hardly moved if each is within this share of the uniform weight.
 _UNMOVED = 0.02
-# Of uniform: in docs/evidence.md a domain at a half of uniform lost a quarter already, and one at a
-# twentieth nothing, for others stood in for it.
+# As a share of the uniform weight. In docs/evidence.md a domain at half of it lost a quarter of its
+# perplexity. One at a twentieth lost nothing, since similar domains made up for it.
 _STARVED = 1 / 3
 
 
@@ -48,12 +48,12 @@ class Proxy:
 
     @property
     def is_doremi(self) -> bool:
-        """Whether excess loss over a reference moved its weights, the baseline, and not W."""
+        """Whether DoReMi, the baseline, learned the weights, from excess loss instead of W."""
         return self.runs[0].record.stage == "doremi"
 
     @property
     def target(self) -> str:
-        """For whom the weights are, in words."""
+        """The targets of the weights, in words."""
         items, names = self.runs[0].config.target, []
         if self.is_doremi or items == (UNIVERSAL,):
             return "all domains"
@@ -65,13 +65,13 @@ class Proxy:
 
     @cached_property
     def arm(self) -> records.ArmRecord:
-        """Its runs under its label, as a column of a table."""
+        """Its label and runs, as a column of a table."""
         about = "learned by DoReMi" if self.is_doremi else f"learned for {self.target}"
         return records.ArmRecord(self.label, about, tuple(run.name for run in self.runs))
 
     @cached_property
     def weights(self) -> dict[str, Stat]:
-        """{domain: average domain weight}; empty where no run has a step."""
+        """{domain: average domain weight}; empty if no run has logged a step."""
         return mean_weights(self.runs)
 
     @property
@@ -85,7 +85,7 @@ class Proxy:
         known = [{step for step, weights in each.items() if weights} for each in by_step]
         steps = sorted(set.intersection(*known))
         values = [[[each[t].get(name) for name in self.domains] for t in steps] for each in by_step]
-        # Of a domain that a line lacks: nan.
+        # A domain that a line lacks is nan.
         return np.asarray(steps, dtype=np.float64), np.asarray(values, dtype=np.float64)
 
     @cached_property
@@ -96,13 +96,13 @@ class Proxy:
 
     @property
     def has_moved(self) -> bool:
-        """Whether a weight is 2 % or more away from uniform; of a single domain always."""
+        """Whether a weight is 2 % or more away from uniform; always true for a single domain."""
         uniform = 1 / len(self.domains)
         furthest = max(abs(stat.mean - uniform) for stat in self.weights.values())
         return furthest >= _UNMOVED * uniform or len(self.domains) == 1
 
     def summary(self) -> str:
-        """What it learned, and whether its average has settled."""
+        """The largest and smallest weights, and whether the running average has settled."""
         if not self.has_steps:
             return f"{self.label}: has not logged a step yet."
         uniform = 1 / len(self.domains)
@@ -126,7 +126,7 @@ class Proxy:
         )
 
     def warnings(self) -> Iterator[str]:
-        """What may be wrong with its weights, and what to do about it, a sentence each."""
+        """Sentences on possible faults of the weights, with remedies."""
         if not self.has_steps:
             return
         lines = [line for run in self.runs for line in run.train if line.lr is not None]
@@ -140,7 +140,7 @@ class Proxy:
         if self.is_doremi:
             slower, faster, other = "smaller step_size", "larger step_size", ""
         starved = [name for name, stat in self.weights.items() if stat.mean < _STARVED / number]
-        # Of each seed: the mean over seeds that collapsed onto different domains has not collapsed.
+        # Seed by seed: if seeds collapse onto different domains, their mean has not collapsed.
         last_SK = self.series("alpha")[1][:, -1]
         seeds = (dict(zip(self.domains, last_K, strict=True)) for last_K in last_SK.tolist())
         sentences = filter(None, map(diagnosis.collapsed, seeds))
@@ -178,7 +178,7 @@ def _share(distance_T: Floats) -> str:
 def mean_weights(runs: Sequence[RecordedRun]) -> dict[str, Stat]:
     """{domain: weight} over runs, of the domains that all of them have.
 
-    A run without weights.json does not count, unless none has one: then their running averages do.
+    Runs without weights.json are left out. If no run has one, the last running averages count.
     """
     weights = [records.weights_by_name(run.weights) for run in runs if run.weights is not None]
     if not weights:
@@ -195,18 +195,18 @@ class Study:
     title: str
     question: str
     runs: Mapping[str, RecordedRun] = field(repr=False)
-    """By their names."""
+    """By name."""
     proxies: tuple[Proxy, ...]
     groups: tuple[records.Group, ...]
     """The tables."""
     plan: records.ExperimentRecord | None = None
-    """Of an experiment, which knows which runs are missing."""
+    """The record of an experiment; it lists all runs, also missing ones."""
     directory: Path | None = None
     """The experiment's."""
 
     @cached_property
     def search(self) -> records.Json | None:
-        """weights.json of a search that has come to its end."""
+        """weights.json of a complete search."""
         if not self.of(records.TemperatureGroup) or self.directory is None:
             return None
         return records.read_weights(self.directory)
@@ -222,7 +222,7 @@ class Study:
 
     @cached_property
     def unmeasured(self) -> list[str]:
-        """Runs of the plan whose end, or whose perplexities, are not known."""
+        """Planned runs that are missing, not complete, or lack perplexities that a table needs."""
         if self.plan is None:
             return []
         arms = [arm for group in self.of(records.PerplexityGroup) for arm in group.arms]
@@ -230,7 +230,7 @@ class Study:
             arm for group in self.of(records.TargetsGroup) for row in group.rows for arm in row.arms
         ]
         needed = {name: None for arm in arms for name in arm.runs}
-        # A search begins runs that its tables leave out: those that diverged.
+        # The plan of a search has diverged runs too, which its tables leave out.
         planned = needed if self.of(records.TemperatureGroup) else self.plan.runs
         blocks = self.plan.settings.eval_blocks
         return [
@@ -242,7 +242,7 @@ class Study:
         ]
 
     def runs_of(self, names: Iterable[str]) -> list[RecordedRun]:
-        """The runs of these names that exist."""
+        """The existing runs with these names."""
         return [self.runs[name] for name in names if name in self.runs]
 
     def losses(self, arm: records.ArmRecord) -> Losses:
@@ -253,10 +253,10 @@ class Study:
         }
 
     def lines(self, group: records.PerplexityGroup | records.TargetsGroup) -> list[Line]:
-        """A line a target; or a line a domain, then of several their average, measured arms alone.
+        """One line per target; or one per domain and, for several domains, their average.
 
-        These are taken with the seeds that all of them have, or, without such, each with its own.
-        Domains that one of them was not measured on are left out.
+        Lines per domain have the measured arms only, on the seeds that all of these share or,
+        without such, on each arm's seeds. Domains that some arm was not measured on are left out.
         """
         if isinstance(group, records.TargetsGroup):
             return [
@@ -270,7 +270,7 @@ class Study:
         measured = [each for losses in arms.values() for each in losses.values()]
         names = [name for name in group.aim if measured and all(name in each for each in measured)]
         lines = [Line(name, arms, {name: 1}) for name in names]
-        # That of a search is its objective.
+        # In a search the average is its objective.
         aim = next((each.aim for each in self.of(records.TemperatureGroup)), {})
         total = Line("average", arms, {name: aim.get(name, 1) for name in names}, is_total=True)
         return [*lines, total] if len(names) > 1 else lines
@@ -280,9 +280,9 @@ def open_study(runs: Sequence[Path]) -> Study:
     """Read an experiment's directory, or run directories.
 
     Raises:
-        UserError: none is named, one is not a run and holds none, two have one name, none learns
-            weights or trains at them, base models differ in more than weights and seed, or a
-            record is not what it should be.
+        UserError: no directory is named, one is no run and holds none, two runs share a name, no
+            run learns weights or trains at them, base models differ in more than weights and seed,
+            or a record has the wrong form.
     """
     plan = directory = None
     if len(runs) == 1 and (path := Path(runs[0]) / records.EXPERIMENT).exists():
@@ -303,7 +303,7 @@ def open_study(runs: Sequence[Path]) -> Study:
         raise UserError(
             f"Runs of one report need names of their own; {twice[0]} shares its name. Rename it."
         )
-    # Runs that differ in nothing but seed and weights.
+    # {settings: runs that differ only in seed and weights}.
     alike: dict[str, list[RecordedRun]] = {}
     for run in all_runs:
         alike.setdefault(run.settings(), []).append(run)
@@ -319,7 +319,7 @@ def open_study(runs: Sequence[Path]) -> Study:
 
 
 def _is_searched(proxy: Path, search: Path) -> bool:
-    """Whether a search's proxy is there, with the weights that it had then."""
+    """Whether a search's proxy still exists, with the weights that the search used."""
     if not all((proxy / name).exists() for name in (records.CONFIG, records.WEIGHTS)):
         return False
     now, then = (
@@ -330,7 +330,7 @@ def _is_searched(proxy: Path, search: Path) -> bool:
 
 
 def _proxies_of(alike: Iterable[list[RecordedRun]]) -> tuple[Proxy, ...]:
-    """Runs that learned weights, the seeds of each together."""
+    """Runs that learned weights, grouped over seeds."""
     groups = [group for group in alike if group[0].record.stage in LEARNING]
     for group in groups:
         _refuse_one_seed(group)
@@ -344,7 +344,7 @@ def _proxies_of(alike: Iterable[list[RecordedRun]]) -> tuple[Proxy, ...]:
 
 
 def _groups(bases: Sequence[RecordedRun], proxies: Sequence[Proxy]) -> Iterator[records.Group]:
-    """The tables of runs that no experiment has planned."""
+    """The tables of runs that belong to no experiment."""
     arms = list(_arms(bases, proxies))
     learned = [proxy.arm for proxy in proxies if proxy.weights]
     if given := [*learned, *(arm for arm in arms if arm.about == _GIVEN)]:
@@ -369,14 +369,14 @@ def _groups(bases: Sequence[RecordedRun], proxies: Sequence[Proxy]) -> Iterator[
 
 
 def _with_reference(run: RecordedRun) -> tuple[str, ...]:
-    """Names of DoReMi's two runs, or of a proxy's one."""
+    """Names of a DoReMi run and its reference, or of a proxy alone."""
     return tuple(filter(None, (Path(run.config.reference).name, run.name)))
 
 
 def _arms(bases: Sequence[RecordedRun], proxies: Sequence[Proxy]) -> Iterator[records.ArmRecord]:
-    """Base models by their weights: baselines, what was learned, weights of other files."""
+    """Base models by their weights: baselines, learned weights, weights of other files."""
     about = _BASELINES | {proxy.label: proxy.arm.about for proxy in proxies}
-    # By the source and, of a file, which may have changed, by what it held.
+    # By source and, for a file, which may have changed in between, by the weights it had.
     by_source: dict[tuple[str, str], list[RecordedRun]] = {(label, ""): [] for label in about}
     for run in bases:
         source = _source(run, proxies)
@@ -386,7 +386,7 @@ def _arms(bases: Sequence[RecordedRun], proxies: Sequence[Proxy]) -> Iterator[re
     for (source, _), runs in by_source.items():
         if runs:
             _refuse_one_seed(runs)
-            # A text of many domains is no label.
+            # Weights that were typed are too long for a label.
             is_label = sources.count(source) == 1 and not records.is_typed(source)
             label = source if is_label else f"weights of {runs[0].name}"
             names = tuple(run.name for run in runs)
@@ -394,7 +394,7 @@ def _arms(bases: Sequence[RecordedRun], proxies: Sequence[Proxy]) -> Iterator[re
 
 
 def _refuse_one_seed(runs: Sequence[RecordedRun]) -> None:
-    """Refuse two runs that differ in nothing, or in a proxy of their own."""
+    """Raise UserError if two runs of one arm have the same seed."""
     by_seed: dict[int, RecordedRun] = {}
     for run in runs:
         other = by_seed.setdefault(run.config.training.seed, run)
@@ -406,7 +406,7 @@ def _refuse_one_seed(runs: Sequence[RecordedRun]) -> None:
 
 
 def _comparable(alike: Collection[list[RecordedRun]]) -> list[RecordedRun]:
-    """Base models that differ in weights and seed alone; references of DoReMi beside."""
+    """Base models that differ only in weights and seed, without DoReMi's references."""
     references = {Path(run.config.reference).name for group in alike for run in group}
     bases = [
         group
@@ -422,10 +422,10 @@ def _comparable(alike: Collection[list[RecordedRun]]) -> list[RecordedRun]:
 
 
 def _source(run: RecordedRun, proxies: Sequence[Proxy]) -> str:
-    """Label of what a base run took its weights from: a word, a proxy run, or a file's path."""
+    """Label of the source of a base run's weights: a keyword, a proxy run, or a file's path."""
     weights = Path(run.config.weights)
     folder = (weights.parent if weights.name == records.WEIGHTS else weights).resolve()
-    # Where runs have been moved, the one of that name, if these are its weights.
+    # If runs have been moved, a proxy is recognised by its name and its weights.
     for proxy in proxies:
         for each in proxy.runs:
             is_named = each.path == folder or each.name == folder.name
@@ -443,16 +443,16 @@ def _weights_agree(base: RecordedRun, proxy: RecordedRun) -> bool:
 
 
 def warnings_on(run: Path) -> list[str]:
-    """What to know of the weights that a run has learned, finished or not."""
+    """Warnings on the weights of a run, whether it is complete or not."""
     try:
         return list(Proxy(run.name, tuple(open_runs([run]))).warnings())
     except ValueError as error:
-        # The weights are there, whatever became of the lines about the way to them.
+        # Damaged metrics are no reason to fail: the weights themselves exist.
         return [str(error)]
 
 
 def remarks_on(run: Path) -> list[str]:
-    """The weights of a run of stage one, and what to know before using them: for a terminal."""
+    """Summary and warnings on the weights of a run of stage one, for a terminal."""
     proxy = Proxy(run.resolve().name, tuple(open_runs([run])))
     warnings = [*proxy.runs[0].record.warnings]
     warnings += [f"{proxy.label}: {sentence}" for sentence in proxy.warnings()]
