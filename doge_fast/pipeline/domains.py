@@ -26,6 +26,7 @@ from doge_fast.pipeline.corpus_files import tell_once
 from doge_fast.pipeline.failures import UserError
 from doge_fast.pipeline.packing import ALL, Packed, pack, select
 from doge_fast.pipeline.records.schema import CorpusRecord, DomainSizes
+from doge_fast.pipeline.sizes import Settings
 from doge_fast.pipeline.sources import Part, find_parts
 from doge_fast.pipeline.tokenizer import open_tokenizer, tokenizer_sha256, vocabulary_size
 from doge_fast.sampling import pieces
@@ -159,6 +160,8 @@ def load_corpus(
             number in `config` is out of range. Nothing is written but finished cache entries.
     """
     check(config)
+    # Without a model there is no size to have it from.
+    config = replace(config, block_size=config.block_size or Settings().block_size)
     held_out = [name for name in dict.fromkeys(targets) if name not in (UNIVERSAL, MIX)]
     parts = find_parts(config, held_out)
     held_out += [name for name in followed if name in parts and name not in held_out]

@@ -24,6 +24,7 @@ from doge_fast.pipeline.run import Run
 from doge_fast.pipeline.stage import ExistingRun
 from doge_fast.pipeline.trainer import ByName, RecordedTrainer, from_first
 from doge_fast.step.parameters import resolve
+from doge_fast.weights.aligned import WAITING_STEPS
 from doge_fast.weights.diagnosis import have_equal_scores
 from doge_fast.weights.objective import Objective
 from doge_fast.weights.scores import cosine
@@ -103,6 +104,8 @@ def _rule_line(config: ProxyConfig, objective: Objective) -> str:
             "all domains are targets alike, so uniform weights are the aligned ones, and there is "
             "nothing to learn. Name a target, or use --score paper."
         )
+    if config.score == "aligned" and config.training.steps <= WAITING_STEPS:
+        return f"the aligned rule leaves uniform weights in its first {WAITING_STEPS} steps"
     if config.score == "aligned":
         return "weights by the aligned rule; --score paper for the paper's"
     universal = ", since uniform weights are the aligned ones where all domains are targets alike"

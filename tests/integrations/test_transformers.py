@@ -1048,7 +1048,11 @@ LENGTHS = {"train_sampling_strategy": "group_by_length"}
         (lambda out: trainer_for(out, ONES, **LENGTHS).train(), ValueError, "lengths"),
         (lambda out: trainer_for(out, Batches(DOMAINS[:2])).train(), RuntimeError, "'ef'"),
         (lambda out: trainer_for(out, Batches([*DOMAINS, "zz"])).train(), ValueError, "'zz'"),
-        (lambda out: trainer_for(out, mixed(COUNTS | {"far": 4})).train(), ValueError, "'far'"),
+        (
+            lambda out: trainer_for(out, mixed(COUNTS | {"far": 4})).train(),
+            ValueError,
+            "also has far",
+        ),
         (lambda out: trainer_for(out, mixed(COUNTS), target="nl").train(), ValueError, "'nl'"),
     ],
 )

@@ -18,6 +18,7 @@ from doge_fast.pipeline.model import open_model
 from doge_fast.pipeline.proxy import ProxyTrainer, learn_weights
 from doge_fast.pipeline.reporting.runs import open_runs
 from doge_fast.pipeline.run import Run
+from doge_fast.weights.aligned import WAITING_STEPS
 from tests.pipeline.corpora import texts, write_jsonl
 from tests.pipeline.stages import NAMES, killed_at, lines_of, words_of
 from tests.pipeline.workshop import Damage
@@ -147,10 +148,12 @@ def test_the_rule_follows_from_the_target_and_what_else_is_said(proxy, caplog):
     assert proxy(target=("verse",), score="published").score == "published"
     with pytest.raises(ValueError, match="no mu"):
         proxy(target=("verse",), score="aligned", mu=0.1)
-    config = proxy(target=("verse",), steps=2)
     with caplog.at_level("INFO", logger="doge_fast"):
-        run = learn_weights(config)
+        run = learn_weights(proxy(target=("verse",), steps=WAITING_STEPS + 1))
+        learn_weights(proxy("short", target=("verse",), steps=2))
     assert "aligned rule; --score paper" in caplog.text
+    assert f"uniform weights in its first {WAITING_STEPS} steps" in caplog.text
+    assert len({*run.weights.values()}) > 1
     assert records.read_weights(run.path)["score"] == "aligned"
     assert records.read_json(run.path / records.CONFIG)["config"]["score"] == "aligned"
 

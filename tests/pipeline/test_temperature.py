@@ -322,7 +322,7 @@ def test_the_demo_says_how_long_it_takes_and_writes_one_page(
     tmp_path, small_corpus, blocks_cache, caplog
 ):
     config = DemoConfig(
-        tmp_path / "demo", str(small_corpus), target="verse", steps=3, cache_dir=blocks_cache
+        tmp_path / "demo", str(small_corpus), target="verse", steps=24, cache_dir=blocks_cache
     )
     with caplog.at_level("INFO", logger="doge_fast"):
         lines = demo(config)
