@@ -33,7 +33,7 @@ $(VENV)/.installed-%: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 
 env: $(call STAMP,pipeline)  ## the environment alone, in .venv, with all that doge-fast needs
 
-demo: $(call STAMP,pipeline)  ## the whole story on text found on this machine, in minutes
+demo: $(call STAMP,pipeline)  ## the whole story on text found on this machine, in two minutes
 	$(BIN)/python -m doge_fast demo
 
 # Processes that share the tests. worksteal: the tests of a file stay together, so that what a file
