@@ -54,7 +54,8 @@ CHOOSING, JUDGING = 100, 200
 # Of log weights in the regression; the shares of a Dirichlet distribution are of the order of one.
 RIDGE = 0.1
 SIMULATED = 10_000
-# Between two judges of the same weights; other machines round differently.
+# Between two judges of the same weights, where another machine may round differently: a tenth of a
+# percent of perplexity, the last digit that a table prints.
 SAME_LOSS = 1e-3
 RECORD = "temperature.json"
 MEASURED, ALIGNED = "DoGE, measured distance", "aligned"
