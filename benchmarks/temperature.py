@@ -12,10 +12,12 @@ For each seed a proxy is trained, and base models along its direction choose a t
 instead: a proxy with a quarter of mu, a proxy that is trained four times as long, as many random
 mixtures of which the best is kept, and a regression on those. Base models with another seed, which
 chose nothing, then judge all mixtures. With `--one-proxy`, only what one proxy gives is judged: the
-paper's rule, a quarter of mu, and the aligned rule. With `--extend`, the aligned rule is added to
-the seeds of a record. Uniform weights of the first one are judged once more: the same loss shows
-that the others are comparable. With `--longer`, only this is asked: is the temperature that base
-models of `--steps` find also the best for longer ones? The same command resumes.
+paper's rule, a quarter of mu, and the aligned rule; `--no-others` leaves the aligned rule alone.
+With `--extend`, the aligned rule is added to the seeds of a record. Uniform weights of the first
+one are judged once more: the same loss shows that the others are comparable. With `--weights`,
+nothing is learned: base models of this length and size judge the uniform and the aligned weights of
+a record. With `--longer`, only this is asked: is the temperature that base models of `--steps` find
+also the best for longer ones? The same command resumes.
 """
 
 import argparse
@@ -178,19 +180,33 @@ def measured(question: Question, seed: int, others: bool) -> records.Json:
     }
 
 
-def of_one_proxy(question: Question, seed: int) -> records.Json:
+def of_one_proxy(question: Question, seed: int, others: bool) -> records.Json:
     """What the cost of a single proxy gives: the paper's rule, a quarter of mu, the aligned one."""
-    paper = question.proxy("proxy", seed)
-    smaller = question.proxy("proxy-mu", seed, mu=records.read_weights(paper)["mu"] / 4)
-    aligned = question.proxy("proxy-aligned", seed, score="aligned")
-    alpha = weights_of(paper)
-    methods = {
-        "uniform": (dict.fromkeys(alpha, 1 / len(alpha)), 0),
-        "DoGE": (alpha, 1),
-        "DoGE, mu / 4": (weights_of(smaller), 1),
-        ALIGNED: (weights_of(aligned), 1),
-    }
-    return {"seed": seed, "methods": judged(question, methods, seed)}
+    alpha = weights_of(question.proxy("proxy-aligned", seed, score="aligned"))
+    methods = {"uniform": (dict.fromkeys(alpha, 1 / len(alpha)), 0)}
+    if others:
+        paper = question.proxy("proxy", seed)
+        smaller = question.proxy("proxy-mu", seed, mu=records.read_weights(paper)["mu"] / 4)
+        methods |= {"DoGE": (weights_of(paper), 1), "DoGE, mu / 4": (weights_of(smaller), 1)}
+    return {"seed": seed, "methods": judged(question, methods | {ALIGNED: (alpha, 1)}, seed)}
+
+
+def of_record(question: Question, record: records.Json) -> list[records.Json]:
+    """The seeds of a record, whose uniform and aligned weights this question's models judge."""
+    return [
+        {
+            "seed": each["seed"],
+            "methods": judged(
+                question,
+                {
+                    name: (each["methods"][name]["weights"], each["methods"][name]["trainings"])
+                    for name in ("uniform", ALIGNED)
+                },
+                each["seed"],
+            ),
+        }
+        for each in record["seeds"]
+    ]
 
 
 def extended(question: Question, record: records.Json, searches: bool) -> list[records.Json]:
@@ -346,7 +362,8 @@ def table(record: records.Json) -> str:
         has_proxy = name.startswith((ALIGNED, "DoGE"))
         proxies = 0 if not has_proxy else 1 if name in (MEASURED, BOTH) else cost
         rows_read = proxies * len(domains | record["target"]) + (cost - proxies) * len(domains)
-        tokens = rows_read * BLOCKS * record["steps"] * Settings().block_size
+        steps = record.get("learned_steps", record["steps"])
+        tokens = rows_read * BLOCKS * steps * Settings().block_size
         rows.append([name, perplexity, *changes, f"{tokens / 1e6:.1f}M"])
     heads = {MEASURED: "measured against it", ALIGNED: "aligned against it"}
     against = [heads[way] for way in measured_ways]
@@ -366,6 +383,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--one-proxy", action="store_true", help="what one proxy gives, by rule")
     parser.add_argument("--extend", type=Path, help="a record to add the aligned rule to")
     parser.add_argument("--search", action="store_true", help="and a distance measured along it")
+    parser.add_argument("--weights", type=Path, help="a record whose weights are judged")
     args = parser.parse_args(arguments)
     file = args.out / RECORD if args.out.is_dir() or not args.table else args.out
     if not args.table:
@@ -377,11 +395,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "versions": records.versions(),
             }
             records.write_json(file, record | added)
+        elif args.weights:
+            record = records.read_json(args.weights)
+            judged_record = record_of("temperature", args, of_record(question, record))
+            learned = {f"learned_{part}": record[part] for part in ("steps", "model")}
+            records.write_json(file, judged_record | learned)
         else:
             seeds = [
                 compared_lengths(question, args.longer, seed)
                 if args.longer
-                else of_one_proxy(question, seed)
+                else of_one_proxy(question, seed, not args.no_others)
                 if args.one_proxy
                 else measured(question, seed, not args.no_others)
                 for seed in args.seeds
