@@ -300,7 +300,12 @@ class _StackedLayer:
     def sums(
         self, num_examples: int, tensors: Sequence[Tensor], needs_grad: Sequence[bool]
     ) -> tuple[list[int], list[Tensor]]:
-        """The places of parameters whose rule has terms, and each example's sum, [B, *shape]."""
+        """The places of parameters whose rule has terms, and each example's sum, [B, *shape].
+
+        None if the first dimension does not hold the examples, which `SortedBatch.note` refuses.
+        """
+        if tensors[0].shape[0] % num_examples:
+            return [], []
         terms = self.rule.terms(self.module, *tensors)
         places = [
             place
