@@ -346,7 +346,11 @@ class _Layer(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         layer, tensors = ctx.layer, [grad, *ctx.saved_tensors]
+        grad_x = None
         if is_compiling():
+            # First, so that the sums read the narrow `grad` of its product.
+            if ctx.needs_input_grad[2]:
+                grad_x = layer.rule.input_gradient(layer.module, *tensors)
             # A graph knows only which parameters were trained in the forward pass: inputs 4 and on.
             needs_grad = [*ctx.needs_input_grad[4:]]
             places, sums = layer.sums(ctx.num_examples, tensors, needs_grad)
@@ -356,9 +360,8 @@ class _Layer(torch.autograd.Function):
             # The tensors among the inputs are x, token, and the parameters.
             needs_grad = [will_receive_grad(ctx, 2 + i) for i in range(ctx.num_params)]
             layer.fill_rows(ctx.batch, tensors, needs_grad, {})
-        grad_x = None
-        if ctx.needs_input_grad[2]:
-            grad_x = layer.rule.input_gradient(layer.module, *tensors)
+            if ctx.needs_input_grad[2]:
+                grad_x = layer.rule.input_gradient(layer.module, *tensors)
         return None, None, grad_x, None, *[None] * ctx.num_params
 
 
