@@ -26,9 +26,10 @@ from doge_fast.stacked.stacked import (
 )
 
 # Logits of several small domains are computed together, up to so many bytes; those of one domain
-# are never split. On a CPU they stay in the cache.
+# are never split. On a CPU they stay in the cache. Elsewhere fewer products read the weight of the
+# head, 77 MB for 50,304 words.
 CHUNK_BYTES = {"cpu": 1 << 20}
-CHUNK_BYTES_ELSEWHERE = 1 << 28
+CHUNK_BYTES_ELSEWHERE = 1 << 30
 
 
 def domain_losses(

@@ -110,6 +110,11 @@ class Counted(TorchDispatchMode):
         if name == "cross_entropy" and args[2] is not None:
             # Twice; the second time as likely from the cache.
             reads[id(args[0])] = _num_bytes(args[0])
+        if name == "segment_sum" and args[2] and args[4] is not None:
+            # Added to the vectors that tokens looked up, at most one for each token.
+            out = args[1]
+            reads[id(out)] = size = args[0].numel() * out.itemsize
+            writes = {id(out): size}
         if name == "scale_rows":
             # The loss's gradient is 1.
             reads, writes = {}, {}
