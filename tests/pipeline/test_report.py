@@ -277,19 +277,6 @@ def test_perplexities_and_their_counts(page):
     assert "One seed has no interval" in page.text
 
 
-def test_pairs_of_arms_are_set_against_each_other_too(tmp_path):
-    write_experiment(tmp_path, (-0.02, -0.021, -0.019))
-    record = records.read_json(tmp_path / records.EXPERIMENT)
-    (group,) = record["groups"]
-    other = {"label": "DoReMi", "about": "learned", "runs": group["arms"][0]["runs"]}
-    group |= {"arms": [*group["arms"], other], "pairs": [["DoGE", "DoReMi"], ["DoGE", "gone"]]}
-    records.write_json(tmp_path / records.EXPERIMENT, record)
-    page = page_of(tmp_path)
-    assert "DoGE against DoReMi" in page.text
-    average = cells(page.source, "Against uniform, seed by seed: Base models")["average"]
-    assert average[0] == average[2] != average[1]
-
-
 def test_base_models_that_differ_in_more_are_refused_by_name(tmp_path):
     write_base(tmp_path / "uniform", learning_rate=1e-3)
     write_base(tmp_path / "natural", weights="natural", change=-0.1)

@@ -156,8 +156,6 @@ class ArmRecord:
     about: str
     runs: tuple[str, ...]
     is_baseline: bool = False
-    baseline: str | None = None
-    """Label of the arm that this one is set against, where it is not the group's."""
 
 
 @dataclass(frozen=True)
@@ -171,26 +169,7 @@ class PerplexityGroup:
     about: str = ""
     focus: str | None = None
     """How the label begins of the arm that the question is about; None: DoGE's."""
-    pairs: tuple[tuple[str, str], ...] = ()
-    """Labels of arms that are set against each other too."""
     kind: Literal["perplexity"] = "perplexity"
-
-
-@dataclass(frozen=True)
-class TargetRow:
-    """A target, and the arms that were measured on it."""
-
-    target: str
-    arms: tuple[ArmRecord, ...]
-
-
-@dataclass(frozen=True)
-class TargetsGroup:
-    """Every target against the same arms."""
-
-    title: str
-    rows: tuple[TargetRow, ...]
-    kind: Literal["targets"] = "targets"
 
 
 @dataclass(frozen=True)
@@ -199,8 +178,6 @@ class WeightsGroup:
 
     title: str
     arms: tuple[ArmRecord, ...]
-    reference: str | None = None
-    """Label of the arm that the others' distance is measured from."""
     kind: Literal["weights"] = "weights"
 
 
@@ -250,7 +227,7 @@ class TemperatureGroup:
     kind: Literal["temperature"] = "temperature"
 
 
-Group = TemperatureGroup | PerplexityGroup | TargetsGroup | WeightsGroup | CostGroup
+Group = TemperatureGroup | PerplexityGroup | WeightsGroup | CostGroup
 """A table that an experiment ends in."""
 
 

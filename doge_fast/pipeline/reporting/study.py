@@ -226,9 +226,6 @@ class Study:
         if self.plan is None:
             return []
         arms = [arm for group in self.of(records.PerplexityGroup) for arm in group.arms]
-        arms += [
-            arm for group in self.of(records.TargetsGroup) for row in group.rows for arm in row.arms
-        ]
         needed = {name: None for arm in arms for name in arm.runs}
         # The plan of a search has diverged runs too, which its tables leave out.
         planned = needed if self.of(records.TemperatureGroup) else self.plan.runs
@@ -252,17 +249,12 @@ class Study:
             run.config.training.seed: losses for run in runs if (losses := run.losses()) is not None
         }
 
-    def lines(self, group: records.PerplexityGroup | records.TargetsGroup) -> list[Line]:
-        """One line per target; or one per domain and, for several domains, their average.
+    def lines(self, group: records.PerplexityGroup) -> list[Line]:
+        """One line per domain and, for several domains, their average.
 
-        Lines per domain have the measured arms only, on the seeds that all of these share or,
-        without such, on each arm's seeds. Domains that some arm was not measured on are left out.
+        They have the measured arms only, on the seeds that all of these share or, without such, on
+        each arm's seeds. Domains that some arm was not measured on are left out.
         """
-        if isinstance(group, records.TargetsGroup):
-            return [
-                Line(row.target, {arm.label: self.losses(arm) for arm in row.arms}, {row.target: 1})
-                for row in group.rows
-            ]
         arms = {arm.label: losses for arm in group.arms if (losses := self.losses(arm))}
         common = set.intersection(*map(set, arms.values())) if arms else set()
         for label, losses in arms.items():
