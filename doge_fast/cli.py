@@ -310,7 +310,7 @@ def _doremi(config: configs.DoReMiConfig) -> list[str]:
 
 
 def _learned(run: Path) -> list[str]:
-    from doge_fast.pipeline.reporting.study import remarks_on
+    from doge_fast.pipeline.reporting.proxies import remarks_on
 
     try:
         remarks = remarks_on(run)

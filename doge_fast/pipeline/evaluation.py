@@ -9,14 +9,19 @@ from pathlib import Path
 import datasets
 import torch
 
-from doge_fast.pipeline import failures, health, named, ranks, records, tables, training
+from doge_fast.pipeline import failures, named, ranks, records, tables
 from doge_fast.pipeline.config import MIX, CorpusConfig, EvaluateConfig
 from doge_fast.pipeline.config.ranges import check
 from doge_fast.pipeline.domains import load_corpus
-from doge_fast.pipeline.failures import UserError
+from doge_fast.pipeline.failures import Diverged, UserError
 from doge_fast.pipeline.model import open_model
 from doge_fast.pipeline.records import CorpusRecord, Json
-from doge_fast.pipeline.trainer import held_out_losses
+from doge_fast.pipeline.trainer import (
+    device_of,
+    held_out_losses,
+    not_finite,
+    wait_for_ranks,
+)
 from doge_fast.pipeline.wording import first_few
 
 _log = logging.getLogger("doge_fast")
@@ -64,7 +69,7 @@ def evaluate(config: EvaluateConfig) -> Json:
         held_out = load_corpus(other, is_measured=True).validation
     _log.info("%s: opening the model", config.run)
     model = open_model(config.run / records.MODEL)
-    torch.nn.Module.to(model, training.wait_for_ranks(training.device_of(config.device)))
+    torch.nn.Module.to(model, wait_for_ranks(device_of(config.device)))
     names = config.domains or tuple(held_out)
     loss, blocks = held_out_losses(
         model,
@@ -79,9 +84,9 @@ def evaluate(config: EvaluateConfig) -> Json:
         loss=loss,
         block_size=corpus.block_size,
     )
-    if lost := health.not_finite(result["perplexity"]):
+    if lost := not_finite(result["perplexity"]):
         losses = ", ".join(f"{name} {loss[name]:g}" for name in lost)
-        raise health.Diverged(
+        raise Diverged(
             f"The model of {config.run} has diverged: the perplexity of "
             f"{first_few(lost)} is not finite (losses: {losses}). Nothing has been "
             "written. Train another with a lower learning_rate (--learning-rate)."
@@ -103,7 +108,7 @@ def table(result: Json) -> str:
 def _check(config: EvaluateConfig, own: str, corpus: CorpusRecord) -> None:
     check(config)
     records.check_finished(config.run)
-    training.device_of(config.device)
+    device_of(config.device)
     if config.data is None:
         known = [*corpus.domains, *corpus.targets]
         named.check("domains", config.domains, known, str(config.run))

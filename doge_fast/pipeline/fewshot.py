@@ -17,10 +17,11 @@ from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from doge_fast.pipeline import records, tables, training
+from doge_fast.pipeline import records, tables
 from doge_fast.pipeline.config import EvaluateConfig
 from doge_fast.pipeline.config.ranges import check
 from doge_fast.pipeline.failures import UserError, reading
+from doge_fast.pipeline.trainer import device_of
 
 # Source: DoGE, Table fewshot.
 PAPER_TASKS = ("copa", "sciq", "logiqa", "piqa", "wic", "winogrande")
@@ -72,7 +73,7 @@ def few_shot(config: EvaluateConfig) -> dict[str, Any]:
     model = HFLM(
         pretrained=str(config.run / records.MODEL),
         backend="causal",
-        device=str(training.device_of(config.device)),
+        device=str(device_of(config.device)),
         batch_size=config.batch_size,
         # The packed training text has none either.
         add_bos_token=False,

@@ -19,16 +19,21 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, set_seed
 
 from doge_fast import atomic_file
-from doge_fast.pipeline import baselines, domains, ranks, records, training
+from doge_fast.pipeline import baselines, domains, ranks, records
 from doge_fast.pipeline.config import StageConfig
 from doge_fast.pipeline.config.ranges import check
 from doge_fast.pipeline.domains import Corpus
 from doge_fast.pipeline.failures import FileFailure, UserError
 from doge_fast.pipeline.model import build_model, check_model, without_bars
 from doge_fast.pipeline.records import ConfigRecord
-from doge_fast.pipeline.reporting.study import warnings_on
+from doge_fast.pipeline.reporting.proxies import warnings_on
 from doge_fast.pipeline.sizes import settings_of
-from doge_fast.pipeline.trainer import RecordedTrainer, from_first
+from doge_fast.pipeline.trainer import (
+    RecordedTrainer,
+    device_of,
+    from_first,
+    wait_for_ranks,
+)
 
 Config = TypeVar("Config", bound=StageConfig)
 
@@ -56,7 +61,7 @@ def resolved(config: Config) -> Config:
     told = config.training
     if told.dtype != "auto":
         return config
-    is_gpu = training.device_of(told.device).type != "cpu"
+    is_gpu = device_of(told.device).type != "cpu"
     dtype = settings_of(config.model.model).gpu_dtype if is_gpu else "float32"
     return replace(config, training=replace(told, dtype=dtype))
 
@@ -78,7 +83,7 @@ def existing_run(config: StageConfig) -> ExistingRun:
     if getattr(config, "dry_run", False):
         raise UserError("A dry run trains nothing: call rehearsal.rehearse, or leave out dry_run.")
     check(config)
-    training.device_of(config.training.device)
+    device_of(config.training.device)
     if getattr(config, "batch_size", 0) % ranks.number():
         raise UserError(
             f"batch_size must be a multiple of the {ranks.number()} processes that share it; got "
@@ -150,7 +155,7 @@ def directory(
     """
     config, corpus, out = trainer.config, trainer.corpus, trainer.config.out
     # Every rank must have read the directory before the first one writes.
-    training.wait_for_ranks(trainer.args.device)
+    wait_for_ranks(trainer.args.device)
     with ExitStack() as held, without_bars():
 
         def begin() -> Path | None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from doge_fast.pipeline import failures, named, ranks, records, stage, training
+from doge_fast.pipeline import failures, named, ranks, records, stage
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.baselines import MAX_EPOCHS, epochs
 from doge_fast.pipeline.config import (
@@ -33,15 +33,14 @@ from doge_fast.pipeline.config import (
 )
 from doge_fast.pipeline.config.ranges import check
 from doge_fast.pipeline.evaluation import evaluate, own_blocks
-from doge_fast.pipeline.failures import UserError
-from doge_fast.pipeline.health import Diverged
+from doge_fast.pipeline.failures import Diverged, UserError
 from doge_fast.pipeline.model import check_model
 from doge_fast.pipeline.records import ConfigRecord, Json
 from doge_fast.pipeline.report import write_report
 from doge_fast.pipeline.reporting.statistics import PairedDifference, paired_difference
 from doge_fast.pipeline.run import Run
-from doge_fast.pipeline.tables import as_ascii
-from doge_fast.pipeline.wording import count_text, first_few, plural, wrapped
+from doge_fast.pipeline.trainer import device_of, wait_for_ranks
+from doge_fast.pipeline.wording import as_ascii, count_text, first_few, plural, wrapped
 
 _LEAST_STEPS = 200
 _FIRST = (0.0, 1.0, 2.0)
@@ -290,7 +289,7 @@ class _Search:
             )
         search = cls(config, proxy, record)
         base = search.base(1.0, config.seeds[0])
-        training.device_of(base.training.device)
+        device_of(base.training.device)
         if base.batch_size % ranks.number():
             raise UserError(
                 f"A step of the base models has as many blocks as one of {config.proxy}, "
@@ -446,7 +445,7 @@ class _Search:
 
     def wait(self) -> None:
         """Synchronise the ranks, so that all see the files of the first one."""
-        training.wait_for_ranks(training.device_of(self.config.device))
+        wait_for_ranks(device_of(self.config.device))
 
     def _is_made(self, job: Job) -> bool:
         return job.config.out in self.diverged or job.is_made()

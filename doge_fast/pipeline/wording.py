@@ -3,6 +3,8 @@
 import textwrap
 from collections.abc import Iterable, Sequence
 
+_ASCII = str.maketrans({"−": "-", "–": "-", "±": "+/-", "×": "x", "\N{NO-BREAK SPACE}": " "})
+
 
 def wrapped(text: str, width: int = 88) -> str:
     """A paragraph in lines of a terminal's width."""
@@ -32,3 +34,8 @@ def first_few(names: Sequence[str], most: int = 5) -> str:
     """a, b and 3 more."""
     left = len(names) - most
     return listed([*names[:most], *([f"{left} more"] if left > 0 else [])])
+
+
+def as_ascii(text: str) -> str:
+    """Replace this package's own signs by ASCII; names may still hold other characters."""
+    return text.translate(_ASCII)

@@ -33,7 +33,7 @@ from doge_fast.pipeline.config.ranges import Device, check
 from doge_fast.pipeline.model import build_model, load_architecture
 from doge_fast.pipeline.records import check_out
 from doge_fast.pipeline.sizes import SIZES
-from doge_fast.pipeline.training import device_of
+from doge_fast.pipeline.trainer import device_of
 from doge_fast.profiling.roofline import Bandwidth, Traffic, bandwidth
 from doge_fast.weights.weights_file import plain
 

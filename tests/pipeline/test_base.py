@@ -26,7 +26,7 @@ from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.run import Run
 from doge_fast.pipeline.stage import ExistingRun
 from doge_fast.pipeline.temperature import temperature
-from doge_fast.pipeline.training import device_of, training_arguments
+from doge_fast.pipeline.trainer import device_of, training_arguments
 from tests.pipeline.stages import (
     NAMES,
     assert_same_run,

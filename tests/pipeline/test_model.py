@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from doge_fast import cli
-from doge_fast.pipeline import stage, training
+from doge_fast.pipeline import stage
 from doge_fast.pipeline.config import BaseConfig, CorpusConfig, ModelConfig
 from doge_fast.pipeline.model import build_model, check_model
 
@@ -78,7 +78,7 @@ def test_what_nobody_says_comes_with_the_size(tmp_path, monkeypatch):
     assert sizes == [(512, 128), (128, 28)]
     dtypes = []
     for kind in ("cpu", "cuda"):
-        monkeypatch.setattr(training, "device_of", lambda name, kind=kind: torch.device(kind))
+        monkeypatch.setattr(stage, "device_of", lambda name, kind=kind: torch.device(kind))
         dtypes += [stage.resolved(each).training.dtype for each in (large, small)]
     assert dtypes == ["float32", "float32", "bfloat16", "float32"]
     plain = replace(large, training=replace(large.training, dtype="float32"))

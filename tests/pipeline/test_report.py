@@ -16,9 +16,8 @@ from scipy import stats
 
 from doge_fast.pipeline import records, report, tables
 from doge_fast.pipeline.config import ReportConfig
-from doge_fast.pipeline.records.movement import Movement, movement_of
+from doge_fast.pipeline.reporting.proxies import Movement, movement_of, remarks_on
 from doge_fast.pipeline.reporting.statistics import change_text, paired_difference
-from doge_fast.pipeline.reporting.study import remarks_on
 from tests.pipeline.written_runs import (
     DOMAINS,
     STEPS,

@@ -17,13 +17,13 @@ from doge_fast.pipeline import failures, records
 from doge_fast.pipeline import temperature as search
 from doge_fast.pipeline.config import DemoConfig, ModelConfig, ProxyConfig, TemperatureConfig
 from doge_fast.pipeline.demo import MOST_RUNS, demo
-from doge_fast.pipeline.health import Diverged
+from doge_fast.pipeline.failures import Diverged
 from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.report import terminal_table
 from doge_fast.pipeline.reporting.study import open_study
 from doge_fast.pipeline.run import Run
-from doge_fast.pipeline.tables import as_ascii
 from doge_fast.pipeline.temperature import Job, next_inverses, sharpened, temperature
+from doge_fast.pipeline.wording import as_ascii
 from tests.pipeline.stages import NAMES, write_weights
 
 

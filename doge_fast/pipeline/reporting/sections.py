@@ -18,6 +18,7 @@ from doge_fast.pipeline import baselines, records
 from doge_fast.pipeline.config import MIX
 from doge_fast.pipeline.reporting import figures
 from doge_fast.pipeline.reporting.figures import Drawing
+from doge_fast.pipeline.reporting.proxies import mean_weights
 from doge_fast.pipeline.reporting.runs import RecordedRun
 from doge_fast.pipeline.reporting.statistics import (
     Line,
@@ -28,7 +29,7 @@ from doge_fast.pipeline.reporting.statistics import (
     perplexity_text,
     share_text,
 )
-from doge_fast.pipeline.reporting.study import Study, mean_weights, open_study
+from doge_fast.pipeline.reporting.study import Study, open_study
 from doge_fast.pipeline.tables import Cell, Table, table_of
 from doge_fast.pipeline.wording import count_text, first_few, listed, plural
 from doge_fast.weights.projection import effective_domains

@@ -14,8 +14,8 @@ from typing import Any
 from doge_fast.pipeline import baselines, named, records
 from doge_fast.pipeline.failures import UserError
 from doge_fast.pipeline.records import Json
-from doge_fast.pipeline.tables import Table, as_ascii, table_of, text
-from doge_fast.pipeline.wording import count_text, listed, plural
+from doge_fast.pipeline.tables import Table, table_of, text
+from doge_fast.pipeline.wording import as_ascii, count_text, listed, plural
 from doge_fast.weights.projection import effective_domains
 
 
