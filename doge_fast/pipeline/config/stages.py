@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Le
+from pydantic import StringConstraints
 from pydantic.dataclasses import dataclass
 
 from doge_fast.pipeline import named
@@ -32,6 +33,7 @@ from doge_fast.pipeline.sizes import SIZES, Settings, settings_of
 from doge_fast.weights.defaults import DOMAIN_MAX_GRAD_NORM
 
 Target = str | dict[str, float]
+Strategy = Annotated[str, StringConstraints(pattern=r"^(low|high)[1-9][0-9]*$")]
 Reading = Literal["norms-over-change", "sum-over-change", "change-over-sum", "change-over-norms"]
 
 # Keywords of a target.
@@ -221,6 +223,19 @@ class TasksConfig:
     which is scored; None: the data sets that lm-eval names on the Hub."""
     task_limit: Count | None = None
     """Score only this many documents of every task, the first ones; None: all."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tasks without repeats; "a,b" "c" and "a" "b" "c" are the same."""
+        names = (name.strip() for word in self.tasks for name in word.split(","))
+        return tuple(dict.fromkeys(name for name in names if name))
+
+    def _check(self) -> None:
+        for name in self.names if self.task_data else ():
+            for split in ("train", "validation"):
+                file = Path(self.task_data or "", name, f"{split}.jsonl")
+                if not file.is_file():
+                    raise UserError(f"task_data (--task-data) needs {file}, which does not exist.")
 
 
 def _missing(part: Any, settings: Settings) -> dict[str, Any]:
@@ -446,7 +461,7 @@ class SelectConfig(_Stage):
     stage: ClassVar[Literal["select"]] = "select"
 
     training: TrainingConfig = field(default_factory=lambda: TrainingConfig(steps=1000))
-    strategies: tuple[str, ...] = ("low10", "low30", "low50", "high30", "high10")
+    strategies: tuple[Strategy, ...] = ("low10", "low30", "low50", "high30", "high10")
     """lowN or highN: select the N parameters with the lowest or highest scores."""
     reading: Reading = "norms-over-change"
     """How the score is computed. norms-over-change (the paper's words): the sum of the examples'
