@@ -55,13 +55,13 @@ def train_base(config: BaseConfig) -> Run:
             names = [*records.weights_by_name(records.read_weights(config.out))]
             _check_weights(config, *_used(config, _given_phases(config, names)))
         return Run(config.out)
-    trainer = prepare(config, existing)
+    trainer = base_trainer(config, existing)
     mean, changes = _used(config, trainer.phases)
     if (config.out / records.WEIGHTS).exists():
         _check_weights(config, mean, changes)
     with stage.directory(trainer, existing) as checkpoint:
         from_first(
-            lambda: stage.write_weights(
+            lambda: stage.leave_weights(
                 trainer,
                 {"weight": mean},
                 method=config.weights if config.weights in BASELINES else "given",
@@ -91,7 +91,7 @@ def _check_weights(config: BaseConfig, mean: dict[str, float], changes: list[Jso
         )
 
 
-def prepare(config: BaseConfig, existing: ExistingRun) -> MixtureTrainer:
+def base_trainer(config: BaseConfig, existing: ExistingRun) -> MixtureTrainer:
     """Read the corpus and the weights, build the model; return the run's trainer."""
     is_given = config.weights not in BASELINES
     followed: list[str] = []

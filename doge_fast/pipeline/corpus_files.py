@@ -217,7 +217,7 @@ def split_of(name: str) -> Split | None:
     Its last word counts, without numbers: "validation", "c4-train.00000-of-00001.jsonl" and
     "wiki.valid.txt" state a split; "dev-blog.jsonl" and "test_bench.jsonl" only begin with one.
     """
-    words = _words(name)
+    words = _words_of_name(name)
     return _WORDS.get(words[-1]) if words else None
 
 
@@ -254,7 +254,7 @@ def _walk(folder: Path, around: Sequence[Path] = ()) -> Iterator[Path]:
             yield from _walk(path, (*around, here))
 
 
-def _words(name: str) -> list[str]:
+def _words_of_name(name: str) -> list[str]:
     """The words of a name in lower case, without numbers, "of" between them and the Hub's hash."""
     plain = _SHARD.sub(" ", stem_of(name).lower())
     plain = re.sub("(held|hold)[-_. ]out", r"\1out", plain)
@@ -264,7 +264,7 @@ def _words(name: str) -> list[str]:
 def _is_doubtful(data: Path, file: CorpusFile) -> bool:
     """Whether a training file has the word of a held-out split in its name."""
     _, named = _domain_and_rest(data, file.path, has_column=not file.domain)
-    words = (word.removesuffix("set") for name in named for word in _words(name))
+    words = (word.removesuffix("set") for name in named for word in _words_of_name(name))
     is_named = any(_WORDS.get(word) in ("validation", "test") for word in words)
     return is_named and file.split == "train"
 

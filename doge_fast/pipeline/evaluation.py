@@ -11,7 +11,7 @@ import torch
 
 from doge_fast.pipeline import failures, named, ranks, records, tables
 from doge_fast.pipeline.config import MIX, CorpusConfig, EvaluateConfig
-from doge_fast.pipeline.config.ranges import check
+from doge_fast.pipeline.config.ranges import check_paths
 from doge_fast.pipeline.domains import load_corpus
 from doge_fast.pipeline.failures import Diverged, UserError
 from doge_fast.pipeline.model import open_model
@@ -98,7 +98,7 @@ def evaluate(config: EvaluateConfig) -> Json:
     return result
 
 
-def table(result: Json) -> str:
+def perplexity_table(result: Json) -> str:
     """The perplexities as aligned plain text."""
     found = [*result["perplexity"].items(), ("average", result["average_perplexity"])]
     rows = [(name, f"{value:.2f}") for name, value in found]
@@ -106,12 +106,12 @@ def table(result: Json) -> str:
 
 
 def _check(config: EvaluateConfig, own: str, corpus: CorpusRecord) -> None:
-    check(config)
+    check_paths(config)
     records.check_finished(config.run)
     device_of(config.device)
     if config.data is None:
         known = [*corpus.domains, *corpus.targets]
-        named.check("domains", config.domains, known, str(config.run))
+        named.check_known("domains", config.domains, known, str(config.run))
         # A result for more domains must not be overwritten.
         if config.out is None and config.domains and (config.run / records.EVALUATION).exists():
             measured = records.load_evaluation(config.run).loss

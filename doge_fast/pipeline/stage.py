@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, set_seed
 from doge_fast import atomic_file
 from doge_fast.pipeline import baselines, domains, ranks, records
 from doge_fast.pipeline.config import StageConfig
-from doge_fast.pipeline.config.ranges import check
+from doge_fast.pipeline.config.ranges import check_paths
 from doge_fast.pipeline.domains import Corpus
 from doge_fast.pipeline.failures import FileFailure, UserError
 from doge_fast.pipeline.model import build_model, check_model, without_bars
@@ -82,11 +82,11 @@ def existing_run(config: StageConfig) -> ExistingRun:
     """
     if getattr(config, "dry_run", False):
         raise UserError("A dry run trains nothing: call rehearsal.rehearse, or leave out dry_run.")
-    check(config)
+    check_paths(config)
     device_of(config.training.device)
-    if getattr(config, "batch_size", 0) % ranks.number():
+    if getattr(config, "batch_size", 0) % ranks.size():
         raise UserError(
-            f"batch_size must be a multiple of the {ranks.number()} processes that share it; got "
+            f"batch_size must be a multiple of the {ranks.size()} processes that share it; got "
             f"{cast(Any, config).batch_size}."
         )
     record = records.check_run(config)
@@ -211,7 +211,7 @@ def _open_as_new(folder: Path) -> None:
             file.chmod(mode)
 
 
-def write_weights(
+def leave_weights(
     trainer: RecordedTrainer,
     columns: Mapping[str, Mapping[str, float]],
     *,
@@ -247,7 +247,7 @@ def write_weights(
     records.write_weights(config.out, record)
 
 
-def write_learned(
+def leave_learned_weights(
     trainer: RecordedTrainer, average: Mapping[str, float], last_K: Tensor, **fields: Any
 ) -> None:
     """Write weights.json with the average weights over the run and the last weights."""
@@ -259,4 +259,4 @@ def write_learned(
         # Natural weights of the training domains; held-out targets have no share.
         "prior": baselines.natural(corpus.tokens),
     }
-    write_weights(trainer, columns, warnings=warnings_on(trainer.config.out), **fields)
+    leave_weights(trainer, columns, warnings=warnings_on(trainer.config.out), **fields)

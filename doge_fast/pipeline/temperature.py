@@ -31,7 +31,7 @@ from doge_fast.pipeline.config import (
     ReportConfig,
     TemperatureConfig,
 )
-from doge_fast.pipeline.config.ranges import check
+from doge_fast.pipeline.config.ranges import check_paths
 from doge_fast.pipeline.evaluation import evaluate, own_blocks
 from doge_fast.pipeline.failures import Diverged, UserError
 from doge_fast.pipeline.model import check_model
@@ -269,7 +269,7 @@ class _Search:
     @classmethod
     def of(cls, config: TemperatureConfig) -> "_Search":
         """Read and check the proxy run; raise UserError if its weights define no line."""
-        check(config)
+        check_paths(config)
         recorded, proxy = records.load_config(config.proxy)
         if recorded.stage != "proxy":
             raise UserError(
@@ -290,10 +290,10 @@ class _Search:
         search = cls(config, proxy, record)
         base = search.base(1.0, config.seeds[0])
         device_of(base.training.device)
-        if base.batch_size % ranks.number():
+        if base.batch_size % ranks.size():
             raise UserError(
                 f"A step of the base models has as many blocks as one of {config.proxy}, "
-                f"{base.batch_size}, which {ranks.number()} processes cannot share. Start another "
+                f"{base.batch_size}, which {ranks.size()} processes cannot share. Start another "
                 "number of them."
             )
         check_model(base.model, block_size=base.corpus.block_size)

@@ -56,7 +56,7 @@ FLUSH_SECONDS = 1.0
 # within this time count as one.
 ECHO_SECONDS = 5.0
 
-Value = TypeVar("Value")
+Result = TypeVar("Result")
 
 _log = logging.getLogger("doge_fast")
 
@@ -126,7 +126,7 @@ def own_settings() -> Iterator[None]:
 
 def wait_for_ranks(device: torch.device) -> torch.device:
     """Wait for the other ranks; return this rank's device, of the given kind."""
-    if ranks.number() == 1:
+    if ranks.size() == 1:
         return device
     with own_settings():
         state = PartialState(cpu=device.type == "cpu")
@@ -146,13 +146,13 @@ def device_of(name: str) -> torch.device:
     return torch.device("cuda" if has_gpu and name != "cpu" else "cpu")
 
 
-def from_first(call: Callable[[], Value]) -> Value:
+def from_first(call: Callable[[], Result]) -> Result:
     """Call a function on the first rank and return its result on all; if it raises, all raise.
 
     Raises:
         FileFailure: on the other ranks, with the text of the first rank's error.
     """
-    if ranks.number() == 1:
+    if ranks.size() == 1:
         return call()
     # [result, text of the error]
     told: list[Any] = [None, None]
@@ -167,7 +167,7 @@ def from_first(call: Callable[[], Value]) -> Value:
         raise failure
     if told[1] is not None:
         raise FileFailure(told[1])
-    return cast(Value, told[0])
+    return cast(Result, told[0])
 
 
 class ByName(NamedTuple):
@@ -391,7 +391,7 @@ class StopOnSignal(TrainerCallback):
         if not ending:
             yield
             return
-        if ranks.number() > 1:
+        if ranks.size() > 1:
             # A process group on the host, so that no step waits for the device.
             self._group = dist.new_group(backend="gloo")
         failures.late.clear()
@@ -425,7 +425,7 @@ class StopOnSignal(TrainerCallback):
     def _receive(self, number: int, frame: object) -> None:
         now = time.monotonic()
         # A launcher forwards Ctrl-C too.
-        is_passed_on = number != signal.SIGINT or ranks.number() > 1
+        is_passed_on = number != signal.SIGINT or ranks.size() > 1
         is_echo = is_passed_on and now - self._received_at <= ECHO_SECONDS
         if self._signal is None:
             self._signal, self._received_at = number, now

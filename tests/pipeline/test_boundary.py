@@ -105,7 +105,7 @@ def test_a_full_standard_output_is_said():
 
 def test_a_name_that_looks_like_a_known_one_is_shown_letter_by_letter():
     for call in (
-        lambda: named.check("domains", ["we\u200bb"], ["web"], "here"),
+        lambda: named.check_known("domains", ["we\u200bb"], ["web"], "here"),
         lambda: records.read_weights("we\u200bb=1", domains=["web"]),
     ):
         with pytest.raises(ValueError, match=r"'we\\u200bb'"):

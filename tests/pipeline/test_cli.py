@@ -27,7 +27,7 @@ from doge_fast.pipeline.config import (
     TrainingConfig,
     WeightsShowConfig,
 )
-from doge_fast.pipeline.config.ranges import check
+from doge_fast.pipeline.config.ranges import check_paths
 from doge_fast.pipeline.run import Run
 from tests.pipeline.stages import words_of
 from tests.processes import ended
@@ -145,7 +145,7 @@ def test_a_users_folder_is_expanded_wherever_a_path_may_stand(monkeypatch, tmp_p
 
 def test_runs_may_lie_in_a_folder_named_like_data_that_is_no_folder():
     for data in ("installed", "owner/name"):
-        check(ProxyConfig(Path(data, "proxy"), corpus=CorpusConfig(data)))
+        check_paths(ProxyConfig(Path(data, "proxy"), corpus=CorpusConfig(data)))
 
 
 def test_the_version_and_what_there_is(capsys):

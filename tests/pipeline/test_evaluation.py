@@ -16,7 +16,7 @@ from doge_fast.pipeline import records
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import BaseConfig, EvaluateConfig
 from doge_fast.pipeline.domains import load_corpus
-from doge_fast.pipeline.evaluation import evaluate, table
+from doge_fast.pipeline.evaluation import evaluate, perplexity_table
 from doge_fast.pipeline.model import open_model
 from doge_fast.pipeline.trainer import held_out_losses
 from tests.pipeline.corpora import texts, write_jsonl
@@ -156,6 +156,6 @@ def test_the_average_is_of_the_domains_that_are_named(run):
     assert result["blocks"] == {"verse": 3, "code": 3}
     mean = (result["loss"]["verse"] + result["loss"]["code"]) / 2
     assert result["average_perplexity"] == pytest.approx(math.exp(mean), rel=1e-12)
-    assert table(result).splitlines()[-1].split() == ["average", f"{math.exp(mean):.2f}"]
-    both = table({"perplexity": {"average": 2.0}, "average_perplexity": 3.0})
+    assert perplexity_table(result).splitlines()[-1].split() == ["average", f"{math.exp(mean):.2f}"]
+    both = perplexity_table({"perplexity": {"average": 2.0}, "average_perplexity": 3.0})
     assert both.split()[-4:] == ["average", "2.00", "average", "3.00"]

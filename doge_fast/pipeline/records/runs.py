@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from platform import python_version
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 from doge_fast import atomic_file
 from doge_fast.pipeline.baselines import BASELINES
@@ -38,12 +38,11 @@ from doge_fast.pipeline.records.schema import (
     MetricsLine,
     check_shape,
     load,
+    parse_json,
 )
 from doge_fast.pipeline.sizes import SIZES
 from doge_fast.pipeline.wording import first_few
 from doge_fast.weights.weights_file import SCHEMA_VERSION, plain, write_json
-
-Config = TypeVar("Config", bound=StageConfig)
 
 # What does not change the numbers that a run computes.
 _NOT_COMPARED = ("out", "corpus.cache_dir", "training.max_skipped_steps")
@@ -295,8 +294,8 @@ def _difference(content: bytes, num_lines: int) -> str:
     lines = content.splitlines(keepends=True)[:num_lines]
     for number, text in enumerate(lines, start=1):
         try:
-            json.loads(text)
-        except (ValueError, RecursionError):
+            parse_json(text, METRICS)
+        except FileFailure:
             return f"line {number} of {METRICS} is damaged"
     if len(lines) < num_lines:
         return f"{METRICS} holds {len(lines)} of the {num_lines} lines that it held then"
@@ -329,12 +328,7 @@ def _lines_of(run: Path) -> list[tuple[Json, MetricsLine]]:
     # A kill tore what follows the last line break.
     for n, text in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         where = f"{path}, line {n}"
-        try:
-            line = json.loads(text, parse_constant=_refuse_constant)
-        except (ValueError, RecursionError) as error:
-            raise FileFailure(
-                f"{where}, must hold a JSON object and does not: {error}. {RESTORE}"
-            ) from None
+        line = parse_json(text, f"{where},")
         lines.append((line, check_shape(line, MetricsLine, f"{where},")))
         first, _ = lines[0]
         for key in ("alpha", "alpha_mean"):
@@ -344,10 +338,6 @@ def _lines_of(run: Path) -> list[tuple[Json, MetricsLine]]:
                     f"{', '.join(first[key])}. {RESTORE}"
                 )
     return lines
-
-
-def _refuse_constant(word: str) -> None:
-    raise UserError(f"{word} is no number of JSON")
 
 
 def evaluation(

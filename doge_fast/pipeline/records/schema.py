@@ -333,14 +333,24 @@ class WeightsRecord:
     stages: tuple[dict[str, Any], ...] | None = None
 
 
+def parse_json(text: bytes, where: str | Path, way_out: str = RESTORE) -> Any:
+    """The value that text in JSON stands for; FileFailure for other text, NaN and infinity."""
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise FileFailure(f"{where} must hold JSON and does not: {error}. {way_out}") from None
+
+
+def _refuse_constant(word: str) -> None:
+    raise ValueError(f"{word} is no number of JSON")
+
+
 def read_json(path: Path, way_out: str = RESTORE) -> Json:
     """The object that the file holds; UserError where it is absent or holds another thing."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8-sig"))
+        value = parse_json(path.read_bytes(), path, way_out)
     except FileNotFoundError:
         raise UserError(f"{path} does not exist.") from None
-    except (ValueError, RecursionError) as error:
-        raise FileFailure(f"{path} must hold JSON and does not: {error}. {way_out}") from None
     if not isinstance(value, dict):
         held = _JSON_NAMES.get(type(value), "a number")
         raise FileFailure(f"{path} must hold a JSON object; it holds {held}. {way_out}")

@@ -80,7 +80,7 @@ def page_of(runs: Sequence[Path]) -> Page:
     """
     study = open_study(runs)
     sections = (
-        *(_temperature(study, group) for group in study.of(records.TemperatureGroup)),
+        *(_search(study, group) for group in study.of(records.TemperatureGroup)),
         *(_mixture(study, group) for group in study.of(records.WeightsGroup)),
         Section("Before you use them", remarks=list(_cautions(study))),
         _course(study),
@@ -167,7 +167,7 @@ def _short(path: Path) -> str:
     return min(str(path), os.path.relpath(path), key=len)
 
 
-def _temperature(study: Study, group: records.TemperatureGroup) -> Section:
+def _search(study: Study, group: records.TemperatureGroup) -> Section:
     """The loss from uniform weights to the proxy's and beyond, and the chosen weights."""
     arms = {point.inverse: point.arm.label for point in group.points}
     losses = {point.arm.label: study.losses(point.arm) for point in group.points}

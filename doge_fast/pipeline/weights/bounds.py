@@ -88,7 +88,7 @@ def _bounds(bound: Bound, names: Mapping[str, float], what: str) -> dict[str, fl
     """A bound for every domain."""
     rule, nothing = _BOUNDS[what]
     given = bound if isinstance(bound, Mapping) else dict.fromkeys(names, bound)
-    named.check(what, given, names, "the weights")
+    named.check_known(what, given, names, "the weights")
     numbers = {name: value for name, value in given.items() if value is not None}
     for name, value in numbers.items():
         if not (value > 0 if what == "max_epochs" else 0 <= value <= 1):

@@ -170,7 +170,7 @@ def check_budget(budget_tokens: float | None) -> None:
 def tokens_of(record: Mapping[str, Any], given: Mapping[str, float] | None) -> dict[str, Any]:
     """{domain: tokens there are}: those given, or those that the record knows, or None."""
     recorded = {entry["name"]: entry.get("tokens") for entry in record["domains"]}
-    named.check("tokens", given or {}, recorded, "the weights")
+    named.check_known("tokens", given or {}, recorded, "the weights")
     for name, value in (given or {}).items():
         if not 1 <= value < math.inf:
             raise UserError(f"tokens of a domain must be a number >= 1; {name} has {value:g}.")
