@@ -23,7 +23,7 @@ from doge_fast.pipeline.report import terminal_table
 from doge_fast.pipeline.reporting.study import open_study
 from doge_fast.pipeline.run import Run
 from doge_fast.pipeline.tables import as_ascii
-from doge_fast.pipeline.temperature import Job, next_inverses, sharpened, temperature
+from doge_fast.pipeline.temperature import Job, lines_of, next_inverses, sharpened, temperature
 from tests.pipeline.stages import NAMES, write_weights
 
 
@@ -182,6 +182,21 @@ def test_targets_count_by_their_weights(proxy):
         own = point["losses"]["0"]
         assert own == pytest.approx(0.75 * loss["verse"] + 0.25 * loss["table"])
         assert set(point["weights"]) == {"code", "prose"}
+    # What it compares is named, and what the training domains lose stands beside it.
+    aim = "held-out text of verse (0.75) and table (0.25)"
+    first, *_ = lines_of(run.path)
+    assert first == f"loss on {aim}:"
+    page = " ".join(terminal_table([run.path]).split())
+    assert page.count(f" on {aim}") == 1
+    for title, group in zip(
+        ("verse and table", "the training domains"), study.of(records.PerplexityGroup), strict=True
+    ):
+        *_, total = study.lines(group)
+        average = total.perplexity("uniform").mean
+        (told,) = re.findall(
+            rf"Perplexity per domain: Base models on {title} .*? average ([\d.]+)", page
+        )
+        assert float(told) == pytest.approx(average, rel=0.01)
 
 
 def test_a_mixture_of_all_domains_is_a_target_beside_others(proxy):

@@ -30,7 +30,7 @@ from doge_fast.pipeline.reporting.statistics import (
 )
 from doge_fast.pipeline.reporting.study import Study, mean_weights, open_study
 from doge_fast.pipeline.tables import Cell, Table, table_of
-from doge_fast.pipeline.wording import count_text, first_few, listed, plural
+from doge_fast.pipeline.wording import count_text, first_few, held_out_text, listed, plural
 from doge_fast.weights.projection import effective_domains
 
 MARKS = "Bold: lower, and the 95 % interval over paired seeds leaves out zero; with a !: higher."
@@ -194,7 +194,7 @@ def _temperature(study: Study, group: records.TemperatureGroup) -> Section:
         is_chosen = "written" if point.inverse == group.chosen else ""
         rows.append((f"{point.inverse:g}", f"{means[point.inverse]:.4f}", cell, count, is_chosen))
     is_several = any(len(each) > 1 for each in losses.values())
-    aim = _held_out_text(group.aim, study)
+    aim = held_out_text(group.aim, study.shown[0].domains)
     note = (
         f"Loss: on {aim}, nats per token. 1/T = 0: uniform weights; 1: the proxy's own. Change of "
         "perplexity with its 95 % interval over paired seeds."
@@ -305,7 +305,7 @@ def _perplexities(study: Study, group: records.PerplexityGroup | records.Targets
         return Section(title, tables=[table], remarks=[f"{title}: {why}."])
     focus = next((label for label in others if label.startswith(wanted)), list(others)[-1])
     (line, *_) = lines[num_domains:] or lines
-    aim = _held_out_text(line.aim, study)
+    aim = held_out_text(line.aim, study.shown[0].domains)
     headline = _headline(focus, others[focus], line.difference(focus, others[focus]), aim)
     doubt = " Of twenty such intervals one is wrong by chance." if is_several else ONE_SEED
     against = table_of(
@@ -316,15 +316,6 @@ def _perplexities(study: Study, group: records.PerplexityGroup | records.Targets
         totals=changes[num_domains:],
     )
     return Section(title, headline, tables=[table, against])
-
-
-def _held_out_text(aim: Mapping[str, float], study: Study) -> str:
-    """The text of a mean loss in words: held-out text of ca, or of all 7 training domains."""
-    is_even = max(aim.values()) - min(aim.values()) < 1e-9
-    if len(aim) > 1 and is_even and aim.keys() == set(study.shown[0].domains):
-        return f"held-out text of all {len(aim)} training domains"
-    names = list(aim) if is_even else [f"{name} ({weight:.2f})" for name, weight in aim.items()]
-    return f"held-out text of {first_few(names)}"
 
 
 def _number_below(domains: Sequence[Line], arm: str, baseline: str) -> str:
