@@ -215,7 +215,11 @@ def test_a_page_has_one_headline_and_it_is_on_the_target(tmp_path):
     # At weights that were made of the proxy's.
     sharper = tmp_path / "sharper.json"
     records.write_json(sharper, by_name(trained, (0.5, *[0.1] * 5)))
-    write_base(tmp_path / "learned", weights=str(sharper), loss=loss, **out)
+    learned = write_base(tmp_path / "learned", weights=str(sharper), loss=loss, **out)
+    # Its target is the one that the weights brought; that of the other was typed.
+    record = records.read_json(learned / records.CONFIG)
+    assert record["config"].pop("targets") == ["tests"]
+    records.write_json(learned / records.CONFIG, record)
     page = page_of(tmp_path)
     (headline,) = re.findall(r'<p class="headline">(.*?)</p>', page.source)
     told = "perplexity 18.1 % lower than uniform on held-out text of tests"

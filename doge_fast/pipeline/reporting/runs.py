@@ -21,7 +21,8 @@ from doge_fast.pipeline.wording import listed
 LEARNING = ("proxy", "doremi")
 # Settings in which two runs of one arm may differ; `study` compares the weights of arms.
 _MAY_DIFFER_IN_TRAINING = ("seed", "eval_every", "eval_blocks", "save_every", "device", "compile")
-_MAY_DIFFER = ("out", "corpus", "weights", "log_every", "training")
+# The corpus as it was read is compared, with its targets, typed or followed from the weights.
+_MAY_DIFFER = ("out", "corpus", "targets", "weights", "log_every", "training")
 
 
 @dataclass(frozen=True)
