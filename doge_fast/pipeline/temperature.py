@@ -283,10 +283,10 @@ class _Search:
             raise UserError(f"{config.proxy} has one domain: every temperature gives it all.")
         positive = [value for value in weights.values() if value > 0]
         if math.log(max(positive) / min(positive)) < 1e-6:
+            told = " ".join(f"Warning: {each}" for each in record.get("warnings") or ())
             raise UserError(
                 f"The weights of {config.proxy} are equal: every temperature gives the same "
-                "mixture. Train the proxy longer or with a smaller mu; of two domains with "
-                "--domain-max-grad-norm 0, for gradients of one norm have equal scores."
+                f"mixture. {told or 'Train the proxy longer.'}"
             )
         search = cls(config, proxy, record)
         base = search.base(1.0, config.seeds[0])

@@ -432,7 +432,7 @@ def test_drift_is_that_of_the_weights_file(runs, page):
     distance = sum(abs(last[name] - 1 / 7) for name in DOMAINS)
     assert (
         f"the last fifth of the 200 steps moved {50 * drift:.1f} % of the tokens between domains; "
-        f"the average lies {50 * distance:.1f} % from uniform weights."
+        f"it lies {50 * distance:.1f} % from uniform weights."
     ) in page.text.replace("\N{NO-BREAK SPACE}", " ")
 
 
@@ -462,19 +462,26 @@ def test_an_average_settles_long_after_the_weights(taus, is_settled):
 
 
 @pytest.mark.parametrize(
-    ("logits", "aim", "word"),
+    ("logits", "aim", "score", "word"),
     [
-        ((0, 0, 0, 0, 0, 0, -2.5), "universal", "metadata would be read less than a third"),
-        ((0, 0, 0, 0, 0, -2.5), "stdlib", ""),
-        ((9.0, 0, 0, 0, 0, 0, 0), "universal", "collapsed onto stdlib"),
-        ((0.0,) * 7, "universal", "hardly left uniform. A smaller mu"),
+        (
+            (0, 0, 0, 0, 0, 0, -2.5),
+            "universal",
+            "paper",
+            "metadata would be read less than a third",
+        ),
+        ((0, 0, 0, 0, 0, -2.5), "stdlib", "paper", ""),
+        ((9.0, 0, 0, 0, 0, 0, 0), "universal", "paper", "collapsed onto stdlib"),
+        ((0.0,) * 7, "universal", "paper", "hardly left uniform. A smaller --mu or more steps"),
+        # This rule has no mu.
+        ((0.0,) * 6, "stdlib", "aligned", "hardly left uniform. More steps would"),
         # Gradients of norm 1 give both the same score.
-        ((0.0,) * 2, "universal", "hardly left uniform: two domains"),
+        ((0.0,) * 2, "universal", "paper", "hardly left uniform: two domains"),
     ],
 )
-def test_weights_that_need_care_are_warned_of(tmp_path, logits, aim, word):
-    domains = DOMAINS[-len(logits) :]
-    proxy = write_proxy(tmp_path / "proxy", domains=domains, target=(aim,), logits=logits)
+def test_weights_that_need_care_are_warned_of(tmp_path, logits, aim, score, word):
+    told = {"domains": DOMAINS[-len(logits) :], "target": (aim,), "score": score}
+    proxy = write_proxy(tmp_path / "proxy", logits=logits, **told)
     record = records.read_weights(proxy)
     if not any(logits):
         for each in record["domains"]:

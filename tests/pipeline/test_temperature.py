@@ -314,7 +314,12 @@ def test_a_search_shorter_than_the_proxys_warm_up_has_its_own(settings, tmp_path
 
 def test_it_refuses_what_leaves_nothing_to_measure(learned):
     write_weights(learned / "weights.json", dict.fromkeys(NAMES, 0.25))
-    with pytest.raises(ValueError, match="equal"):
+    with pytest.raises(ValueError, match="equal.*longer"):
+        temperature(asked(learned))
+    # What the proxy's own warnings say of it.
+    told = records.read_weights(learned) | {"warnings": ["gradients of one norm"]}
+    records.write_weights(learned / "weights.json", told)
+    with pytest.raises(ValueError, match="equal.*gradients of one norm"):
         temperature(asked(learned))
     write_weights(learned / "weights.json", {"code": 1.0})
     with pytest.raises(ValueError, match="one domain"):

@@ -130,7 +130,7 @@ def _mixture(study: Study, group: records.WeightsGroup) -> Section:
     for reference in (learned[arm] for arm in learned if arm.label == group.reference):
         gaps = (_gap_text(weights, reference) for weights in columns.values())
         totals.append((f"mean absolute difference from {group.reference}", *gaps))
-    note = "Averages over the steps. Effective domains: exp of the entropy of the weights."
+    note = "Effective domains: exp of the entropy of the weights."
     if any(stat.error is not None for each in learned.values() for stat in each.values()):
         note += f" Means over seeds.{ERRORS}"
     drawings = []
@@ -238,8 +238,8 @@ def _course(study: Study) -> Section:
     drawings = []
     for proxy in study.proxies:
         caption = (
-            "Thick: the average so far; thin: the weights of each step; "
-            "dotted: uniform. Below them how many domains the average amounts to, and how far the "
+            "Thick: the result so far; thin: the weights of each step; "
+            "dotted: uniform. Below them how many domains the result amounts to, and how far the "
             "last fifth of the steps moved it (dotted: the most that counts as settled)."
         )
         if len(proxy.runs) > 1:
