@@ -116,7 +116,7 @@ def export(
     entries = {entry["name"]: entry for entry in record["domains"]}
     parts = normalised({name: float(entry["weight"]) for name, entry in entries.items()})
     lengths, given_lengths = dict[str, float](), mean_doc_tokens or {}
-    named.check("mean_doc_tokens", given_lengths, entries, "the weights")
+    named.check("mean_doc_tokens (--mean-doc-tokens)", given_lengths, entries, "the weights")
     for name, tokens in given_lengths.items():
         if not (math.isfinite(tokens) and tokens > 0):
             raise UserError(
