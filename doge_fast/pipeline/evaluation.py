@@ -1,6 +1,5 @@
 """Per-domain perplexity of a run's model, on held-out documents of its corpus or on other text."""
 
-import logging
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -16,11 +15,10 @@ from doge_fast.pipeline.config.ranges import check
 from doge_fast.pipeline.domains import load_corpus
 from doge_fast.pipeline.failures import UserError
 from doge_fast.pipeline.model import open_model
+from doge_fast.pipeline.progress import tell_once
 from doge_fast.pipeline.records import CorpusRecord, Json, exp_or_inf
 from doge_fast.pipeline.trainer import held_out_losses
 from doge_fast.pipeline.wording import first_few
-
-_log = logging.getLogger("doge_fast")
 
 
 def evaluate(config: EvaluateConfig) -> Json:
@@ -48,7 +46,7 @@ def evaluate(config: EvaluateConfig) -> Json:
     corpus = record.corpus
     own = trained.corpus.data
     _check(config, own, corpus)
-    _log.info("%s: reading %s", config.run, config.data or own)
+    tell_once(f"reading {config.data or own}")
     if config.data is None:
         held_out = own_blocks(config.run)
     else:
@@ -63,7 +61,7 @@ def evaluate(config: EvaluateConfig) -> Json:
         )
         # The validation split, else all of the text: the model has seen none of it.
         held_out = load_corpus(other, is_measured=True).validation
-    _log.info("%s: opening the model", config.run)
+    tell_once("opening the model")
     model = open_model(config.run / records.MODEL)
     torch.nn.Module.to(model, training.wait_for_ranks(training.device_of(config.device)))
     names = config.domains or tuple(held_out)
