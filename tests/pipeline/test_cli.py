@@ -134,6 +134,14 @@ def test_every_option_is_explained(verb, capsys, monkeypatch):
     options = re.findall(r"^(?:--[\w.-]+|FILE|RUN)\b.*(?:\n {15,}.*)*", inside, re.M)
     assert options
     assert all(re.search(r"  [\w\"-]+.* [a-z]{2}", option) for option in options), printed
+    assert "(default: )" not in printed
+
+
+def test_help_has_no_line_breaks_of_the_source(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    for verb, words in (("proxy", "a larger mu makes slower"), ("select", "(default: 1000)")):
+        assert cli.main([verb, "--help"]) == 0
+        assert words in capsys.readouterr().out
 
 
 def test_a_users_folder_is_expanded_wherever_a_path_may_stand(monkeypatch, tmp_path):
