@@ -399,6 +399,8 @@ def test_several_proxies_are_told_apart(tmp_path):
     # Seven rows and the mixture; five rows and two targets.
     tokens = [cell.split("k")[0] for cell in cells(page.source, "Cost")["tokens"]]
     assert tokens == ["819\N{NO-BREAK SPACE}", "717\N{NO-BREAK SPACE}"]
+    runs = cells(page.source, "Runs")
+    assert [runs[name][4].split("k")[0] for name in ("mix", "both")] == tokens
 
 
 def test_cost_counts_the_gram_matrix_and_the_reference(tmp_path):

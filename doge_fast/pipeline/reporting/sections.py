@@ -15,7 +15,6 @@ from statistics import fmean
 import numpy as np
 
 from doge_fast.pipeline import baselines, records
-from doge_fast.pipeline.config import MIX
 from doge_fast.pipeline.reporting import figures
 from doge_fast.pipeline.reporting.figures import Drawing
 from doge_fast.pipeline.reporting.runs import RecordedRun
@@ -378,9 +377,7 @@ def _cost_of(runs: Sequence[RecordedRun]) -> tuple[float, float, float]:
     for run in runs:
         size, seen, steps = run.record.parameters, run.tokens, run.config.training.steps
         if run.record.stage == "proxy":
-            rows = len(run.domains) + len(run.targets) + (MIX in run.target_names)
-            seen = seen * rows // len(run.domains)
-            flops += rows * (rows + 1) * size * steps
+            flops += run.num_rows * (run.num_rows + 1) * size * steps
         if run.record.stage == "doremi":
             references = [other for other in runs if other.record.stage == "base"]
             flops += sum(2 * other.record.parameters for other in references) * seen
