@@ -6,7 +6,6 @@ intended becomes a warning. Of a row only the needed columns are read; others ma
 """
 
 import bz2
-import functools
 import gzip
 import io
 import itertools
@@ -25,9 +24,8 @@ import pyarrow.parquet as pq
 
 from doge_fast.pipeline import cache
 from doge_fast.pipeline.failures import FileFailure, UserError, reading
+from doge_fast.pipeline.progress import tell_once
 from doge_fast.pipeline.wording import first_few, listed
-
-_log = logging.getLogger("doge_fast")
 
 Kind = Literal["parquet", "arrow", "json", "text", "saved"]
 """How a file is read; "saved" is a folder of `save_to_disk`."""
@@ -87,12 +85,6 @@ class CorpusFile:
     """From its name or folder; empty if a column names the domain."""
     split: Split
     kind: Kind
-
-
-@functools.cache
-def tell_once(line: str, level: int = logging.INFO) -> None:
-    """Log a line the first time only, since all runs of a search read the same corpus."""
-    _log.log(level, "%s", line)
 
 
 def list_files(data: Path, chosen: Collection[str] | None) -> dict[str, list[CorpusFile]]:

@@ -22,9 +22,9 @@ from doge_fast.mixture.permutation import Ints, shuffled
 from doge_fast.pipeline import baselines, cache, named
 from doge_fast.pipeline.config import MIX, UNIVERSAL, CorpusConfig
 from doge_fast.pipeline.config.ranges import check_paths
-from doge_fast.pipeline.corpus_files import tell_once
 from doge_fast.pipeline.failures import UserError
 from doge_fast.pipeline.packing import ALL, Packed, pack, select
+from doge_fast.pipeline.progress import tell_once
 from doge_fast.pipeline.records.schema import CorpusRecord, DomainSizes
 from doge_fast.pipeline.sizes import Settings
 from doge_fast.pipeline.sources import Part, find_parts

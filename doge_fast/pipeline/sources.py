@@ -105,7 +105,7 @@ class Part:
             name = self.domain or _name_of(row, str(self.domain_column), where)
             yield name, _text_of(row, self.text_column, where)
         if row is None:
-            corpus_files.tell_once(f"{shard.where} holds no row.")
+            progress.tell_once(f"{shard.where} holds no row.")
             return
         for option, column in unseen.items():
             raise UserError(

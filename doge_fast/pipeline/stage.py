@@ -25,6 +25,7 @@ from doge_fast.pipeline.config.ranges import check_paths
 from doge_fast.pipeline.domains import Corpus
 from doge_fast.pipeline.failures import FileFailure, UserError
 from doge_fast.pipeline.model import build_model, check_model, without_bars
+from doge_fast.pipeline.progress import tell_once
 from doge_fast.pipeline.records import ConfigRecord
 from doge_fast.pipeline.reporting.proxies import warnings_on
 from doge_fast.pipeline.sizes import settings_of
@@ -86,8 +87,8 @@ def existing_run(config: StageConfig) -> ExistingRun:
     device_of(config.training.device)
     if getattr(config, "batch_size", 0) % ranks.size():
         raise UserError(
-            f"batch_size must be a multiple of the {ranks.size()} processes that share it; got "
-            f"{cast(Any, config).batch_size}."
+            f"batch_size (--batch-size) must be a multiple of the {ranks.size()} processes that "
+            f"share it; got {cast(Any, config).batch_size}."
         )
     record = records.check_run(config)
     is_complete = record is not None and is_finished(config)
@@ -121,7 +122,7 @@ def corpus_and_model(
     made: list[PreTrainedModel] = []
 
     def make(names: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> None:
-        _log.info("%s: building the model %s", config.out, config.model.model)
+        tell_once(f"building the model {config.model.model}")
         # Initial weights depend on the seed alone.
         set_seed(config.training.seed)
         size = config.corpus.block_size
@@ -129,7 +130,7 @@ def corpus_and_model(
         check(made[0], names, tokenizer)
 
     check_model(config.model, block_size=config.corpus.block_size)
-    _log.info("%s: reading %s", config.out, config.corpus.data)
+    tell_once(f"reading {config.corpus.data}")
     corpus = domains.load_corpus(
         config.corpus, targets=config.targets, followed=followed, before_packing=make
     )

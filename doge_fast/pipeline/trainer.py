@@ -226,10 +226,9 @@ class RecordedTrainer(Trainer):
             start, self._checkpoint = records.step_of(checkpoint), str(checkpoint)
             _log.info("%s: resuming at step %d of %d", out, start, self.args.max_steps)
         last, of_step = self.args.max_steps, sum(self.tokens(1).values())
-        _log.info(
-            "%s: %d steps of %d tokens, %s in all, on %s in %s",
-            *(out, last, of_step, count_text(of_step * last)),
-            *(self.args.device.type, self.config.training.dtype),
+        progress.tell_once(
+            f"{last} steps of {of_step} tokens, {count_text(of_step * last)} in all, on "
+            f"{self.args.device.type} in {self.config.training.dtype}"
         )
         self.train_dataset = Batches(self.batch, start)
         stop = StopOnSignal(out)

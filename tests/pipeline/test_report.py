@@ -214,7 +214,11 @@ def test_a_page_has_one_headline_and_it_is_on_the_target(tmp_path):
     # At weights that were made of the proxy's.
     sharper = tmp_path / "sharper.json"
     records.write_json(sharper, by_name(trained, (0.5, *[0.1] * 5)))
-    write_base(tmp_path / "learned", weights=str(sharper), loss=loss, **out)
+    learned = write_base(tmp_path / "learned", weights=str(sharper), loss=loss, **out)
+    # Its target is the one that the weights brought; that of the other was typed.
+    record = records.read_json(learned / records.CONFIG)
+    assert record["config"].pop("targets") == ["tests"]
+    records.write_json(learned / records.CONFIG, record)
     page = page_of(tmp_path)
     (headline,) = re.findall(r'<p class="headline">(.*?)</p>', page.source)
     told = "perplexity 18.1 % lower than uniform on held-out text of tests"
@@ -381,6 +385,8 @@ def test_several_proxies_are_told_apart(tmp_path):
     # Seven rows and the mixture; five rows and two targets.
     tokens = [cell.split("k")[0] for cell in cells(page.source, "Cost")["tokens"]]
     assert tokens == ["819\N{NO-BREAK SPACE}", "717\N{NO-BREAK SPACE}"]
+    runs = cells(page.source, "Runs")
+    assert [runs[name][4].split("k")[0] for name in ("mix", "both")] == tokens
 
 
 def test_cost_counts_the_gram_matrix_and_the_reference(tmp_path):
@@ -414,7 +420,7 @@ def test_drift_is_that_of_the_weights_file(runs, page):
     distance = sum(abs(last[name] - 1 / 7) for name in DOMAINS)
     assert (
         f"the last fifth of the 200 steps moved {50 * drift:.1f} % of the tokens between domains; "
-        f"the average lies {50 * distance:.1f} % from uniform weights."
+        f"it lies {50 * distance:.1f} % from uniform weights."
     ) in page.text.replace("\N{NO-BREAK SPACE}", " ")
 
 
@@ -444,19 +450,26 @@ def test_an_average_settles_long_after_the_weights(taus, is_settled):
 
 
 @pytest.mark.parametrize(
-    ("logits", "aim", "word"),
+    ("logits", "aim", "score", "word"),
     [
-        ((0, 0, 0, 0, 0, 0, -2.5), "universal", "metadata would be read less than a third"),
-        ((0, 0, 0, 0, 0, -2.5), "stdlib", ""),
-        ((9.0, 0, 0, 0, 0, 0, 0), "universal", "collapsed onto stdlib"),
-        ((0.0,) * 7, "universal", "hardly left uniform. A smaller mu"),
+        (
+            (0, 0, 0, 0, 0, 0, -2.5),
+            "universal",
+            "paper",
+            "metadata would be read less than a third",
+        ),
+        ((0, 0, 0, 0, 0, -2.5), "stdlib", "paper", ""),
+        ((9.0, 0, 0, 0, 0, 0, 0), "universal", "paper", "collapsed onto stdlib"),
+        ((0.0,) * 7, "universal", "paper", "hardly left uniform. A smaller --mu or more steps"),
+        # This rule has no mu.
+        ((0.0,) * 6, "stdlib", "aligned", "hardly left uniform. More steps would"),
         # Gradients of norm 1 give both the same score.
-        ((0.0,) * 2, "universal", "hardly left uniform: two domains"),
+        ((0.0,) * 2, "universal", "paper", "hardly left uniform: two domains"),
     ],
 )
-def test_weights_that_need_care_are_warned_of(tmp_path, logits, aim, word):
-    domains = DOMAINS[-len(logits) :]
-    proxy = write_proxy(tmp_path / "proxy", domains=domains, target=(aim,), logits=logits)
+def test_weights_that_need_care_are_warned_of(tmp_path, logits, aim, score, word):
+    told = {"domains": DOMAINS[-len(logits) :], "target": (aim,), "score": score}
+    proxy = write_proxy(tmp_path / "proxy", logits=logits, **told)
     record = records.read_weights(proxy)
     if not any(logits):
         for each in record["domains"]:

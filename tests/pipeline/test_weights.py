@@ -173,7 +173,7 @@ def test_a_zero_is_lifted_by_a_floor_alone():
     with pytest.raises(ValueError, match="verse"):
         bounds.constrain(content, cap=0.4)
     # What a floor lifts stays at the floor.
-    with pytest.raises(ValueError, match="caps"):
+    with pytest.raises(ValueError, match="--cap"):
         bounds.constrain(content, cap={"code": 0.4, "prose": 0.4}, floor={"verse": 0.1})
 
 

@@ -256,7 +256,7 @@ class _Stage:
         is_folder = corpus.data not in ("", "installed") and data.is_dir()
         # If domains are named, no other entry of the folder is read.
         is_read = is_folder and (corpus.domain_column is not None or not corpus.domains)
-        places = {"out": self.out, "cache_dir": cache_dir or self.out}
+        places = {"out": self.out, "cache_dir (--cache-dir)": cache_dir or self.out}
         for name, place in places.items():
             path = Path(place).expanduser().resolve()
             is_seen = data in path.parents and path.relative_to(data).parts[0][0] != "."

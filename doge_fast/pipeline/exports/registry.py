@@ -115,7 +115,7 @@ def export(
     entries = {entry["name"]: entry for entry in record["domains"]}
     parts = normalised({name: float(entry["weight"]) for name, entry in entries.items()})
     lengths, given_lengths = dict[str, float](), mean_doc_tokens or {}
-    named.check_known("mean_doc_tokens", given_lengths, entries, "the weights")
+    named.check_known("mean_doc_tokens (--mean-doc-tokens)", given_lengths, entries, "the weights")
     if rows == "documents":
         lengths = _lengths(parts, entries, given_lengths)
         parts = by_document(parts, lengths)

@@ -9,11 +9,12 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from platform import python_version
+from statistics import fmean
 from typing import Any, Literal, get_args
 
 from doge_fast import atomic_file
@@ -341,7 +342,12 @@ def _lines_of(run: Path) -> list[tuple[Json, MetricsLine]]:
 
 
 def evaluation(
-    *, step: int, blocks: Mapping[str, int], loss: Mapping[str, float], block_size: int
+    *,
+    step: int,
+    blocks: Mapping[str, int],
+    loss: Mapping[str, float],
+    block_size: int,
+    targets: Collection[str] = (),
 ) -> Json:
     """What evaluation.json holds, from the held-out loss of every domain.
 
@@ -349,23 +355,28 @@ def evaluation(
     average_perplexity  =  exp(mean_d loss_d)      not the mean of the perplexities
     worst               =  max_d perplexity_d
 
+    Both are over the training domains, or over the targets where nothing else was measured.
+
     Args:
         step: optimizer steps the model has made.
         blocks: held-out blocks measured, per domain.
         loss: mean loss per predicted token in nats, per domain.
         block_size: tokens in a block; the first of each is not predicted.
+        targets: domains that the run measures and does not train on.
 
     Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), caption of tab:universal_ppl.
     """
     assert loss.keys() == blocks.keys()
     perplexity = {name: exp_or_inf(value) for name, value in loss.items()}
+    averaged = [name for name in loss if name not in targets] or [*loss]
     return {
         "step": step,
         "blocks": dict(blocks),
         "loss": dict(loss),
         "perplexity": perplexity,
-        "average_perplexity": exp_or_inf(math.fsum(loss.values()) / len(loss)),
-        "worst": max(perplexity.values()),
+        "targets": [name for name in loss if name in targets],
+        "average_perplexity": exp_or_inf(fmean(loss[name] for name in averaged)),
+        "worst": max(perplexity[name] for name in averaged),
         "tokens": {name: count * (block_size - 1) for name, count in blocks.items()},
     }
 

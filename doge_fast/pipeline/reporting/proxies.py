@@ -179,7 +179,7 @@ class Proxy:
         return furthest >= _UNMOVED * uniform or len(self.domains) == 1
 
     def summary(self) -> str:
-        """The largest and smallest weights, and whether the running average has settled."""
+        """The largest and smallest weights, and whether the result has settled."""
         if not self.has_steps:
             return f"{self.label}: has not logged a step yet."
         uniform = 1 / len(self.domains)
@@ -196,10 +196,10 @@ class Proxy:
         state = "has settled" if moved.is_settled else "is still moving"
         return (
             f"{self.label}, for {self.target}: most goes to {top}{least}; effectively "
-            f"{count:.1f} of {plural(len(self.domains), 'domain')}. The running average "
+            f"{count:.1f} of {plural(len(self.domains), 'domain')}. The result "
             f"{state if self.has_moved else 'has hardly moved'}: the last fifth of the "
             f"{int(moved.steps[-1])} steps moved {_share(moved.drift)} of the tokens between "
-            f"domains; the average lies {_share(moved.distance)} from uniform weights{seeds}."
+            f"domains; it lies {_share(moved.distance)} from uniform weights{seeds}."
         )
 
     def warnings(self) -> Iterator[str]:
@@ -213,16 +213,18 @@ class Proxy:
             return
         config, number = self.runs[0].config, len(self.domains)
         is_universal = self.is_doremi or self.runs[0].target_names <= {UNIVERSAL, MIX}
-        slower, faster, other = "larger mu", "smaller mu", " or --target mix"
+        slower, faster, other = "larger --mu", "A smaller --mu or more", " or --target mix"
         if self.is_doremi:
-            slower, faster, other = "smaller step_size", "larger step_size", ""
+            slower, faster, other = "smaller --step-size", "A larger --step-size or more", ""
+        elif config.score == "aligned":
+            faster = "More"
         starved = [name for name, stat in self.weights.items() if stat.mean < _STARVED / number]
         # Seed by seed: if seeds collapse onto different domains, their mean has not collapsed.
         last_SK = self.series("alpha")[1][:, -1]
         seeds = (dict(zip(self.domains, last_K, strict=True)) for last_K in last_SK.tolist())
         sentences = filter(None, map(diagnosis.collapsed, seeds))
         if is_universal and (sentence := next(sentences, None)):
-            yield f"{sentence} A {slower} or more smoothing keeps them apart."
+            yield f"{sentence} A {slower} or more --smoothing keeps them apart."
         elif self.has_moved:
             if starved and is_universal:
                 yield (
@@ -235,15 +237,12 @@ class Proxy:
         ):
             yield (
                 "the weights hardly left uniform: two domains whose gradients are clipped to one "
-                "norm have equal scores, whatever mu is. Use --domain-max-grad-norm 0."
+                "norm have equal scores, whatever --mu is. Use --domain-max-grad-norm 0."
             )
         else:
-            yield f"the weights hardly left uniform. A {faster} or more steps would move them."
+            yield f"the weights hardly left uniform. {faster} steps would move them."
         if self.has_moved and not self.movement.is_settled:
-            yield (
-                "the running average of the weights is still drifting; more steps would change "
-                "the result."
-            )
+            yield "the weights are still drifting; more steps would change the result."
 
 
 def _share(distance_T: Floats) -> str:

@@ -15,7 +15,6 @@ from statistics import fmean
 import numpy as np
 
 from doge_fast.pipeline import baselines, records
-from doge_fast.pipeline.config import MIX
 from doge_fast.pipeline.reporting import figures
 from doge_fast.pipeline.reporting.figures import Drawing
 from doge_fast.pipeline.reporting.proxies import mean_weights
@@ -31,7 +30,7 @@ from doge_fast.pipeline.reporting.statistics import (
 )
 from doge_fast.pipeline.reporting.study import Study, open_study
 from doge_fast.pipeline.tables import Cell, Table, table_of
-from doge_fast.pipeline.wording import count_text, first_few, listed, plural
+from doge_fast.pipeline.wording import count_text, first_few, held_out_text, listed, plural
 from doge_fast.weights.projection import effective_domains
 
 MARKS = "Bold: lower, and the 95 % interval over paired seeds leaves out zero; with a !: higher."
@@ -127,7 +126,7 @@ def _mixture(study: Study, group: records.WeightsGroup) -> Section:
     ]
     averages = ([stat.mean for stat in weights.values()] for weights in columns.values())
     totals.append(("effective domains", *map(_effective, averages)))
-    note = "Averages over the steps. Effective domains: exp of the entropy of the weights."
+    note = "Effective domains: exp of the entropy of the weights."
     if any(stat.error is not None for each in learned.values() for stat in each.values()):
         note += f" Means over seeds.{ERRORS}"
     drawings = []
@@ -185,7 +184,7 @@ def _search(study: Study, group: records.TemperatureGroup) -> Section:
         is_chosen = "written" if point.inverse == group.chosen else ""
         rows.append((f"{point.inverse:g}", f"{means[point.inverse]:.4f}", cell, count, is_chosen))
     is_several = any(len(each) > 1 for each in losses.values())
-    aim = _held_out_text(group.aim, study)
+    aim = held_out_text(group.aim, study.shown[0].domains)
     note = (
         f"Loss: on {aim}, nats per token. 1/T = 0: uniform weights; 1: the proxy's own. Change of "
         "perplexity with its 95 % interval over paired seeds."
@@ -229,8 +228,8 @@ def _course(study: Study) -> Section:
     drawings = []
     for proxy in study.proxies:
         caption = (
-            "Thick: the average so far; thin: the weights of each step; "
-            "dotted: uniform. Below them how many domains the average amounts to, and how far the "
+            "Thick: the result so far; thin: the weights of each step; "
+            "dotted: uniform. Below them how many domains the result amounts to, and how far the "
             "last fifth of the steps moved it (dotted: the most that counts as settled)."
         )
         if len(proxy.runs) > 1:
@@ -286,7 +285,7 @@ def _perplexities(study: Study, group: records.PerplexityGroup) -> Section:
     wanted = group.focus or "DoGE"
     focus = next((label for label in others if label.startswith(wanted)), others[-1])
     (line, *_) = lines[num_domains:] or lines
-    aim = _held_out_text(line.aim, study)
+    aim = held_out_text(line.aim, study.shown[0].domains)
     headline = _headline(focus, baseline, line.difference(focus, baseline), aim)
     doubt = " Of twenty such intervals one is wrong by chance." if is_several else ONE_SEED
     against = table_of(
@@ -297,15 +296,6 @@ def _perplexities(study: Study, group: records.PerplexityGroup) -> Section:
         totals=changes[num_domains:],
     )
     return Section(title, headline, tables=[table, against])
-
-
-def _held_out_text(aim: Mapping[str, float], study: Study) -> str:
-    """The text of a mean loss in words: held-out text of ca, or of all 7 training domains."""
-    is_even = max(aim.values()) - min(aim.values()) < 1e-9
-    if len(aim) > 1 and is_even and aim.keys() == set(study.shown[0].domains):
-        return f"held-out text of all {len(aim)} training domains"
-    names = list(aim) if is_even else [f"{name} ({weight:.2f})" for name, weight in aim.items()]
-    return f"held-out text of {first_few(names)}"
 
 
 def _number_below(domains: Sequence[Line], arm: str, baseline: str) -> str:
@@ -368,9 +358,7 @@ def _cost_of(runs: Sequence[RecordedRun]) -> tuple[float, float, float]:
     for run in runs:
         size, seen, steps = run.record.parameters, run.tokens, run.config.training.steps
         if run.record.stage == "proxy":
-            rows = len(run.domains) + len(run.targets) + (MIX in run.target_names)
-            seen = seen * rows // len(run.domains)
-            flops += rows * (rows + 1) * size * steps
+            flops += run.num_rows * (run.num_rows + 1) * size * steps
         if run.record.stage == "doremi":
             references = [other for other in runs if other.record.stage == "base"]
             flops += sum(2 * other.record.parameters for other in references) * seen

@@ -189,6 +189,9 @@ def story(record: Mapping[str, Any]) -> str:
         target = " + ".join(shares)
     kind = [_METHODS.get(method, method) if method else "method not known"]
     seeds = known.get("seeds", [known["seed"]] if "seed" in known else [])
+    # Bounded weights of a search lie at no temperature.
+    if "proxy" in known:
+        kind = ["search"]
     if "inverse_temperature" in known:
         decided = ("undecided", "decided")[known["is_decided"]] if "is_decided" in known else ""
         kind = ["search", f"1/T = {known['inverse_temperature']:g}", decided]
