@@ -23,13 +23,16 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.compiler import is_compiling
 from torch.nn.utils import parametrize
 
 from doge_fast.flat_buffer import FlatBuffer
+from doge_fast.kernels.schema import sum_dtype
 from doge_fast.stacked.layers.batch import Segment, SortedBatch, refuse_coupled_examples
 from doge_fast.stacked.layers.by_slices import outputs_by_slices
 from doge_fast.stacked.layers.registry import rule_of
 from doge_fast.stacked.layers.rule import LayerRule
+from doge_fast.stacked.layers.token_sums import Sum
 from doge_fast.tracing import outside_graphs
 
 
@@ -240,7 +243,10 @@ class _StackedLayer:
         # A compiled graph cannot hold an object; it holds this number.
         self.number = next(_numbers)
         _layers[self.number] = self
-        self._params = [*module.parameters(recurse=False)]
+        names_params = [*module.named_parameters(recurse=False)]
+        self._names = [name for name, _ in names_params]
+        self._params = [param for _, param in names_params]
+        self._tracked = [stacked.is_tracked(param) for param in self._params]
         self._token = torch.zeros(1, device=self._params[0].device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -253,20 +259,30 @@ class _StackedLayer:
         batch = self.stacked.require_open(self.stacked.batch)
         (x,) = (*args, *kwargs.values())
         prepared = self.rule.prepare(self.module, batch.expand(x, self.module))
-        output = _Layer.apply(self, prepared, self._token, *self._params)  # type: ignore[no-untyped-call]
+        output = _Layer.apply(self, batch.num_examples, prepared, self._token, *self._params)  # type: ignore[no-untyped-call]
         dtype = self.rule.output_dtype(x)
         return output if dtype is None else output.to(dtype)
 
     def fill_rows(
-        self, batch: SortedBatch | None, tensors: list[Tensor], needs_grad: list[bool]
+        self,
+        batch: SortedBatch | None,
+        tensors: Sequence[Tensor],
+        needs_grad: Sequence[bool],
+        sums: Mapping[int, Tensor],
     ) -> None:
-        """Write the rows of the module's parameters that need a gradient, in its backward."""
+        """Write the rows of the module's parameters that need a gradient, in its backward.
+
+        `sums` are [B, *shape], of each example, by the place of the parameter: those that a graph
+        has made. `tensors` are empty if these are all.
+        """
         stacked, batch = self.stacked, self.stacked.require_open(batch)
         pairs = zip(self._params, needs_grad, strict=True)
         wanted = {id(param) for param, needs in pairs if needs and stacked.is_tracked(param)}
+        summed = [(self._params[place], Sum(values)) for place, values in sums.items()]
+        wanted -= {id(param) for param, _ in summed}
         gradients = [
             (param, gradient)
-            for param, gradient in self.rule.gradients(self.module, *tensors)
+            for param, gradient in (self.rule.gradients(self.module, *tensors) if tensors else ())
             if param is not None and id(param) in wanted
         ]
         # Rows of a parameter without elements count as written. There is nothing to write.
@@ -278,6 +294,30 @@ class _StackedLayer:
             # Claimed one after another: a second gradient of a parameter may move its rows.
             outs = (stacked.claim(param, run.row_range, g.dtype) for param, g in filled)
             self.rule.write([gradient for _, gradient in filled], run, outs)
+            for param, gradient in summed:
+                gradient.write(run, *stacked.claim(param, run.row_range, gradient.dtype))
+
+    def sums(
+        self, num_examples: int, tensors: Sequence[Tensor], needs_grad: Sequence[bool]
+    ) -> tuple[list[int], list[Tensor]]:
+        """The places of parameters whose rule has terms, and each example's sum, [B, *shape].
+
+        None if the first dimension does not hold the examples, which `SortedBatch.note` refuses.
+        """
+        if tensors[0].shape[0] % num_examples:
+            return [], []
+        terms = self.rule.terms(self.module, *tensors)
+        places = [
+            place
+            for place, name in enumerate(self._names)
+            if name in terms and self._tracked[place] and needs_grad[place]
+        ]
+        sums = []
+        for place in places:
+            values = terms[self._names[place]]
+            values = values.reshape(num_examples, -1, *self._params[place].shape)
+            sums.append(values.sum(1, dtype=sum_dtype(values.dtype)))
+        return places, sums
 
 
 class _Layer(torch.autograd.Function):
@@ -287,12 +327,18 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, layer: _StackedLayer, x: Tensor, token: Tensor, *params: Tensor | None
+        ctx: Any,
+        layer: _StackedLayer,
+        num_examples: int,
+        x: Tensor,
+        token: Tensor,
+        *params: Tensor | None,
     ) -> Tensor:
         output, saved = layer.rule.forward(layer.module, x)
         ctx.save_for_backward(x, *saved)
         ctx.layer, ctx.token, ctx.num_params = layer, token, len(params)
-        if not torch.compiler.is_compiling():
+        ctx.num_examples = num_examples
+        if not is_compiling():
             ctx.batch = layer.stacked.batch
         return output
 
@@ -300,17 +346,23 @@ class _Layer(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         layer, tensors = ctx.layer, [grad, *ctx.saved_tensors]
-        if torch.compiler.is_compiling():
-            # A graph knows only which parameters were trained in the forward pass: inputs 3 and on.
-            fill_rows_(tensors, ctx.token, layer.number, [*ctx.needs_input_grad[3:]])
+        grad_x = None
+        if is_compiling():
+            # First, so that the sums read the narrow `grad` of its product.
+            if ctx.needs_input_grad[2]:
+                grad_x = layer.rule.input_gradient(layer.module, *tensors)
+            # A graph knows only which parameters were trained in the forward pass: inputs 4 and on.
+            needs_grad = [*ctx.needs_input_grad[4:]]
+            places, sums = layer.sums(ctx.num_examples, tensors, needs_grad)
+            others = [] if len(sums) == sum(needs_grad) else tensors
+            fill_rows_(tensors[1], others, sums, ctx.token, layer.number, places, needs_grad)
         else:
             # The tensors among the inputs are x, token, and the parameters.
             needs_grad = [will_receive_grad(ctx, 2 + i) for i in range(ctx.num_params)]
-            layer.fill_rows(ctx.batch, tensors, needs_grad)
-        grad_x = None
-        if ctx.needs_input_grad[1]:
-            grad_x = layer.rule.input_gradient(layer.module, *tensors)
-        return None, grad_x, None, *[None] * ctx.num_params
+            layer.fill_rows(ctx.batch, tensors, needs_grad, {})
+            if ctx.needs_input_grad[2]:
+                grad_x = layer.rule.input_gradient(layer.module, *tensors)
+        return None, None, grad_x, None, *[None] * ctx.num_params
 
 
 def will_receive_grad(ctx: Any, index: int) -> bool:
@@ -334,19 +386,35 @@ _layers: WeakValueDictionary[int, _StackedLayer] = WeakValueDictionary()
 @torch.library.custom_op(
     "doge_fast::fill_rows_", mutates_args={"token"}, tags=[torch.Tag.cudagraph_unsafe]
 )
-def fill_rows_(tensors: list[Tensor], token: Tensor, number: int, needs_grad: list[bool]) -> None:
+def fill_rows_(
+    x: Tensor,
+    tensors: list[Tensor],
+    sums: list[Tensor],
+    token: Tensor,
+    number: int,
+    places: list[int],
+    needs_grad: list[bool],
+) -> None:
     """Write rows of the flat buffer in the backward of a module.
 
-    `tensors` are the gradient of the output, x, and what the module's rule saved; `number` is that
-    of its `_StackedLayer`. `token` is declared as changed, so that a compiler keeps the call; it is
-    not written.
+    `tensors` are the gradient of the output, x, and what the module's rule saved; empty if `sums`,
+    of the parameters at `places`, are all gradients. `number` is that of its `_StackedLayer`.
+    `token` is declared as changed, so that a compiler keeps the call; it is not written.
     """
     layer = _layers[number]
     batch = layer.stacked.require_open(layer.stacked.batch)
-    batch.note(tensors[1], layer.module)
-    layer.fill_rows(batch, tensors, needs_grad)
+    batch.note(x, layer.module)
+    layer.fill_rows(batch, tensors, needs_grad, dict(zip(places, sums, strict=True)))
 
 
 @fill_rows_.register_fake
-def _(tensors: list[Tensor], token: Tensor, number: int, needs_grad: list[bool]) -> None:
+def _(
+    x: Tensor,
+    tensors: list[Tensor],
+    sums: list[Tensor],
+    token: Tensor,
+    number: int,
+    places: list[int],
+    needs_grad: list[bool],
+) -> None:
     return None

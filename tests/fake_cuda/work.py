@@ -3,8 +3,8 @@
     python -m tests.fake_cuda.work benchmarks/results/predicted.json
 
 Tensors have sizes alone (`FakeTensorMode`). Each operator reads its inputs and writes its outputs;
-views cost nothing. Of a compiled body no code is made: neighbouring operators that are no products
-count as one kernel, which reads what others made and writes what others need.
+views cost nothing. Of a compiled body the kernels are those of inductor's scheduler
+(`compiled.py`).
 """
 
 import argparse
@@ -32,6 +32,7 @@ from doge_fast.kernels.cross_entropy import cross_entropy_torch
 from doge_fast.kernels.scale_rows import scale_rows_torch
 from doge_fast.stacked.layers import linear
 from tests import fake_cuda
+from tests.fake_cuda import compiled
 
 SIZES = (("82M", 7), ("82M", 22), ("82M", 50), ("124M", 7), ("124M", 22), ("124M", 50))
 # Views that their schemas do not tell, and memory alone.
@@ -41,13 +42,6 @@ FREE = {
 }
 # They write the first argument and do not read it.
 OVERWRITE = {"copy_", "zero_", "fill_", "_foreach_copy_", "_foreach_zero_"}
-# What torch.compile leaves as it is.
-APART = {
-    *("mm", "addmm", "bmm", "baddbmm", "wide_product", "sort", "embedding_dense_backward"),
-    *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"),
-    *("gram", "weighted_sum", "accumulate", "segment_sum", "cross_entropy", "scale_rows"),
-    *("reweight", "_fused_adamw_", "_foreach_zero_", "_foreach_copy_", "_foreach_add_"),
-}
 
 
 class Kernel(NamedTuple):
@@ -70,15 +64,25 @@ class Counted(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.kernels: list[Kernel] = []
+        self.is_on = True
         # No memory may get the name of another.
         self.kept: list[Any] = []
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Compiled code runs under it."""
+        return True
+
+    def add(self, name: str, num_bytes: int) -> None:
+        """A kernel that is not dispatched; its operations are not known."""
+        self.kernels.append(Kernel(name, 0, {0: num_bytes}, {}))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         packet = func.overloadpacket
         name = packet.__name__
-        if func.is_view or name in FREE:
+        if not self.is_on or func.is_view or name in FREE:
             return result
         pairs = list(zip(func._schema.arguments, args, strict=False))
         pairs += [
@@ -133,36 +137,11 @@ def _num_bytes(tensor: Tensor) -> int:
     return count * tensor.itemsize
 
 
-def fused(kernels: Sequence[Kernel]) -> Iterator[Kernel]:
-    """Neighbouring kernels that torch.compile would make one of."""
-    last_read = {memory: index for index, each in enumerate(kernels) for memory in each.reads}
-    group: list[Kernel] = []
-    for index, each in enumerate([*kernels, None]):
-        if each is not None and each.name not in APART:
-            group.append(each)
-            continue
-        reads: dict[int, int] = {}
-        writes: dict[int, int] = {}
-        for member in group:
-            for memory, size in member.reads.items():
-                if memory not in writes:
-                    reads[memory] = max(reads.get(memory, 0), size)
-            writes |= member.writes
-        needed = {
-            memory: size for memory, size in writes.items() if last_read.get(memory, 0) >= index
-        }
-        if group:
-            yield Kernel("fused", 0, reads, needed)
-        group = []
-        if each is not None:
-            yield each
-
-
-def work_of(kernels: Sequence[Kernel]) -> Work:
-    """The sums of all kernels."""
+def work_of(kernels: Sequence[Kernel], uncompiled: Sequence[Kernel] = ()) -> Work:
+    """The sums of all kernels; operations of a compiled step are those of the `uncompiled` one."""
     small = [each for each in kernels if not each.flops and each.num_bytes < SMALL_BYTES]
     return Work(
-        flops=sum(each.flops for each in kernels),
+        flops=sum(each.flops for each in uncompiled or kernels),
         num_bytes=sum(each.num_bytes for each in kernels) - sum(each.num_bytes for each in small),
         gram_bytes=sum(each.num_bytes for each in kernels if each.name == "gram"),
         launches=len(small),
@@ -201,8 +180,18 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any
     return flash(query, key, value, 0.0, options["is_causal"])[0]
 
 
-def kernels_of(kind: type[PlainStep], problem: Problem, *, is_torch: bool = False) -> list[Kernel]:
-    """Those of a step after the first; with `is_torch` those of plain torch around the logits."""
+def kernels_of(
+    kind: type[PlainStep],
+    problem: Problem,
+    *,
+    is_torch: bool = False,
+    is_compiled: bool = False,
+) -> list[Kernel]:
+    """Those of a step after the first.
+
+    With `is_torch` those of plain torch around the logits; with `is_compiled` those of a compiled
+    body.
+    """
     patches = [
         mock.patch.object(nn.functional, "scaled_dot_product_attention", _attention),
         mock.patch.object(linear, "multiply_wide", torch.ops.doge_fast_work.wide_product),
@@ -215,13 +204,19 @@ def kernels_of(kind: type[PlainStep], problem: Problem, *, is_torch: bool = Fals
             # A domain at a time, as at the commit that was measured.
             mock.patch.object(losses, "CHUNK_BYTES_ELSEWHERE", 0),
         ]
+    counted = Counted()
     with FakeTensorMode(allow_non_fake_inputs=True):
         for patch in patches:
             patch.start()
         try:
             step = kind(problem, "cuda")
+            if is_compiled:
+                torch.compiler.reset()
+                backend = compiled.backend(counted)
+                step.model.hidden = torch.compile(step.model.hidden, backend=backend)
             step()
-            with Counted() as counted:
+            counted.kernels.clear()
+            with counted:
                 step()
         finally:
             mock.patch.stopall()
@@ -236,12 +231,13 @@ def rows(sizes: Sequence[tuple[str, int]]) -> Iterator[dict[str, Any]]:
         )
         narrow = replace(problem, buffer_dtype="bfloat16")
         before, now = (kernels_of(DogeStep, problem, is_torch=each) for each in (True, False))
+        plain = kernels_of(FusedPlain, problem)
         work = {
             "plain, measured": work_of(kernels_of(PlainStep, problem, is_torch=True)),
             "stacked, measured": work_of(before),
-            "fastest plain": work_of([*fused(kernels_of(FusedPlain, problem))]),
-            "fused head": work_of([*fused(now)]),
-            "16-bit rows": work_of([*fused(kernels_of(DogeStep, narrow))]),
+            "fastest plain": work_of(kernels_of(FusedPlain, problem, is_compiled=True), plain),
+            "fused head": work_of(kernels_of(DogeStep, problem, is_compiled=True), now),
+            "16-bit rows": work_of(kernels_of(DogeStep, narrow, is_compiled=True), now),
         }
         # The head of plain torch, beside a compiled body.
         of_head = zip(work["fused head"], work_of(before), work_of(now), strict=True)
@@ -265,6 +261,7 @@ def main() -> None:
             program = [sys.executable, "-m", "tests.fake_cuda.work", *sys.argv[1:]]
             sys.exit(os.spawnve(os.P_WAIT, sys.executable, program, environment))
     fake_cuda.pytest_configure()
+    compiled.describe_device()
     sizes = [size for size, name in zip(SIZES, names, strict=True) if name in args.sizes]
     found = list(rows(sizes))
     protocol.write(args.json, {"benchmark": "work", "torch": torch.__version__, "rows": found})

@@ -1,6 +1,6 @@
 """Linear layers: torch's Linear and transformers' Conv1D, whose weight is transposed."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -55,6 +55,10 @@ class LinearRule(LayerRule):
         """The gradients of weight and bias."""
         yield module.weight, Outer(x, grad) if self.is_transposed else Outer(grad, x)
         yield module.bias, Sum(grad)
+
+    def terms(self, module: Any, grad: Tensor, x: Tensor, *saved: Tensor) -> Mapping[str, Tensor]:
+        """Those of the bias."""
+        return {"bias": grad}
 
 
 class Outer(NamedTuple):

@@ -3,7 +3,7 @@
 y = n(x) * w + b, hence dw = sum_t dy_t * n(x_t) and db = sum_t dy_t.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +49,11 @@ class LayerNormRule(LayerRule):
         dtype = module.weight.dtype
         yield module.weight, _Gain(grad, x, dtype, saved)
         yield module.bias, Sum(grad.to(dtype))
+
+    def terms(self, module: Any, grad: Tensor, x: Tensor, *saved: Tensor) -> Mapping[str, Tensor]:
+        """Those of gain and bias."""
+        mean, rstd, _ = saved
+        return {"weight": grad * ((x - mean) * rstd), "bias": grad}
 
     def write(
         self, gradients: Sequence[Any], run: DomainRun, outs: Iterable[tuple[Tensor, bool]]
@@ -148,6 +153,10 @@ class _GainRule(LayerRule):
     def gradients(self, module: Any, grad: Tensor, x: Tensor, *saved: Tensor) -> Gradients:
         """The gradient of the gain."""
         yield module.weight, _Gain(grad, x, torch.promote_types(grad.dtype, x.dtype))
+
+    def terms(self, module: Any, grad: Tensor, x: Tensor, *saved: Tensor) -> Mapping[str, Tensor]:
+        """Those of the gain."""
+        return {"weight": grad * x}
 
 
 class RMSNormRule(_GainRule):

@@ -1,7 +1,7 @@
 """How a module class computes its output and the gradients of its parameters."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +23,7 @@ class LayerRule(ABC):
     A rule defines `forward`, `gradients`, `input_gradient` unless the input is indices, and
     `params` unless these are weight and bias. x is [B, ..., features], [B * T, features] if the
     model flattens its batch, or integer indices [B, ...]. Autograd differentiates `prepare` alone.
-    `torch.compile` traces `prepare`, `forward` and `input_gradient`. Autocast may be on in
+    `torch.compile` traces `prepare`, `forward`, `input_gradient` and `terms`. Autocast may be on in
     `prepare` and `forward`; the gradient of the output has the output's shape and dtype.
     """
 
@@ -61,6 +61,15 @@ class LayerRule(ABC):
     @abstractmethod
     def gradients(self, module: Any, grad: Tensor, x: Tensor, *saved: Tensor) -> Gradients:
         """The gradients of the parameters as sums over tokens."""
+
+    def terms(self, module: Any, grad: Tensor, x: Tensor, *saved: Tensor) -> Mapping[str, Tensor]:
+        """{name of a parameter: its terms, [B, ..., *shape]}, which a compiled graph sums.
+
+        Of parameters whose `gradients` are sums of cheap terms. torch.compile traces this method,
+        and sums the terms of each example where it makes them, so that the operator that writes the
+        rows does not read them again. The default leaves all parameters to `gradients`.
+        """
+        return {}
 
     def write(
         self, gradients: Sequence[TokenSum], run: DomainRun, outs: Iterable[tuple[Tensor, bool]]
