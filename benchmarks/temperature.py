@@ -191,8 +191,8 @@ def of_one_proxy(question: Question, seed: int, others: bool) -> records.Json:
     return {"seed": seed, "methods": judged(question, methods | {ALIGNED: (alpha, 1)}, seed)}
 
 
-def of_record(question: Question, record: records.Json) -> list[records.Json]:
-    """The seeds of a record, whose uniform and aligned weights this question's models judge."""
+def of_record(question: Question, record: records.Json, seeds: Sequence[int]) -> list[records.Json]:
+    """These seeds of a record, whose uniform and aligned weights this question's models judge."""
     return [
         {
             "seed": each["seed"],
@@ -206,6 +206,7 @@ def of_record(question: Question, record: records.Json) -> list[records.Json]:
             ),
         }
         for each in record["seeds"]
+        if each["seed"] in seeds
     ]
 
 
@@ -397,7 +398,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             records.write_json(file, record | added)
         elif args.weights:
             record = records.read_json(args.weights)
-            judged_record = record_of("temperature", args, of_record(question, record))
+            judges = of_record(question, record, args.seeds)
+            judged_record = record_of("temperature", args, judges)
             learned = {f"learned_{part}": record[part] for part in ("steps", "model")}
             records.write_json(file, judged_record | learned)
         else:
