@@ -4,26 +4,28 @@
     python -m benchmarks.evidence unpack benchmarks/results/evidence-ood.json experiments/ood-again
     doge-fast report experiments/ood-again
     python -m benchmarks.evidence compare experiments/universal
-    python -m benchmarks.evidence compare benchmarks/results/evidence-temperature-hidden.json
+    python -m benchmarks.evidence compare benchmarks/results/evidence-ood.json
 
-What `doge-fast experiment` (last at commit aefe8daf) printed and drew can be made anew from such a
-file, without the corpus and without the models: it holds every record of every finished run as it
-is, but of the lines of a training only some, evenly spread, with the first and the last, to six
-digits.
+`compare FILE` prints all tables of a record. What `doge-fast experiment` (last at commit aefe8daf)
+printed and drew can be made anew from such a file, without the corpus and without the models: it
+holds every record of every finished run as it is, but of the lines of a training only some, evenly
+spread, with the first and the last, to six digits.
 """
 
 import argparse
 import json
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import aligned, temperature
 from doge_fast.pipeline import records
-from doge_fast.pipeline.records.schema import PerplexityGroup
-from doge_fast.pipeline.reporting.statistics import change_text
-from doge_fast.pipeline.reporting.study import open_study
-from doge_fast.pipeline.tables import table_of, text
+from doge_fast.pipeline.records.schema import ArmRecord, PerplexityGroup
+from doge_fast.pipeline.report import terminal_table
+from doge_fast.pipeline.reporting.statistics import Line, change_text, perplexity_text
+from doge_fast.pipeline.reporting.study import Study, open_study
+from doge_fast.pipeline.tables import Cell, table_of, text
 
 # Of the lines of one run's training.
 KEPT_LINES = 40
@@ -64,8 +66,10 @@ def unpack(record: Record, out: Path) -> Path:
         raise ValueError(f"{out} exists; name a directory that does not.")
     out.mkdir(parents=True)
     experiment = dict(record["experiment"])
-    # Tables that commit a3f4879 was the last one to make.
-    experiment["groups"] = [each for each in experiment["groups"] if each["kind"] != "regret"]
+    # Tables of regret, that commit a3f4879 was the last one to make; `_target_tables` makes those
+    # of targets.
+    left_out = ("regret", "targets")
+    experiment["groups"] = [each for each in experiment["groups"] if each["kind"] not in left_out]
     records.write_json(out / records.EXPERIMENT, experiment)
     for name, files in record["runs"].items():
         run = out / "runs" / name
@@ -112,6 +116,47 @@ def _rounded(value: Any) -> Any:
     return [_rounded(each) for each in value] if isinstance(value, list) else value
 
 
+def tables_of(record: Record, folder: Path) -> str:
+    """All tables of a record of `packed`, which is unpacked into `folder`."""
+    report = terminal_table([unpack(record, folder)])
+    study = open_study([folder])
+    groups = (each for each in record["experiment"]["groups"] if each["kind"] == "targets")
+    return "\n\n".join([report, *(_target_tables(study, group["rows"]) for group in groups)])
+
+
+def _target_tables(study: Study, rows: Sequence[Record]) -> str:
+    """Perplexities on targets (tab:ppl-ood), also of fine-tuned models and of an oracle, and DoGE's
+    against uniform's. Every target has the same arms."""
+    arms = rows[0]["arms"]
+    labels, own = [arm["label"] for arm in arms], "DoGE"
+    baseline = next(arm["label"] for arm in arms if arm.get("is_baseline"))
+    others = {arm["label"]: arm.get("baseline", baseline) for arm in arms}
+    shown = [label for label in labels if label.startswith(own)]
+    perplexities, changes = [], []
+    for row in rows:
+        losses = {
+            arm["label"]: study.losses(ArmRecord(arm["label"], arm["about"], tuple(arm["runs"])))
+            for arm in row["arms"]
+        }
+        line = Line(row["target"], losses, {row["target"]: 1})
+        differences = {label: line.difference(label, others[label]) for label in labels}
+        cells = (
+            Cell(perplexity_text(line.perplexity(label)), differences[label].is_lower)
+            if losses[label]
+            else "–"
+            for label in labels
+        )
+        perplexities.append([line.label, *cells])
+        compared = (Cell(change_text(d), d.is_lower) for d in map(differences.get, shown))
+        changes.append([line.label, *compared])
+    heads = (
+        label if others[label] == baseline else f"{label} against {others[label]}"
+        for label in shown
+    )
+    both = table_of(["target", *labels], perplexities), table_of(["target", *heads], changes)
+    return "\n\n".join(map(text, both))
+
+
 def against_doge(experiment: Path) -> str:
     """Base models of one experiment against those at DoGE's weights, seed by seed.
 
@@ -138,13 +183,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path, nargs="?", help="of pack and unpack")
     args = parser.parse_args(arguments)
     if args.do == "compare":
-        record = None if args.source.is_dir() else records.read_json(args.source)
-        print(TABLES[record["benchmark"]](record) if record else against_doge(args.source))
+        if args.source.is_dir():
+            print(against_doge(args.source))
+            return 0
+        record = records.read_json(args.source)
+        if table := TABLES.get(record["benchmark"]):
+            print(table(record))
+            return 0
+        with tempfile.TemporaryDirectory() as folder:
+            print(tables_of(record, Path(folder, args.source.stem)))
         return 0
     if args.out is None:
         parser.error(f"{args.do} needs the name of what it writes.")
     if args.do == "unpack":
-        unpack(json.loads(args.source.read_text(encoding="utf-8")), args.out)
+        unpack(records.read_json(args.source), args.out)
     else:
         # One line a record: several thousand numbers, none of them for reading.
         text = json.dumps(packed(args.source), ensure_ascii=False, separators=(",", ":"))

@@ -24,7 +24,7 @@ import doge_fast
 from doge_fast.pipeline import config as configs
 from doge_fast.pipeline import failures, named, ranks
 from doge_fast.pipeline.config import command_line
-from doge_fast.pipeline.config.ranges import check
+from doge_fast.pipeline.config.ranges import check_paths
 
 TRACEBACK = "DOGE_FAST_TRACEBACK"
 _log = logging.getLogger("doge_fast")
@@ -178,7 +178,7 @@ def _configured(name: str, words: list[str]) -> Any:
         # parse() prints help, and its reader has closed the pipe.
         _mute()
         raise SystemExit(0) from None
-    check(config)
+    check_paths(config)
     return config
 
 
@@ -310,7 +310,7 @@ def _doremi(config: configs.DoReMiConfig) -> list[str]:
 
 
 def _learned(run: Path) -> list[str]:
-    from doge_fast.pipeline.reporting.study import remarks_on
+    from doge_fast.pipeline.reporting.proxies import remarks_on
 
     try:
         remarks = remarks_on(run)
@@ -321,9 +321,9 @@ def _learned(run: Path) -> list[str]:
 
 
 def _select(config: configs.SelectConfig) -> list[str]:
-    from doge_fast.pipeline.selection import measure_cancellation, table
+    from doge_fast.pipeline.selection import measure_cancellation, selection_table
 
-    return [table(measure_cancellation(config))]
+    return [selection_table(measure_cancellation(config))]
 
 
 def _evaluate(config: configs.EvaluateConfig) -> list[str]:
@@ -331,10 +331,10 @@ def _evaluate(config: configs.EvaluateConfig) -> list[str]:
         from doge_fast.pipeline import fewshot
 
         ranks.refuse_several("evaluate --tasks")
-        return [fewshot.table(fewshot.few_shot(config))]
-    from doge_fast.pipeline.evaluation import evaluate, table
+        return [fewshot.accuracy_table(fewshot.few_shot(config))]
+    from doge_fast.pipeline.evaluation import evaluate, perplexity_table
 
-    return [table(evaluate(config))]
+    return [perplexity_table(evaluate(config))]
 
 
 def _report(config: configs.ReportConfig) -> list[str]:
@@ -360,10 +360,10 @@ def _info(config: configs.InfoConfig) -> list[str]:
 
 
 def _profile(config: configs.ProfileConfig) -> list[str]:
-    from doge_fast.profiling.profile import profile, table
+    from doge_fast.profiling.profile import profile, profile_table
 
     written = [] if config.json is None else [f"json: {config.json}"]
-    return [table(profile(config)), *written]
+    return [profile_table(profile(config)), *written]
 
 
 _WEIGHTS = "pipeline.weights.verbs"

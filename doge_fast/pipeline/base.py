@@ -5,7 +5,6 @@ from a proxy run, a file or a baseline, and are written before the first step.
 """
 
 import logging
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -18,6 +17,7 @@ from doge_fast.pipeline import records, stage
 from doge_fast.pipeline.baselines import BASELINES
 from doge_fast.pipeline.config import BaseConfig
 from doge_fast.pipeline.domains import Corpus
+from doge_fast.pipeline.evaluation import perplexity_on
 from doge_fast.pipeline.failures import UserError
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.run import Run
@@ -55,13 +55,13 @@ def train_base(config: BaseConfig) -> Run:
             names = [*records.weights_by_name(records.read_weights(config.out))]
             _check_weights(config, *_used(config, _given_phases(config, names)))
         return Run(config.out)
-    trainer = prepare(config, existing)
+    trainer = base_trainer(config, existing)
     mean, changes = _used(config, trainer.phases)
     if (config.out / records.WEIGHTS).exists():
         _check_weights(config, mean, changes)
     with stage.directory(trainer, existing) as checkpoint:
         from_first(
-            lambda: stage.write_weights(
+            lambda: stage.leave_weights(
                 trainer,
                 {"weight": mean},
                 method=config.weights if config.weights in BASELINES else "given",
@@ -91,7 +91,7 @@ def _check_weights(config: BaseConfig, mean: dict[str, float], changes: list[Jso
         )
 
 
-def prepare(config: BaseConfig, existing: ExistingRun) -> MixtureTrainer:
+def base_trainer(config: BaseConfig, existing: ExistingRun) -> MixtureTrainer:
     """Read the corpus and the weights, build the model; return the run's trainer."""
     is_given = config.weights not in BASELINES
     followed: list[str] = []
@@ -118,11 +118,12 @@ def prepare(config: BaseConfig, existing: ExistingRun) -> MixtureTrainer:
 def held_out_perplexity(run: Path) -> list[str]:
     """A line with the perplexity of a run's last held-out losses; empty if there are none."""
     try:
-        losses = records.read_metrics(run, kind="eval")[-1]["loss"].values()
+        losses = records.read_metrics(run, kind="eval")[-1]["loss"]
+        targets = records.load_config(run)[0].corpus.targets
     except (ValueError, IndexError):
         return []
-    perplexity = math.exp(sum(losses) / len(losses))
-    return [f"held-out perplexity: {perplexity:.2f}, the exponential of the domains' mean loss"]
+    found = perplexity_on(losses, targets).items()
+    return [f"held-out perplexity: {', '.join(f'{value:.2f} on {text}' for text, value in found)}"]
 
 
 def _used(config: BaseConfig, phases: Sequence[Phase]) -> tuple[dict[str, float], list[Json]]:

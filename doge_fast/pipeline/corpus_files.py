@@ -1,28 +1,31 @@
-"""Lists the files of a corpus. Names alone decide a file's domain, split and kind.
+"""The files of a corpus, and their rows.
 
-No file in a folder configures what is read, and a path is never a pattern. What looks wrong in a
-folder but may be intended becomes a warning.
+Names alone decide a file's domain, split and kind. No file in a folder configures what is read, and
+no library takes a path for a pattern or an address. What looks wrong in a folder but may be
+intended becomes a warning. Of a row only the needed columns are read; others may hold anything.
 """
 
 import bz2
-import functools
 import gzip
 import io
+import itertools
+import json
 import logging
 import lzma
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal, cast
+from typing import Any, BinaryIO, Literal, cast
 
+import datasets
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from doge_fast.pipeline import cache
-from doge_fast.pipeline.failures import UserError, reading
+from doge_fast.pipeline.failures import FileFailure, UserError, reading
+from doge_fast.pipeline.progress import tell_once
 from doge_fast.pipeline.wording import first_few, listed
-
-_log = logging.getLogger("doge_fast")
 
 Kind = Literal["parquet", "arrow", "json", "text", "saved"]
 """How a file is read; "saved" is a folder of `save_to_disk`."""
@@ -60,6 +63,18 @@ _SEPARATOR = re.compile(
 _END_OF_TEXT = re.compile(rb"<\|end_?of_?text\|>")
 _HEAD_BYTES = 65_536
 
+# A text file is cut into documents, so that some can be held out: at the first blank line past
+# this many characters, and anywhere past sixteen times as many.
+TEXT_DOCUMENT_CHARS = 16_384
+# Less than a megabyte is cut into about this many, or too few documents would be held out.
+_TEXT_DOCUMENTS = 64
+_MIN_TEXT_DOCUMENT_CHARS = 512
+_ROWS_PER_READ = 128
+
+Row = Mapping[str, Any]
+ABSENT = object()
+"""The value of a column that the row lacks."""
+
 
 @dataclass(frozen=True)
 class CorpusFile:
@@ -70,12 +85,6 @@ class CorpusFile:
     """From its name or folder; empty if a column names the domain."""
     split: Split
     kind: Kind
-
-
-@functools.cache
-def tell_once(line: str, level: int = logging.INFO) -> None:
-    """Log a line the first time only, since all runs of a search read the same corpus."""
-    _log.log(level, "%s", line)
 
 
 def list_files(data: Path, chosen: Collection[str] | None) -> dict[str, list[CorpusFile]]:
@@ -200,7 +209,7 @@ def split_of(name: str) -> Split | None:
     Its last word counts, without numbers: "validation", "c4-train.00000-of-00001.jsonl" and
     "wiki.valid.txt" state a split; "dev-blog.jsonl" and "test_bench.jsonl" only begin with one.
     """
-    words = _words(name)
+    words = _words_of_name(name)
     return _WORDS.get(words[-1]) if words else None
 
 
@@ -237,7 +246,7 @@ def _walk(folder: Path, around: Sequence[Path] = ()) -> Iterator[Path]:
             yield from _walk(path, (*around, here))
 
 
-def _words(name: str) -> list[str]:
+def _words_of_name(name: str) -> list[str]:
     """The words of a name in lower case, without numbers, "of" between them and the Hub's hash."""
     plain = _SHARD.sub(" ", stem_of(name).lower())
     plain = re.sub("(held|hold)[-_. ]out", r"\1out", plain)
@@ -247,7 +256,7 @@ def _words(name: str) -> list[str]:
 def _is_doubtful(data: Path, file: CorpusFile) -> bool:
     """Whether a training file has the word of a held-out split in its name."""
     _, named = _domain_and_rest(data, file.path, has_column=not file.domain)
-    words = (word.removesuffix("set") for name in named for word in _words(name))
+    words = (word.removesuffix("set") for name in named for word in _words_of_name(name))
     is_named = any(_WORDS.get(word) in ("validation", "test") for word in words)
     return is_named and file.split == "train"
 
@@ -310,3 +319,151 @@ def _check_domains(
                 f"{entry} names a split where a domain is expected: name the column that holds a "
                 "row's domain (--domain-column), or give every domain a folder."
             )
+
+
+def rows_of(file: CorpusFile, columns: Sequence[str], text_chars: int) -> Iterator[Row]:
+    """The rows of a file.
+
+    Args:
+        file: of any kind; a text file is cut into rows.
+        columns: the needed ones; dots reach into structs. In a text file the first is the text.
+        text_chars: number of characters past which a text file is cut at a blank line.
+
+    Raises:
+        FileFailure: the file is damaged; the message is the reading library's.
+    """
+    with reading(file.path):
+        if file.kind == "text":
+            yield from ({columns[0]: text} for text in _texts(file.path, text_chars))
+        elif file.kind == "json":
+            yield from _json_rows(file.path)
+        elif file.kind == "parquet":
+            parquet = pq.ParquetFile(file.path, page_checksum_verification=True)
+            schema = parquet.schema_arrow
+            kept = roots_of(schema.names, columns)
+            batches = parquet.iter_batches(batch_size=_ROWS_PER_READ, columns=kept)
+            found = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+            is_typed = b"huggingface" in (schema.metadata or {})
+            features = datasets.Features.from_arrow_schema(schema) if is_typed else {}
+            yield from named_rows(found, schema.names, features, columns)
+        else:
+            saved = _saved(file).with_format(None)
+            kept = saved.select_columns(roots_of(saved.column_names, columns))
+            yield from named_rows(kept, saved.column_names, saved.features, columns)
+
+
+def _saved(file: CorpusFile) -> datasets.Dataset:
+    if file.kind == "saved":
+        return datasets.Dataset.load_from_disk(str(file.path))
+    mapped = pa.memory_map(str(file.path))
+    # An Arrow file, with an index at its end, as pandas writes it; else an Arrow stream.
+    is_indexed = mapped.read(6) == b"ARROW1"
+    mapped.seek(0)
+    stream = pa.ipc.open_file(mapped) if is_indexed else pa.ipc.open_stream(mapped)
+    return datasets.Dataset(stream.read_all())
+
+
+def named_rows(
+    rows: Iterable[Row], names: Sequence[str], features: Mapping[str, Any], columns: Iterable[str]
+) -> Iterator[Row]:
+    """Rows with every column of `names`; numbers of a ClassLabel become its names."""
+    others = dict.fromkeys(names)
+    labels = {column: value_of(features, column) for column in columns}
+    for row in rows:
+        whole = {**others, **row}
+        for column, label in labels.items():
+            value = value_of(row, column)
+            if isinstance(label, datasets.ClassLabel) and isinstance(value, int):
+                # -1 is a row without a label.
+                whole[column] = label.int2str(value) if value >= 0 else None
+        yield whole
+
+
+def value_of(row: Row, column: str) -> Any:
+    """The value of a column, or `ABSENT`; dots reach into structs.
+
+    A column whose own name has the dots takes precedence.
+    """
+    if column in row:
+        return row[column]
+    root, dot, rest = column.partition(".")
+    if not dot or root not in row:
+        return ABSENT
+    struct = row[root]
+    if isinstance(struct, Mapping):
+        return value_of(struct, rest)
+    return None if struct is None else ABSENT
+
+
+def roots_of(names: Sequence[str], columns: Iterable[str]) -> list[str]:
+    """Those of `names` to read: the columns themselves, or the structs that hold them."""
+    roots = (column if column in names else column.partition(".")[0] for column in columns)
+    kept = [name for name in dict.fromkeys(roots) if name in names]
+    if twice := [name for name in kept if names.count(name) > 1]:
+        raise UserError(f"the column {twice[0]!r} is there twice")
+    return kept
+
+
+def _json_rows(path: Path) -> Iterator[Row]:
+    """The objects of a file that has one on each line, or one array of them."""
+    with opened(path) as file:
+        lines = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
+        first = next(lines, None)
+        if first is None:
+            return
+        if first[1].removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+            rows: Iterable[tuple[int, Any]] = enumerate(json.loads(first[1] + file.read()), 1)
+        else:
+            rows = ((n, _loaded(path, n, line)) for n, line in itertools.chain([first], lines))
+        for number, row in rows:
+            if not isinstance(row, dict):
+                raise FileFailure(
+                    f"{path}, line {number}: a row is a JSON object; this is {row!r:.20}."
+                )
+            yield row
+
+
+def _loaded(path: Path, number: int, line: bytes) -> Any:
+    with reading(f"{path}, line {number}"):
+        # Some editors write a byte order mark, and joined files have it on any line.
+        return json.loads(line.decode("utf-8-sig"))
+
+
+def text_document_chars(files: Iterable[CorpusFile]) -> int:
+    """`text_chars` of `rows_of` for a domain's text files."""
+    num_bytes = sum(file.path.stat().st_size for file in files if file.kind == "text")
+    chars = max(_MIN_TEXT_DOCUMENT_CHARS, num_bytes // _TEXT_DOCUMENTS)
+    return min(chars, TEXT_DOCUMENT_CHARS) if num_bytes else TEXT_DOCUMENT_CHARS
+
+
+def _texts(path: Path, chars: int) -> Iterator[str]:
+    """A text file cut at blank lines past `chars`, and anywhere past 16 times that."""
+    with io.TextIOWrapper(opened(path), "utf-8-sig") as file:
+        for text in filter(str.strip, _cut(file, chars)):
+            if text.count("\0") > len(text) / 10:
+                raise FileFailure(
+                    f"{path} holds zeros, as UTF-16 has them and a disk that was full leaves them; "
+                    "a text file must be UTF-8."
+                )
+            yield text
+
+
+def _cut(file: io.TextIOWrapper, chars: int) -> Iterator[str]:
+    lines: list[str] = []
+    size, is_rest = 0, False
+    # Reads are bounded, since one line may be the whole file.
+    for line in iter(lambda: file.readline(16 * chars), ""):
+        is_long = is_rest or len(line) == 16 * chars
+        is_rest = is_long and not line.endswith("\n")
+        if is_long:
+            yield "".join(lines)
+            yield from (line[start : start + chars] for start in range(0, len(line), chars))
+            lines, size = [], 0
+            continue
+        lines.append(line)
+        size += len(line)
+        is_blank = not line.strip()
+        if size >= (1 if is_blank else 16) * chars:
+            yield "".join(lines)
+            lines, size = [], 0
+    yield "".join(lines)

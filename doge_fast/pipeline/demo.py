@@ -79,7 +79,7 @@ def _tell_time(config: ProxyConfig) -> None:
     existing = stage.existing_run(config)
     if existing.is_complete:
         return
-    trainer = proxy.prepare(config, existing)
+    trainer = proxy.proxy_trainer(config, existing)
     corpus, steps = trainer.corpus, config.training.steps
     of_proxy = rehearsal.seconds_per_step(trainer)
     model = BaseConfig(
@@ -90,7 +90,7 @@ def _tell_time(config: ProxyConfig) -> None:
         targets=corpus.targets,
         batch_size=config.sequences_per_domain * len(corpus.names),
     )
-    of_base = rehearsal.seconds_per_step(base.prepare(model, ExistingRun(None, False)))
+    of_base = rehearsal.seconds_per_step(base.base_trainer(model, ExistingRun(None, False)))
     # A held-out block takes a forward pass alone, about a third of the time of a step.
     held = len(corpus.validation) * BLOCKS / 3 / model.batch_size
     seconds = steps * of_proxy + MOST_RUNS * (steps + held) * of_base

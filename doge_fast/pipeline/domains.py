@@ -21,10 +21,10 @@ from doge_fast.mixture.counts import MixtureCounts, Phase
 from doge_fast.mixture.permutation import Ints, shuffled
 from doge_fast.pipeline import baselines, cache, named
 from doge_fast.pipeline.config import MIX, UNIVERSAL, CorpusConfig
-from doge_fast.pipeline.config.ranges import check
-from doge_fast.pipeline.corpus_files import tell_once
+from doge_fast.pipeline.config.ranges import check_paths
 from doge_fast.pipeline.failures import UserError
 from doge_fast.pipeline.packing import ALL, Packed, pack, select
+from doge_fast.pipeline.progress import tell_once
 from doge_fast.pipeline.records.schema import CorpusRecord, DomainSizes
 from doge_fast.pipeline.sizes import Settings
 from doge_fast.pipeline.sources import Part, find_parts
@@ -159,7 +159,7 @@ def load_corpus(
         UserError: the text, a domain, a target or the tokenizer is missing or unusable, or a
             number in `config` is out of range. Nothing is written but finished cache entries.
     """
-    check(config)
+    check_paths(config)
     # Without a model there is no size to have it from.
     config = replace(config, block_size=config.block_size or Settings().block_size)
     held_out = [name for name in dict.fromkeys(targets) if name not in (UNIVERSAL, MIX)]
@@ -293,8 +293,8 @@ def _choose_names(
     """Training domains in order: `config.domains`, or all domains of the corpus but the targets."""
     if twice := sorted({name for name in config.domains if config.domains.count(name) > 1}):
         raise UserError(f"A domain is named once; domains names {', '.join(twice)} twice.")
-    named.check("domains", config.domains, found, config.data)
-    named.check("target", targets, found, config.data)
+    named.check_known("domains", config.domains, found, config.data)
+    named.check_known("target", targets, found, config.data)
     names = config.domains or tuple(name for name in found if name not in targets)
     if not names:
         raise UserError(

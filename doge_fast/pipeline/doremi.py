@@ -59,14 +59,14 @@ def learn_by_excess_loss(config: DoReMiConfig) -> Run:
     existing = stage.existing_run(config)
     if existing.is_complete:
         return Run(config.out)
-    trainer = _prepare(config, existing)
+    trainer = doremi_trainer(config, existing)
     with stage.directory(trainer, existing) as checkpoint:
         trainer.go_on(checkpoint)
-        from_first(lambda: _leave(trainer))
+        from_first(lambda: _write_excess_weights(trainer))
     return Run(config.out)
 
 
-def _prepare(config: DoReMiConfig, existing: ExistingRun) -> "DoReMiTrainer":
+def doremi_trainer(config: DoReMiConfig, existing: ExistingRun) -> "DoReMiTrainer":
     """Read the reference and the corpus, build the model; return the run's trainer."""
     # Opened before the corpus is packed, which may take hours.
     reference = _open_reference(config)
@@ -193,10 +193,10 @@ class DoReMiTrainer(MixtureTrainer):
         }
 
 
-def _leave(trainer: DoReMiTrainer) -> None:
+def _write_excess_weights(trainer: DoReMiTrainer) -> None:
     """Write the average weights, then the model."""
     config, weights = trainer.config, trainer.weights
-    stage.write_learned(
+    stage.leave_learned_weights(
         trainer,
         ByName(trainer.corpus.names, weights.alpha_mean).read(),
         weights.alpha,

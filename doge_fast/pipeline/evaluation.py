@@ -1,25 +1,29 @@
 """Per-domain perplexity of a run's model, on held-out documents of its corpus or on other text."""
 
-import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import datasets
 import torch
 
-from doge_fast.pipeline import failures, health, named, ranks, records, tables, training
+from doge_fast.pipeline import failures, named, ranks, records, tables
 from doge_fast.pipeline.config import MIX, CorpusConfig, EvaluateConfig
-from doge_fast.pipeline.config.ranges import check
+from doge_fast.pipeline.config.ranges import check_paths
 from doge_fast.pipeline.domains import load_corpus
-from doge_fast.pipeline.failures import UserError
+from doge_fast.pipeline.failures import Diverged, UserError
 from doge_fast.pipeline.model import open_model
-from doge_fast.pipeline.records import CorpusRecord, Json
-from doge_fast.pipeline.trainer import held_out_losses
+from doge_fast.pipeline.progress import tell_once
+from doge_fast.pipeline.records import CorpusRecord, Json, exp_or_inf
+from doge_fast.pipeline.trainer import (
+    device_of,
+    held_out_losses,
+    not_finite,
+    wait_for_ranks,
+)
 from doge_fast.pipeline.wording import first_few
-
-_log = logging.getLogger("doge_fast")
 
 
 def evaluate(config: EvaluateConfig) -> Json:
@@ -28,7 +32,7 @@ def evaluate(config: EvaluateConfig) -> Json:
     Without `config.data` they are the blocks of the run's own corpus, tokenizer and split, so no
     training document is measured. Other text is cut into blocks of the run's length by the run's
     tokenizer; then the run's corpus is not needed. The average perplexity is the exponential of the
-    mean of the domains' losses.
+    training domains' mean loss.
 
     Args:
         config: the run, the text and the number of blocks.
@@ -47,7 +51,7 @@ def evaluate(config: EvaluateConfig) -> Json:
     corpus = record.corpus
     own = trained.corpus.data
     _check(config, own, corpus)
-    _log.info("%s: reading %s", config.run, config.data or own)
+    tell_once(f"reading {config.data or own}")
     if config.data is None:
         held_out = own_blocks(config.run)
     else:
@@ -62,9 +66,9 @@ def evaluate(config: EvaluateConfig) -> Json:
         )
         # The validation split, else all of the text: the model has seen none of it.
         held_out = load_corpus(other, is_measured=True).validation
-    _log.info("%s: opening the model", config.run)
+    tell_once("opening the model")
     model = open_model(config.run / records.MODEL)
-    torch.nn.Module.to(model, training.wait_for_ranks(training.device_of(config.device)))
+    torch.nn.Module.to(model, wait_for_ranks(device_of(config.device)))
     names = config.domains or tuple(held_out)
     loss, blocks = held_out_losses(
         model,
@@ -78,10 +82,11 @@ def evaluate(config: EvaluateConfig) -> Json:
         blocks=blocks,
         loss=loss,
         block_size=corpus.block_size,
+        targets=[*corpus.targets] if config.data is None else (),
     )
-    if lost := health.not_finite(result["perplexity"]):
+    if lost := not_finite(result["perplexity"]):
         losses = ", ".join(f"{name} {loss[name]:g}" for name in lost)
-        raise health.Diverged(
+        raise Diverged(
             f"The model of {config.run} has diverged: the perplexity of "
             f"{first_few(lost)} is not finite (losses: {losses}). Nothing has been "
             "written. Train another with a lower learning_rate (--learning-rate)."
@@ -93,20 +98,35 @@ def evaluate(config: EvaluateConfig) -> Json:
     return result
 
 
-def table(result: Json) -> str:
-    """The perplexities as aligned plain text."""
-    found = [*result["perplexity"].items(), ("average", result["average_perplexity"])]
-    rows = [(name, f"{value:.2f}") for name, value in found]
-    return tables.text(tables.table_of(("domain", "perplexity"), rows))
+def perplexity_table(result: Json) -> str:
+    """The perplexities as aligned plain text, below them those of `perplexity_on`."""
+    summary = perplexity_on(result["loss"], result["targets"])
+    rows = [(text, f"{x:.2f}") for text, x in (*result["perplexity"].items(), *summary.items())]
+    return tables.text(tables.table_of(("held-out text", "perplexity"), rows))
+
+
+def perplexity_on(loss: Mapping[str, float], targets: Collection[str]) -> dict[str, float]:
+    """{a text in words: the exponential of its mean loss}: the targets, then the other domains.
+
+    The words are "the target ca" or "the 2 targets", and "the 7 training domains".
+    """
+    aims = {name: value for name, value in loss.items() if name in targets}
+    others = {name: value for name, value in loss.items() if name not in targets}
+    found = {}
+    for kind, losses in (("target", aims), ("training domain" if aims else "domain", others)):
+        if losses:
+            text = f"{len(losses)} {kind}s" if len(losses) > 1 else f"{kind} {next(iter(losses))}"
+            found[f"the {text}"] = exp_or_inf(fmean(losses.values()))
+    return found
 
 
 def _check(config: EvaluateConfig, own: str, corpus: CorpusRecord) -> None:
-    check(config)
+    check_paths(config)
     records.check_finished(config.run)
-    training.device_of(config.device)
+    device_of(config.device)
     if config.data is None:
         known = [*corpus.domains, *corpus.targets]
-        named.check("domains", config.domains, known, str(config.run))
+        named.check_known("domains", config.domains, known, str(config.run))
         # A result for more domains must not be overwritten.
         if config.out is None and config.domains and (config.run / records.EVALUATION).exists():
             measured = records.load_evaluation(config.run).loss

@@ -38,6 +38,12 @@ class FileFailure(UserError):
     code = WORLD
 
 
+class Diverged(UserError):
+    """Losses or gradients are no longer finite, so the result would mean nothing."""
+
+    code = WORLD
+
+
 class Terminated(BaseException):
     """SIGTERM or SIGHUP was received. Not an Exception, so that `except Exception` lets it pass."""
 

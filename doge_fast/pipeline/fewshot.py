@@ -7,7 +7,7 @@ prompts from the left, so the first shots are lost first.
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,11 @@ from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from doge_fast.pipeline import records, tables, training
+from doge_fast.pipeline import records, tables
 from doge_fast.pipeline.config import EvaluateConfig
-from doge_fast.pipeline.config.ranges import check
+from doge_fast.pipeline.config.ranges import check_paths
 from doge_fast.pipeline.failures import UserError, reading
+from doge_fast.pipeline.trainer import device_of
 
 # Source: DoGE, Table fewshot.
 PAPER_TASKS = ("copa", "sciq", "logiqa", "piqa", "wic", "winogrande")
@@ -34,15 +35,9 @@ _METRICS = ("acc", "acc_norm")
 def few_shot(config: EvaluateConfig) -> dict[str, Any]:
     """Score a finished run's model on k-shot multiple-choice tasks; write fewshot.json.
 
-    acc       =  share of documents whose right choice has the largest  log p(choice | prompt)
-    acc_norm  =  the same with each log-likelihood divided by the choice's characters
-    chance    =  mean over documents of 1 / number of choices
-
-    lm-eval draws the shots with one seed: all models get the same prompts, and a rerun gives the
-    same numbers.
-
-    Args:
-        config: the run, and its `tasks`.
+    acc is the share of documents whose right choice has the largest log p(choice | prompt);
+    acc_norm the same with each divided by the choice's characters; chance the mean of 1 / number of
+    choices. All models get the same shots, and a rerun gives the same numbers.
 
     Returns:
         The content of fewshot.json; see `records.few_shot_record`.
@@ -55,8 +50,8 @@ def few_shot(config: EvaluateConfig) -> dict[str, Any]:
     """
     (_, trained), asked = records.load_config(config.run), config.tasks
     records.check_finished(config.run)
-    check(config)
-    names = task_names(asked.tasks)
+    check_paths(config)
+    names = asked.names
     file = config.run / records.FEWSHOT
     known = records.read_json(file).get("tasks", {}) if file.exists() else {}
     if lost := known.keys() - set(names):
@@ -72,7 +67,7 @@ def few_shot(config: EvaluateConfig) -> dict[str, Any]:
     model = HFLM(
         pretrained=str(config.run / records.MODEL),
         backend="causal",
-        device=str(training.device_of(config.device)),
+        device=str(device_of(config.device)),
         batch_size=config.batch_size,
         # The packed training text has none either.
         add_bos_token=False,
@@ -106,34 +101,20 @@ def few_shot(config: EvaluateConfig) -> dict[str, Any]:
     return result
 
 
-def task_names(words: Sequence[str]) -> tuple[str, ...]:
-    """Task names without repeats; "a,b" "c" and "a" "b" "c" are the same."""
-    names = (name.strip() for word in words for name in word.split(","))
-    return tuple(dict.fromkeys(name for name in names if name))
-
-
 def _task(name: str, folder: Path | None) -> Any:
     """A task with lm-eval's documents from the Hub, or with those of `folder`/NAME."""
     if folder is None:
         return name
     files = {split: str(folder / name / f"{split}.jsonl") for split in ("train", "validation")}
-    if lost := [file for file in files.values() if not Path(file).is_file()]:
-        raise UserError(
-            f"task_data (--task-data) needs {', '.join(files.values())}; {lost[0]} does not exist."
-        )
 
     def documents(**_: Any) -> datasets.DatasetDict:
         with reading(folder / name):
             return datasets.load_dataset("json", data_files=files)
 
-    changes = {
-        "custom_dataset": documents,
-        "training_split": "train",
-        "validation_split": "validation",
-        **dict.fromkeys(("test_split", "fewshot_split")),
-    }
+    splits = {"training_split": "train", "validation_split": "validation"}
+    local = {"custom_dataset": documents, **splits, "test_split": None, "fewshot_split": None}
     # As a member of a group, which is how lm-eval lets a registered task be changed.
-    return {"group": f"local-{name}", "task": [{"task": name, **changes}]}
+    return {"group": f"local-{name}", "task": [{"task": name, **local}]}
 
 
 def _scores(name: str, found: Mapping[str, Any], model: HFLM) -> dict[str, Any]:
@@ -143,13 +124,12 @@ def _scores(name: str, found: Mapping[str, Any], model: HFLM) -> dict[str, Any]:
         raise UserError(
             f"{name} does not choose among given answers. Run lm-eval itself on the run's model/."
         )
-    measured: dict[str, float | None] = {}
-    for metric in _METRICS:
-        if f"{metric},none" in scores:
-            measured[metric] = float(scores[f"{metric},none"])
-            # A single document has no standard error.
-            stderr = scores[f"{metric}_stderr,none"]
-            measured[f"{metric}_stderr"] = None if stderr == "N/A" else float(stderr)
+    known = [metric for metric in _METRICS if f"{metric},none" in scores]
+    measured = {metric: scores[f"{metric},none"] for metric in known}
+    for metric in known:
+        # A single document has no standard error.
+        stderr = scores[f"{metric}_stderr,none"]
+        measured[f"{metric}_stderr"] = None if stderr == "N/A" else stderr
     requests = ["".join(texts) for sample in samples for texts in sample["arguments"]]
     # The last token of an answer is predicted, not read.
     cut = sum(len(model.tok_encode(text)) - 1 > model.max_length for text in requests)
@@ -165,30 +145,30 @@ def _scores(name: str, found: Mapping[str, Any], model: HFLM) -> dict[str, Any]:
     }
 
 
-def table(result: Mapping[str, Any]) -> str:
+def accuracy_table(result: Mapping[str, Any]) -> str:
     """The accuracies as aligned plain text, with chance accuracy and the share of cut prompts."""
     rows = []
     for name, scores in result["tasks"].items():
         cut = f"{scores['truncated_requests'] / scores['requests']:.0%}"
-        numbers = str(scores["shots"]), str(scores["documents"])
-        rows.append((name, *_accuracies(scores), *numbers, cut))
+        rows.append(
+            [name, *_accuracies(scores), str(scores["shots"]), str(scores["documents"]), cut]
+        )
     if len(rows) > 1:
-        rows.append(("average", *_accuracies(result["average"]), "", "", ""))
+        rows.append(["average", *_accuracies(result["average"]), "", "", ""])
     header = ("task", *_METRICS, "chance", "shots", "documents", "cut prompts")
     printed = tables.text(tables.table_of(header, rows))
-    if not any(task["truncated_requests"] for task in result["tasks"].values()):
-        return printed
-    return (
-        f"{printed}\nThe model has {result['positions']} positions. Longer prompts lost their "
-        "beginning, the first shots."
-    )
+    if any(task["truncated_requests"] for task in result["tasks"].values()):
+        printed += (
+            f"\nThe model has {result['positions']} positions; a cut prompt lost its beginning."
+        )
+    return printed
 
 
-def _accuracies(scores: Mapping[str, Any]) -> tuple[str, ...]:
+def _accuracies(scores: Mapping[str, Any]) -> list[str]:
     """acc and acc_norm, each with its standard error, and chance; "-" for what a task lacks."""
     cells = []
     for metric in _METRICS:
-        stderr = scores.get(f"{metric}_stderr")
+        value, stderr = scores.get(metric), scores.get(f"{metric}_stderr")
         error = "" if stderr is None else f" ± {stderr:.3f}"
-        cells.append(f"{scores[metric]:.3f}{error}" if scores.get(metric) is not None else "-")
-    return (*cells, f"{scores['chance']:.3f}")
+        cells.append("-" if value is None else f"{value:.3f}{error}")
+    return [*cells, f"{scores['chance']:.3f}"]

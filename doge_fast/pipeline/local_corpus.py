@@ -36,7 +36,7 @@ from doge_fast.pipeline.failures import FileFailure
 _log = logging.getLogger("doge_fast")
 
 # Part of the cache key; to be changed when the same environment gives other text.
-_FORMAT = 3
+_TEXT_FORMAT = 3
 _CHARS_PER_DOMAIN = 3_000_000
 # Without this a single large package would be most of a domain.
 _SHARE_PER_PACKAGE = 0.2
@@ -71,10 +71,10 @@ def fingerprint() -> str:
     installed = sorted(
         {f"{found.metadata['Name']}=={found.version}" for found in metadata.distributions()}
     )
-    return cache.digest([_FORMAT, sys.version, sysconfig.get_path("stdlib"), installed])
+    return cache.digest([_TEXT_FORMAT, sys.version, sysconfig.get_path("stdlib"), installed])
 
 
-def load(*, stdlib: Path | None = None, site: Path | None = None) -> dict[str, list[str]]:
+def collect(*, stdlib: Path | None = None, site: Path | None = None) -> dict[str, list[str]]:
     """{domain: its documents}, sorted by name, if this environment has enough text for it.
 
     Deterministic: the same environment gives the same text in the same order. Takes seconds. No
@@ -87,7 +87,7 @@ def load(*, stdlib: Path | None = None, site: Path | None = None) -> dict[str, l
     stdlib = stdlib or Path(sysconfig.get_path("stdlib"))
     site = site or Path(sysconfig.get_path("purelib"))
     seen: set[int] = set()
-    domains = {name: _select(documents, seen) for name, documents in _sources(stdlib, site).items()}
+    domains = {name: _chosen(documents, seen) for name, documents in _sources(stdlib, site).items()}
     found = {
         name: texts
         for name, texts in sorted(domains.items())
@@ -104,11 +104,11 @@ def load(*, stdlib: Path | None = None, site: Path | None = None) -> dict[str, l
 def rows() -> Iterator[Mapping[str, str]]:
     """The documents, each with its domain."""
     _log.info("Collecting text of this Python environment.")
-    for name, documents in load().items():
+    for name, documents in collect().items():
         yield from ({"text": text, "domain": name} for text in documents)
 
 
-def _select(documents: Iterable[_Document], seen: set[int]) -> list[str]:
+def _chosen(documents: Iterable[_Document], seen: set[int]) -> list[str]:
     """Documents in their order until the domain is full, without those that repeat `seen`."""
     used: collections.Counter[str] = collections.Counter()
     full: set[str] = set()
@@ -170,7 +170,7 @@ def _by_domain(folder: Path, *, is_stdlib: bool) -> dict[str | None, list[_Docum
         name = _domain_of(path, is_stdlib, number < 2**63)
         # Headers lie deep in the folders of one package.
         parts = path.parts[:-1][: 4 if name == "headers" else 1]
-        read = _docstrings_of if name == "docstrings" else _text_of
+        read = _docstrings_of if name == "docstrings" else _file_text
         found[name].append(("/".join(parts) or path.stem, functools.partial(read, folder / path)))
     return found
 
@@ -188,7 +188,7 @@ def _domain_of(file: Path, is_stdlib: bool, is_first_half: bool) -> str | None:
     return "metadata" if is_metadata else None
 
 
-def _text_of(file: Path) -> str | None:
+def _file_text(file: Path) -> str | None:
     """The file as text; None where it is not UTF-8 or cannot be read."""
     try:
         text = file.read_text(encoding="utf-8")
@@ -199,6 +199,6 @@ def _text_of(file: Path) -> str | None:
 
 def _docstrings_of(file: Path) -> str:
     """The docstrings of a source file, as they are written."""
-    found = _DOCSTRING.findall(_text_of(file) or "")
+    found = _DOCSTRING.findall(_file_text(file) or "")
     prose = (inspect.cleandoc(text) for _, text in found if len(text) >= _LINE_CHARS)
     return "\n\n".join(prose)

@@ -54,9 +54,9 @@ def build_model(
         The model in float32, also a pretrained one.
 
     Raises:
-        UserError: the name is no size, folder or Hub id; the number of heads does not divide the
-            width; a pretrained model has too small a vocabulary; the model has fewer positions
-            than a block has tokens; it is not causal.
+        UserError: the name is no size, folder or Hub id; a pretrained model has too small a
+            vocabulary; the model has fewer positions than a block has tokens; it is not causal.
+        FileFailure: transformers cannot build or save the model; the message is its own.
 
     Source: DoGE, appendix model-archs.
     """
@@ -85,7 +85,7 @@ def build_model(
         model = _with_loss(made)
     if config.model not in SIZES:
         with reading(config.model):
-            _check_saved(model.config, model.generation_config if model.can_generate() else None)
+            _check_saved(model)
         _check_causal(config.model, model, block_size)
     return model
 
@@ -94,9 +94,13 @@ def check_model(config: ModelConfig, *, block_size: int) -> Any:
     """The transformers configuration for `config`, checked as far as possible without a tokenizer.
 
     For a fresh model it is the text part alone, in float32, without settings of extra outputs and
-    quantization. A configuration from outside the family is checked to build and to save.
+    quantization.
     """
-    _check_pretrained(config)
+    if config.pretrained and config.model in SIZES:
+        raise UserError(
+            "pretrained=True (--pretrained) needs a folder or Hub id to load weights from; got the "
+            f"size {config.model!r}, which has none. Leave it out to train from scratch."
+        )
     if config.model in SIZES:
         architecture: Any = _family(SIZES[config.model], block_size)
     else:
@@ -115,7 +119,6 @@ def check_model(config: ModelConfig, *, block_size: int) -> Any:
         _leave_out_balance(architecture)
         if hasattr(architecture, "quantization_config"):
             del architecture.quantization_config
-        _check_heads(config.model, architecture)
     text = architecture.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     if positions is not None and positions < block_size:
@@ -123,49 +126,16 @@ def check_model(config: ModelConfig, *, block_size: int) -> Any:
             f"{config.model} has {positions} positions, fewer than the {block_size} tokens of a "
             f"block. Pass block_size={positions} (--block-size {positions}) or less."
         )
-    if config.model not in SIZES:
-        with reading(config.model):
-            _check_saved(architecture)
-        _check_built(architecture, config.model)
     return architecture
 
 
-def _check_heads(name: str, architecture: Any) -> None:
-    """Check the numbers of heads; some models would fail only in their first step."""
-    heads = getattr(architecture, "num_attention_heads", None)
-    width = getattr(architecture, "hidden_size", None)
-    if heads is None or width is None:
-        return
-    if heads < 1 or (width % heads and getattr(architecture, "head_dim", None) is None):
-        raise UserError(
-            f"{name}: the width (embed_dim, hidden_size) must be a multiple of the number of heads "
-            f"(num_heads, num_attention_heads); got {width} and {heads}."
-        )
-    if heads % (keys := getattr(architecture, "num_key_value_heads", None) or heads):
-        raise UserError(
-            f"{name}: num_attention_heads must be a multiple of num_key_value_heads; its "
-            f"config.json has {heads} and {keys}."
-        )
-
-
-def _check_saved(architecture: Any, generation: Any = None) -> None:
-    """Save both and reopen the architecture: an error here would break the first checkpoint."""
+def _check_saved(model: PreTrainedModel) -> None:
+    """Save and reopen the configurations: an error here would break the first checkpoint."""
     with tempfile.TemporaryDirectory() as folder:
-        architecture.save_pretrained(folder)
-        if generation is not None:
-            generation.save_pretrained(folder)
+        model.config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
         AutoConfig.from_pretrained(folder)
-
-
-def _check_built(architecture: Any, name: str) -> None:
-    """Build the model on the meta device, which is quick; raise FileFailure if that fails."""
-    with reading(name), torch.random.fork_rng(devices=[]), torch.device("meta"):
-        try:
-            AutoModelForCausalLM.from_config(architecture)  # type: ignore[no-untyped-call]
-        except (NotImplementedError, RuntimeError) as error:
-            # Some models read values while they are built, which the meta device cannot do.
-            if "meta" not in str(error):
-                raise
 
 
 def open_model(name: str | Path) -> PreTrainedModel:
@@ -250,27 +220,6 @@ def load_architecture(name: str) -> Any:
             f"model must be a size of the family ({', '.join(SIZES)}), or a folder or Hub id whose "
             f"config.json AutoConfig opens; got {name!r} ({reason})."
         ) from error
-
-
-def _check_pretrained(config: ModelConfig) -> None:
-    if not config.pretrained:
-        return
-    if config.model in SIZES:
-        raise UserError(
-            "pretrained=True (--pretrained) needs a folder or Hub id to load weights from; got the "
-            f"size {config.model!r}, which has none. Leave it out to train from scratch."
-        )
-    path = Path(config.model)
-    if path.is_dir() and not (any(path.glob("*.safetensors")) or any(path.glob("*.bin"))):
-        raise UserError(
-            "pretrained=True (--pretrained) needs a folder with weights (model.safetensors); "
-            f"{config.model} holds none. Name another, or leave it out to train from scratch."
-        )
-    if path.is_file():
-        raise UserError(
-            "pretrained=True (--pretrained) needs the folder that holds the weights too; got the "
-            f"file {config.model!r}. Name the folder, or leave it out."
-        )
 
 
 def _check_causal(name: str, model: PreTrainedModel, block_size: int) -> None:

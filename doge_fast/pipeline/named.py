@@ -63,7 +63,7 @@ def check_visible(names: Iterable[str], where: str) -> None:
             )
 
 
-def check(what: str, names: Iterable[str], known: Collection[str], where: str) -> None:
+def check_known(what: str, names: Iterable[str], known: Collection[str], where: str) -> None:
     """Raise UserError if one of `names`, from the option `what`, is no domain of `where`."""
     unknown = [name for name in names if name not in known]
     if unknown:

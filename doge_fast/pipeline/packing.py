@@ -8,7 +8,6 @@ of all that they depend on.
 import collections
 import hashlib
 import itertools
-import json
 import logging
 import math
 import sys
@@ -21,10 +20,10 @@ import numpy as np
 import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerFast
 
-from doge_fast import atomic_file
 from doge_fast.pipeline import cache, progress
 from doge_fast.pipeline.config import CorpusConfig
 from doge_fast.pipeline.failures import FileFailure, UserError, reading
+from doge_fast.pipeline.records.schema import check_shape, read_json
 from doge_fast.pipeline.sources import ROWS, WITHOUT_DOMAIN, WITHOUT_TEXT, Counts, Part
 from doge_fast.pipeline.tokenizer import (
     end_of_text_id,
@@ -33,11 +32,12 @@ from doge_fast.pipeline.tokenizer import (
     unknown_ids,
     vocabulary_size,
 )
+from doge_fast.weights.weights_file import write_json
 
 _log = logging.getLogger("doge_fast")
 
 # Part of every cache key; to be changed when the same input gives other blocks.
-_FORMAT = 8
+_BLOCKS_FORMAT = 9
 # Characters of each domain that are tested for being known to the tokenizer.
 _SAMPLE_CHARS = 100_000
 # Most tokenizers lack some rare characters. One for other languages lacks nearly all.
@@ -66,8 +66,16 @@ class Packed:
     """Number of documents in the training blocks."""
     document_tokens: int
     """Tokens of these documents, with those that a limit cut off the last one."""
-    sha256: list[str]
+    sha256: tuple[str, str]
     """Of the training blocks, and of the held-out blocks."""
+
+
+@dataclass(frozen=True)
+class PackedRecord:
+    """The file beside the blocks of a part."""
+
+    domains: dict[str, Packed]
+    warnings: list[str]
 
 
 def pack(
@@ -91,7 +99,7 @@ def pack(
     # All that blocks depend on.
     facts = [part.text_column, tokenizer_sha256, end_of_text_id(tokenizer)]
     facts += [config.block_size, config.max_tokens_per_domain, fraction]
-    key = cache.digest([_FORMAT, part.fingerprint, sorted(names), *facts])
+    key = cache.digest([_BLOCKS_FORMAT, part.fingerprint, sorted(names), *facts])
     # Stored beside the blocks, and written before they are complete.
     file = cache.folder(config) / f"{key}.json"
     # uint16 holds most vocabularies, in half the space.
@@ -106,11 +114,8 @@ def pack(
         }
         yield from _blocks(config, part, tokenizer, streams, counts)
         _check_enough(config, streams)
-        record = {
-            "domains": {name: _packed(streams, name) for name in names},
-            "warnings": [*_warnings(config, part, streams, counts)],
-        }
-        atomic_file.write(file, json.dumps(record))
+        domains = {name: _packed(streams, name) for name in names}
+        write_json(file, PackedRecord(domains, [*_warnings(config, part, streams, counts)]))
 
     blocks = cache.cached(
         config,
@@ -120,16 +125,15 @@ def pack(
         domain=datasets.Value("string"),
         held_out=datasets.Value("bool"),
     )
-    record = json.loads(file.read_text(encoding="utf-8"))
-    packed = {name: Packed(*record["domains"][name]) for name in names}
+    record = check_shape(read_json(file), PackedRecord, file)
     digests = _digests(blocks)
-    for name, each in packed.items():
-        if [digests[name, held].hexdigest() for held in (False, True)] != each.sha256:
+    for name, each in record.domains.items():
+        if tuple(digests[name, held].hexdigest() for held in (False, True)) != each.sha256:
             raise FileFailure(
                 f"{blocks.cache_files[0]['filename']} does not hold the blocks of {name} that were "
                 "written there. Remove its folder, to have it made again."
             )
-    return blocks, packed, record["warnings"]
+    return blocks, record.domains, record.warnings
 
 
 def select(blocks: datasets.Dataset, name: str, held_out: bool) -> datasets.Dataset:
@@ -154,11 +158,10 @@ def _digests(blocks: datasets.Dataset) -> Mapping[tuple[str, bool], Any]:
     return digests
 
 
-def _packed(streams: "Streams", name: str) -> tuple[int, int, list[str]]:
-    """The fields of `Packed`."""
+def _packed(streams: "Streams", name: str) -> Packed:
     train, held_out = streams[name, False], streams[name, True]
-    digests = [stream.sha256.hexdigest() for stream in (train, held_out)]
-    return train.documents, train.document_tokens, digests
+    digests = train.sha256.hexdigest(), held_out.sha256.hexdigest()
+    return Packed(train.documents, train.document_tokens, digests)
 
 
 def _warnings(

@@ -1,5 +1,6 @@
 """Progress of a command: a bar on a terminal, otherwise a line in the log every few minutes."""
 
+import functools
 import itertools
 import logging
 import statistics
@@ -26,6 +27,12 @@ _TIMED_SECONDS = 10.0
 _UP = "\x1b[A"
 
 _log = logging.getLogger("doge_fast")
+
+
+@functools.cache
+def tell_once(line: str, level: int = logging.INFO) -> None:
+    """Log a line the first time only, since the runs of a search differ in their weights alone."""
+    _log.log(level, "%s", line)
 
 
 class StepClock:

@@ -4,7 +4,6 @@ The result is the average weights over the run, alpha_bar = mean_t alpha^(t); th
 recorded too.
 """
 
-import json
 import logging
 import math
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from doge_fast.integrations.transformers import DoGETrainer
-from doge_fast.pipeline import stage
+from doge_fast.pipeline import records, stage
 from doge_fast.pipeline.config import ProxyConfig, parse_target
 from doge_fast.pipeline.domains import Batch, Corpus, mix_sampler, proxy_batch
 from doge_fast.pipeline.failures import UserError, given_to_core
@@ -56,16 +55,16 @@ def learn_weights(config: ProxyConfig) -> Run:
     existing = stage.existing_run(config)
     if existing.is_complete:
         return Run(config.out)
-    trainer = prepare(config, existing)
+    trainer = proxy_trainer(config, existing)
     # The rule "aligned" has no mu.
     resolved = {} if config.mu is not None or trainer.mu is None else {"mu": trainer.mu}
     with stage.directory(trainer, existing, resolved=resolved) as checkpoint:
         trainer.go_on(checkpoint)
-        from_first(lambda: _leave(trainer))
+        from_first(lambda: _write_proxy_weights(trainer))
     return Run(config.out)
 
 
-def prepare(config: ProxyConfig, existing: ExistingRun) -> "ProxyTrainer":
+def proxy_trainer(config: ProxyConfig, existing: ExistingRun) -> "ProxyTrainer":
     """Read the corpus, build the model, wrap the optimizer; return the run's trainer."""
     selection = None if config.selection is None else _read_selection(config.selection)
 
@@ -199,12 +198,12 @@ class ProxyTrainer(RecordedTrainer, DoGETrainer):
         return [name for name in norms if not math.isfinite(norms[name] + float(losses[name]))]
 
 
-def _leave(trainer: ProxyTrainer) -> None:
+def _write_proxy_weights(trainer: ProxyTrainer) -> None:
     """Write the average weights, then the model."""
     config, doge = trainer.config, trainer.doge
     # Not trainer.weights: it would repeat warnings that weights.json and the command print.
     mean = ByName(doge.domains, doge.alpha_mean).read()
-    stage.write_learned(
+    stage.leave_learned_weights(
         trainer,
         mean,
         doge.alpha,
@@ -217,11 +216,8 @@ def _leave(trainer: ProxyTrainer) -> None:
 
 
 def _read_selection(path: Path) -> list[str]:
-    """Read a JSON list of parameter names."""
-    try:
-        names = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"selection must be a JSON file; {path} is not ({error}).") from None
+    """Read a JSON list of parameter names, as `select` writes it."""
+    names = records.parse_json(path.read_bytes(), path)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise UserError(f"selection must be a JSON list of parameter names; {path} is not.")
     return names

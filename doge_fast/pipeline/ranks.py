@@ -8,14 +8,14 @@ import os
 from doge_fast.pipeline.failures import UserError
 
 
-def number() -> int:
+def size() -> int:
     """Number of ranks."""
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def place() -> tuple[int, int]:
     """(Rank of this process, number of ranks)."""
-    return int(os.environ.get("RANK") or 0), number()
+    return int(os.environ.get("RANK") or 0), size()
 
 
 def is_first() -> bool:
@@ -25,8 +25,8 @@ def is_first() -> bool:
 
 def refuse_several(what: str) -> None:
     """Raise UserError if there are several ranks; `what` names a command that takes one."""
-    if number() > 1:
+    if size() > 1:
         raise UserError(
-            f"{what} takes one process, and a launcher has started {number()}. Start it without "
+            f"{what} takes one process, and a launcher has started {size()}. Start it without "
             "torchrun; proxy, temperature, base, doremi, select and evaluate take several."
         )

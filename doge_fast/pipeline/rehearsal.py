@@ -45,8 +45,8 @@ def rehearse(config: ProxyConfig | BaseConfig | TemperatureConfig) -> str:
     existing = stage.existing_run(config)
     if existing.is_complete:
         return f"{out}: complete already, nothing to do"
-    prepare: Any = proxy.prepare if isinstance(config, ProxyConfig) else base.prepare
-    trainer: RecordedTrainer = prepare(config, existing)
+    make: Any = proxy.proxy_trainer if isinstance(config, ProxyConfig) else base.base_trainer
+    trainer: RecordedTrainer = make(config, existing)
     corpus, steps, of_step = trainer.corpus, config.training.steps, sum(trainer.tokens(1).values())
     sizes, read = corpus.train_tokens, trainer.tokens(steps)
     held = {name: len(blocks) for name, blocks in corpus.validation.items()}

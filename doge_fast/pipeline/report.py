@@ -19,8 +19,8 @@ from doge_fast.pipeline.named import visible
 from doge_fast.pipeline.records import check_out
 from doge_fast.pipeline.reporting.figures import VARIABLES, Drawing
 from doge_fast.pipeline.reporting.sections import page_of
-from doge_fast.pipeline.tables import as_ascii, text
-from doge_fast.pipeline.wording import wrapped
+from doge_fast.pipeline.tables import text
+from doge_fast.pipeline.wording import as_ascii, wrapped
 
 
 def write_report(config: ReportConfig) -> Path:

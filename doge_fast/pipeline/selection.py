@@ -5,7 +5,6 @@ parameter tensor is scored during training. The run keeps the scores and the lis
 `doge-fast proxy --selection` reads, and discards the model.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +16,7 @@ from doge_fast.mixture.counts import Phase
 from doge_fast.pipeline import baselines, records, stage, tables
 from doge_fast.pipeline.config import SelectConfig
 from doge_fast.pipeline.domains import Batch
-from doge_fast.pipeline.failures import UserError, given_to_core
+from doge_fast.pipeline.failures import UserError
 from doge_fast.pipeline.stage import ExistingRun
 from doge_fast.pipeline.trainer import MixtureTrainer, from_first
 from doge_fast.weights import weights_file
@@ -44,29 +43,17 @@ def measure_cancellation(config: SelectConfig) -> Path:
 
     Source: DoGE, appendix cancellation.
     """
-    check_strategies(config.strategies)
     config = stage.resolved(config)
     existing = stage.existing_run(config)
     if not existing.is_complete:
-        trainer = prepare(config, existing)
+        trainer = selection_trainer(config, existing)
         with stage.directory(trainer, existing) as checkpoint:
             trainer.go_on(checkpoint)
-            from_first(lambda: _leave(trainer))
+            from_first(lambda: _write_selections(trainer))
     return config.out
 
 
-def check_strategies(strategies: Sequence[str]) -> None:
-    """Raise UserError unless there is at least one, all are distinct, and each is lowN or highN."""
-    with given_to_core():
-        for strategy in strategies:
-            parse_strategy(strategy)
-    if not strategies or len(set(strategies)) < len(strategies):
-        raise UserError(
-            f"strategies must be distinct, and at least one; got {' '.join(strategies) or 'none'}."
-        )
-
-
-def prepare(config: SelectConfig, existing: ExistingRun) -> "SelectionTrainer":
+def selection_trainer(config: SelectConfig, existing: ExistingRun) -> "SelectionTrainer":
     """Read the corpus and build the model; return the run's trainer."""
 
     def check(model: nn.Module, *_: object) -> None:
@@ -84,7 +71,7 @@ def prepare(config: SelectConfig, existing: ExistingRun) -> "SelectionTrainer":
     return SelectionTrainer(config, corpus, model, (phase,))
 
 
-def table(run: Path) -> str:
+def selection_table(run: Path) -> str:
     """Selections of a finished run, as a plain-text table."""
     selections = records.load_cancellation(run).selections
     rows = [(each.file, str(each.parameters), f"{each.share:.2%}") for each in selections]
@@ -136,7 +123,7 @@ class SelectionTrainer(MixtureTrainer):
         self.effect.load_state_dict(state)
 
 
-def _leave(trainer: SelectionTrainer) -> None:
+def _write_selections(trainer: SelectionTrainer) -> None:
     """Write a file for each strategy, then the scores; the model is not kept."""
     config, effect = trainer.config, trainer.effect
     records.keep_metrics(config.out)

@@ -18,11 +18,17 @@ from typing import Any, NamedTuple
 import datasets
 import numpy as np
 
-from doge_fast.pipeline import cache, corpus_files, file_rows, hub, local_corpus, named, progress
+from doge_fast.pipeline import cache, corpus_files, hub, local_corpus, named, progress
 from doge_fast.pipeline.config import CorpusConfig
-from doge_fast.pipeline.corpus_files import CorpusFile
+from doge_fast.pipeline.corpus_files import (
+    ABSENT,
+    CorpusFile,
+    Row,
+    named_rows,
+    roots_of,
+    value_of,
+)
 from doge_fast.pipeline.failures import UserError, one_line, reading
-from doge_fast.pipeline.file_rows import ABSENT, Row, named_rows, roots_of, value_of
 from doge_fast.pipeline.wording import first_few
 
 _log = logging.getLogger("doge_fast")
@@ -99,7 +105,7 @@ class Part:
             name = self.domain or _name_of(row, str(self.domain_column), where)
             yield name, _text_of(row, self.text_column, where)
         if row is None:
-            corpus_files.tell_once(f"{shard.where} holds no row.")
+            progress.tell_once(f"{shard.where} holds no row.")
             return
         for option, column in unseen.items():
             raise UserError(
@@ -172,13 +178,13 @@ def _files_part(config: CorpusConfig, domain: str | None, files: Sequence[Corpus
     if "train" not in splits:
         paths = first_few([str(file.path) for file in files])
         raise UserError(f"Training needs files that no name holds out; there are only {paths}.")
-    chars, stamp = file_rows.TEXT_DOCUMENT_CHARS, corpus_files.stamp_of(files)
+    chars, stamp = corpus_files.TEXT_DOCUMENT_CHARS, corpus_files.stamp_of(files)
     if list(splits) == ["train"]:
-        chars = file_rows.text_document_chars(files)
+        chars = corpus_files.text_document_chars(files)
     columns = _columns(config, domain)
     shards = {
         split: [
-            Shard(str(file.path), functools.partial(file_rows.rows_of, file, columns, chars))
+            Shard(str(file.path), functools.partial(corpus_files.rows_of, file, columns, chars))
             for file in own
         ]
         for split, own in splits.items()

@@ -19,16 +19,22 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, set_seed
 
 from doge_fast import atomic_file
-from doge_fast.pipeline import baselines, domains, ranks, records, training
+from doge_fast.pipeline import baselines, domains, ranks, records
 from doge_fast.pipeline.config import StageConfig
-from doge_fast.pipeline.config.ranges import check
+from doge_fast.pipeline.config.ranges import check_paths
 from doge_fast.pipeline.domains import Corpus
 from doge_fast.pipeline.failures import FileFailure, UserError
 from doge_fast.pipeline.model import build_model, check_model, without_bars
+from doge_fast.pipeline.progress import tell_once
 from doge_fast.pipeline.records import ConfigRecord
-from doge_fast.pipeline.reporting.study import warnings_on
+from doge_fast.pipeline.reporting.proxies import warnings_on
 from doge_fast.pipeline.sizes import settings_of
-from doge_fast.pipeline.trainer import RecordedTrainer, from_first
+from doge_fast.pipeline.trainer import (
+    RecordedTrainer,
+    device_of,
+    from_first,
+    wait_for_ranks,
+)
 
 Config = TypeVar("Config", bound=StageConfig)
 
@@ -56,7 +62,7 @@ def resolved(config: Config) -> Config:
     told = config.training
     if told.dtype != "auto":
         return config
-    is_gpu = training.device_of(told.device).type != "cpu"
+    is_gpu = device_of(told.device).type != "cpu"
     dtype = settings_of(config.model.model).gpu_dtype if is_gpu else "float32"
     return replace(config, training=replace(told, dtype=dtype))
 
@@ -77,12 +83,12 @@ def existing_run(config: StageConfig) -> ExistingRun:
     """
     if getattr(config, "dry_run", False):
         raise UserError("A dry run trains nothing: call rehearsal.rehearse, or leave out dry_run.")
-    check(config)
-    training.device_of(config.training.device)
-    if getattr(config, "batch_size", 0) % ranks.number():
+    check_paths(config)
+    device_of(config.training.device)
+    if getattr(config, "batch_size", 0) % ranks.size():
         raise UserError(
-            f"batch_size must be a multiple of the {ranks.number()} processes that share it; got "
-            f"{cast(Any, config).batch_size}."
+            f"batch_size (--batch-size) must be a multiple of the {ranks.size()} processes that "
+            f"share it; got {cast(Any, config).batch_size}."
         )
     record = records.check_run(config)
     is_complete = record is not None and is_finished(config)
@@ -116,7 +122,7 @@ def corpus_and_model(
     made: list[PreTrainedModel] = []
 
     def make(names: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> None:
-        _log.info("%s: building the model %s", config.out, config.model.model)
+        tell_once(f"building the model {config.model.model}")
         # Initial weights depend on the seed alone.
         set_seed(config.training.seed)
         size = config.corpus.block_size
@@ -124,7 +130,7 @@ def corpus_and_model(
         check(made[0], names, tokenizer)
 
     check_model(config.model, block_size=config.corpus.block_size)
-    _log.info("%s: reading %s", config.out, config.corpus.data)
+    tell_once(f"reading {config.corpus.data}")
     corpus = domains.load_corpus(
         config.corpus, targets=config.targets, followed=followed, before_packing=make
     )
@@ -150,7 +156,7 @@ def directory(
     """
     config, corpus, out = trainer.config, trainer.corpus, trainer.config.out
     # Every rank must have read the directory before the first one writes.
-    training.wait_for_ranks(trainer.args.device)
+    wait_for_ranks(trainer.args.device)
     with ExitStack() as held, without_bars():
 
         def begin() -> Path | None:
@@ -206,7 +212,7 @@ def _open_as_new(folder: Path) -> None:
             file.chmod(mode)
 
 
-def write_weights(
+def leave_weights(
     trainer: RecordedTrainer,
     columns: Mapping[str, Mapping[str, float]],
     *,
@@ -242,7 +248,7 @@ def write_weights(
     records.write_weights(config.out, record)
 
 
-def write_learned(
+def leave_learned_weights(
     trainer: RecordedTrainer, average: Mapping[str, float], last_K: Tensor, **fields: Any
 ) -> None:
     """Write weights.json with the average weights over the run and the last weights."""
@@ -254,4 +260,4 @@ def write_learned(
         # Natural weights of the training domains; held-out targets have no share.
         "prior": baselines.natural(corpus.tokens),
     }
-    write_weights(trainer, columns, warnings=warnings_on(trainer.config.out), **fields)
+    leave_weights(trainer, columns, warnings=warnings_on(trainer.config.out), **fields)

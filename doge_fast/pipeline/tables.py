@@ -11,12 +11,11 @@ from typing import NamedTuple
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 
+from doge_fast.pipeline.wording import as_ascii
+
 # For output without a terminal: a pipe, a file.
 PIPE_WIDTH = 100
 _NARROWEST = 40
-
-
-_ASCII = str.maketrans({"−": "-", "–": "-", "±": "+/-", "×": "x", "\N{NO-BREAK SPACE}": " "})
 
 
 class Cell(NamedTuple):
@@ -110,11 +109,6 @@ def text(table: Table, *, width: int | None = None, left: Sequence[int] = ()) ->
             [_block(each, size) if i in left else _right(each, size) for each in texts]
         )
     return "\n\n".join(_joined(labels, columns) for columns in parts)
-
-
-def as_ascii(text: str) -> str:
-    """Replace this package's own signs by ASCII; names may still hold other characters."""
-    return text.translate(_ASCII)
 
 
 def _padded(text: str, size: int) -> str:

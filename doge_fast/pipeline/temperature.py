@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from doge_fast.pipeline import failures, named, ranks, records, stage, training
+from doge_fast.pipeline import failures, named, ranks, records, stage
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.baselines import MAX_EPOCHS, epochs
 from doge_fast.pipeline.config import (
@@ -31,17 +31,24 @@ from doge_fast.pipeline.config import (
     ReportConfig,
     TemperatureConfig,
 )
-from doge_fast.pipeline.config.ranges import check
+from doge_fast.pipeline.config.ranges import check_paths
 from doge_fast.pipeline.evaluation import evaluate, own_blocks
-from doge_fast.pipeline.failures import UserError
-from doge_fast.pipeline.health import Diverged
+from doge_fast.pipeline.failures import Diverged, UserError
 from doge_fast.pipeline.model import check_model
 from doge_fast.pipeline.records import ConfigRecord, Json
 from doge_fast.pipeline.report import write_report
 from doge_fast.pipeline.reporting.statistics import PairedDifference, paired_difference
 from doge_fast.pipeline.run import Run
-from doge_fast.pipeline.tables import as_ascii
-from doge_fast.pipeline.wording import count_text, first_few, plural, wrapped
+from doge_fast.pipeline.trainer import device_of, wait_for_ranks
+from doge_fast.pipeline.wording import (
+    as_ascii,
+    count_text,
+    first_few,
+    held_out_text,
+    listed,
+    plural,
+    wrapped,
+)
 
 _LEAST_STEPS = 200
 _FIRST = (0.0, 1.0, 2.0)
@@ -270,7 +277,7 @@ class _Search:
     @classmethod
     def of(cls, config: TemperatureConfig) -> "_Search":
         """Read and check the proxy run; raise UserError if its weights define no line."""
-        check(config)
+        check_paths(config)
         recorded, proxy = records.load_config(config.proxy)
         if recorded.stage != "proxy":
             raise UserError(
@@ -283,18 +290,18 @@ class _Search:
             raise UserError(f"{config.proxy} has one domain: every temperature gives it all.")
         positive = [value for value in weights.values() if value > 0]
         if math.log(max(positive) / min(positive)) < 1e-6:
+            told = " ".join(f"Warning: {each}" for each in record.get("warnings") or ())
             raise UserError(
                 f"The weights of {config.proxy} are equal: every temperature gives the same "
-                "mixture. Train the proxy longer or with a smaller mu; of two domains with "
-                "--domain-max-grad-norm 0, for gradients of one norm have equal scores."
+                f"mixture. {told or 'Train the proxy longer.'}"
             )
         search = cls(config, proxy, record)
         base = search.base(1.0, config.seeds[0])
-        training.device_of(base.training.device)
-        if base.batch_size % ranks.number():
+        device_of(base.training.device)
+        if base.batch_size % ranks.size():
             raise UserError(
                 f"A step of the base models has as many blocks as one of {config.proxy}, "
-                f"{base.batch_size}, which {ranks.number()} processes cannot share. Start another "
+                f"{base.batch_size}, which {ranks.size()} processes cannot share. Start another "
                 "number of them."
             )
         check_model(base.model, block_size=base.corpus.block_size)
@@ -446,7 +453,7 @@ class _Search:
 
     def wait(self) -> None:
         """Synchronise the ranks, so that all see the files of the first one."""
-        training.wait_for_ranks(training.device_of(self.config.device))
+        wait_for_ranks(device_of(self.config.device))
 
     def _is_made(self, job: Job) -> bool:
         return job.config.out in self.diverged or job.is_made()
@@ -635,9 +642,19 @@ class _Search:
                 epochs_tokens=budget or self._tokens,
                 has_budget=budget is not None,
             ),
-            records.PerplexityGroup("Base models", arms, tuple(self.aim), focus=focus),
+            *self._perplexities(arms, focus),
             records.CostGroup("Cost", methods),
         )
+
+    def _perplexities(
+        self, arms: tuple[records.ArmRecord, ...], focus: str | None
+    ) -> Iterator[records.PerplexityGroup]:
+        """The table of what the search compares and, where that is targets, of the rest."""
+        aims, title = tuple(self.aim), "Base models"
+        if rest := tuple(name for name in self.alpha if name not in aims):
+            yield records.PerplexityGroup(f"{title} on {listed(aims)}", arms, aims, focus=focus)
+            aims, title = rest, f"{title} on the training domains"
+        yield records.PerplexityGroup(title, arms, aims, focus=focus)
 
 
 def _known(record: Mapping[str, Any], fields: Sequence[str]) -> Json:
@@ -650,10 +667,11 @@ def lines_of(run: Path) -> list[str]:
     inverse, points = record["inverse_temperature"], record["points"]
     best = next(point for point in points if point["inverse_temperature"] == inverse)
     what = f"1/T = {inverse:g}"
-    lines = []
+    trained = [entry["name"] for entry in record["domains"]]
+    lines = [f"loss on {held_out_text(record['objective'], trained)}:"]
     for point in points:
         mark = " *" if point is best else ""
-        loss = "diverged" if point["loss"] is None else f"loss {point['loss']:.4f}"
+        loss = "diverged" if point["loss"] is None else f"{point['loss']:.4f}"
         lines.append(f"  1/T = {point['inverse_temperature']:<6g} {loss}{mark}")
     if not inverse:
         told = "No temperature tried is better than uniform weights, which are written."

@@ -18,7 +18,7 @@ _log = logging.getLogger("doge_fast")
 
 END_OF_TEXT = "<|endoftext|>"
 
-_FORMAT = 3
+_TOKENIZER_FORMAT = 3
 _TOKENIZER_CHARS_PER_DOMAIN = 1_000_000
 
 # {part: the domains that are read from it}.
@@ -130,7 +130,7 @@ def _trained(config: CorpusConfig, parts: Groups) -> PreTrainedTokenizerFast:
         yield {"tokenizer": backend.to_str()}
 
     prints = {name: part.fingerprint for part, names in parts.items() for name in names}
-    key = cache.digest([_FORMAT, prints, config.text_column, config.vocab_size])
+    key = cache.digest([_TOKENIZER_FORMAT, prints, config.text_column, config.vocab_size])
     trained = cache.cached(config, key, train, tokenizer=datasets.Value("string"))
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=Tokenizer.from_str(trained[0]["tokenizer"]),

@@ -1,11 +1,14 @@
 """Trainer over ready-made batches, with callbacks that write its records and stop it cleanly.
 
-Batch t is a function of (seed, t), so a resumed run starts its data at the checkpoint's step and
-replays nothing. Checkpoints have Trainer's format; `records.checkpoints` keeps the newest of them.
+Its arguments and the device come first, then the trainers, then the callbacks. Batch t is a
+function of (seed, t), so a resumed run starts its data at the checkpoint's step and replays
+nothing. Checkpoints have Trainer's format; `records.folders` keeps the newest of them.
 """
 
 import functools
 import logging
+import math
+import os
 import signal
 import tempfile
 import time
@@ -18,6 +21,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 import numpy as np
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, reduce
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -29,38 +33,126 @@ from transformers import (
     TrainerCallback,
     TrainerControl,
     TrainerState,
+    TrainingArguments,
     set_seed,
 )
 from transformers.trainer_callback import PrinterCallback
 
 from doge_fast.mixture.counts import Phase
-from doge_fast.pipeline import domains, failures, health, progress, ranks, records, training
-from doge_fast.pipeline.config import StageConfig
+from doge_fast.pipeline import domains, failures, progress, ranks, records
+from doge_fast.pipeline.config import StageConfig, TrainingConfig
 from doge_fast.pipeline.domains import Batch, Batches, BlockSampler, Corpus
-from doge_fast.pipeline.failures import FileFailure, UserError
+from doge_fast.pipeline.failures import Diverged, FileFailure, UserError
 from doge_fast.pipeline.named import visible
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.wording import count_text, first_few
 from doge_fast.weights.diagnosis import MOST_SKIPPED
 
+# Steps between looks at the counts of lost steps; a look makes the host wait for the device.
+LOOK_EVERY = 16
 # Lines stay on the device for at most this long; reading one makes the host wait for its step.
 FLUSH_SECONDS = 1.0
 # A cluster may signal torchrun and its processes, and torchrun forwards the signal: two signals
 # within this time count as one.
 ECHO_SECONDS = 5.0
 
-Value = TypeVar("Value")
+Result = TypeVar("Result")
 
 _log = logging.getLogger("doge_fast")
 
 
-def from_first(call: Callable[[], Value]) -> Value:
+def training_arguments(config: TrainingConfig, out: Path) -> TrainingArguments:
+    """Arguments for AdamW with linear warm-up and cosine decay to `min_learning_rate`.
+
+    Checkpoints go to the run directory `out`. Nothing is reported to services outside the machine.
+
+    Raises:
+        UserError: the device is absent.
+
+    Source: DoGE, appendix model-archs.
+    """
+    device = device_of(config.device)
+    warmup = config.steps // 20 if config.warmup_steps is None else config.warmup_steps
+    save_every = -(-config.steps // 10) if config.save_every is None else config.save_every
+    arguments = TrainingArguments(
+        # Trainer writes checkpoints here file by file; `records.complete_checkpoint` renames them.
+        # Absolute, since Trainer expands a leading `~`.
+        output_dir=str((out / records.CHECKPOINTS / records.WRITING).absolute()),
+        max_steps=config.steps,
+        # Only reported: the batches are ready-made.
+        per_device_train_batch_size=1,
+        learning_rate=config.learning_rate,
+        lr_scheduler_type="cosine_with_min_lr",
+        lr_scheduler_kwargs={"min_lr": config.min_learning_rate},
+        warmup_steps=warmup,
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.max_grad_norm,
+        seed=config.seed,
+        use_cpu=device.type == "cpu",
+        bf16=config.dtype == "bfloat16",
+        torch_compile=config.compile,
+        save_strategy="steps" if save_every else "no",
+        save_steps=save_every or config.steps,
+        # Batch t depends on (seed, t) only and the loader starts at the resumed step.
+        ignore_data_skip=True,
+        remove_unused_columns=False,
+        dataloader_pin_memory=device.type == "cuda",
+        # `Recorder` writes the records; Trainer's logging would synchronise at every step.
+        logging_strategy="no",
+        logging_nan_inf_filter=False,
+        disable_tqdm=True,
+    )
+    # One device per process: otherwise Trainer would split the ready-made batches.
+    arguments._n_gpu = min(arguments.n_gpu, 1)
+    # Trainer adds trackers that it finds in the environment.
+    arguments.report_to = []
+    return arguments
+
+
+@contextmanager
+def own_settings() -> Iterator[None]:
+    """Hide accelerate's environment variables within the block, so that the run's settings apply.
+
+    `accelerate launch` sets them (mixed precision, compilation, FSDP, accumulation); they would
+    override settings that config.json records. The variables of ranks and devices stay.
+    """
+    names = [name for name in os.environ if name.startswith("ACCELERATE_")]
+    others = {name: os.environ.pop(name) for name in names}
+    try:
+        yield
+    finally:
+        os.environ.update(others)
+
+
+def wait_for_ranks(device: torch.device) -> torch.device:
+    """Wait for the other ranks; return this rank's device, of the given kind."""
+    if ranks.size() == 1:
+        return device
+    with own_settings():
+        state = PartialState(cpu=device.type == "cpu")
+    state.wait_for_everyone()
+    return cast(torch.device, state.device)
+
+
+def device_of(name: str) -> torch.device:
+    """The device for a name; "auto" is a GPU if there is one.
+
+    Raises:
+        UserError: torch sees no GPU.
+    """
+    has_gpu = torch.cuda.is_available()
+    if name == "cuda" and not has_gpu:
+        raise UserError("device is cuda, and torch sees no GPU here. Pass device=cpu or auto.")
+    return torch.device("cuda" if has_gpu and name != "cpu" else "cpu")
+
+
+def from_first(call: Callable[[], Result]) -> Result:
     """Call a function on the first rank and return its result on all; if it raises, all raise.
 
     Raises:
         FileFailure: on the other ranks, with the text of the first rank's error.
     """
-    if ranks.number() == 1:
+    if ranks.size() == 1:
         return call()
     # [result, text of the error]
     told: list[Any] = [None, None]
@@ -75,7 +167,7 @@ def from_first(call: Callable[[], Value]) -> Value:
         raise failure
     if told[1] is not None:
         raise FileFailure(told[1])
-    return cast(Value, told[0])
+    return cast(Result, told[0])
 
 
 class ByName(NamedTuple):
@@ -103,14 +195,14 @@ class RecordedTrainer(Trainer):
         self, config: StageConfig, corpus: Corpus, model: PreTrainedModel, **kwargs: Any
     ) -> None:
         self.config, self.corpus = config, corpus
-        with training.own_settings():
-            arguments = training.training_arguments(config.training, config.out)
+        with own_settings():
+            arguments = training_arguments(config.training, config.out)
         # A checkpoint holds a tied matrix once, and Trainer would warn that the other names are
         # missing.
         model._keys_to_ignore_on_save = set(model.all_tied_weights_keys)
         # Trainer creates its output directory here; ours must not exist before the run begins.
         out, arguments.output_dir = arguments.output_dir, tempfile.gettempdir()
-        with training.own_settings():
+        with own_settings():
             super().__init__(model=model, args=arguments, **kwargs)
         arguments.output_dir = out
         # A step has one micro-batch, so the model's mean is the loss. Without this Trainer counts
@@ -134,10 +226,9 @@ class RecordedTrainer(Trainer):
             start, self._checkpoint = records.step_of(checkpoint), str(checkpoint)
             _log.info("%s: resuming at step %d of %d", out, start, self.args.max_steps)
         last, of_step = self.args.max_steps, sum(self.tokens(1).values())
-        _log.info(
-            "%s: %d steps of %d tokens, %s in all, on %s in %s",
-            *(out, last, of_step, count_text(of_step * last)),
-            *(self.args.device.type, self.config.training.dtype),
+        progress.tell_once(
+            f"{last} steps of {of_step} tokens, {count_text(of_step * last)} in all, on "
+            f"{self.args.device.type} in {self.config.training.dtype}"
         )
         self.train_dataset = Batches(self.batch, start)
         stop = StopOnSignal(out)
@@ -145,7 +236,7 @@ class RecordedTrainer(Trainer):
         self.add_callback(stop)
         self.add_callback(recorder)
         set_seed(self.args.seed)
-        with closing(recorder), stop.watching(), training.own_settings():
+        with closing(recorder), stop.watching(), own_settings():
             self.train(resume_from_checkpoint=self._checkpoint)
 
     # Methods that a stage's trainer overrides.
@@ -299,7 +390,7 @@ class StopOnSignal(TrainerCallback):
         if not ending:
             yield
             return
-        if ranks.number() > 1:
+        if ranks.size() > 1:
             # A process group on the host, so that no step waits for the device.
             self._group = dist.new_group(backend="gloo")
         failures.late.clear()
@@ -333,7 +424,7 @@ class StopOnSignal(TrainerCallback):
     def _receive(self, number: int, frame: object) -> None:
         now = time.monotonic()
         # A launcher forwards Ctrl-C too.
-        is_passed_on = number != signal.SIGINT or ranks.number() > 1
+        is_passed_on = number != signal.SIGINT or ranks.size() > 1
         is_echo = is_passed_on and now - self._received_at <= ECHO_SECONDS
         if self._signal is None:
             self._signal, self._received_at = number, now
@@ -363,13 +454,59 @@ class StopOnSignal(TrainerCallback):
         return bool(sum_of_ranks.item())
 
 
+class LostSteps:
+    """Counts lost steps on the device: skipped, or with a loss that is not finite.
+
+    A run survives up to `most` - 1 lost steps in a row.
+    """
+
+    def __init__(self, most: int, device: torch.device) -> None:
+        self.most = most
+        self._is_near = device.type == "cpu"
+        # Lost steps in a row now, and the longest such row.
+        self._row, self._longest = torch.zeros(2, dtype=torch.int64, device=device)
+
+    def add(self, is_lost: Tensor) -> None:
+        """Count a step; `is_lost` is a bool scalar on the device. Does not wait for it."""
+        self._row = (self._row + 1) * is_lost
+        self._longest = torch.maximum(self._longest, self._row)
+
+    def in_a_row(self) -> int:
+        """Number of lost steps in a row up to now; waits for the device."""
+        return int(self._row)
+
+    def too_many(self, step: int) -> int:
+        """The longest row of lost steps if it is too long, else 0; the same on all ranks.
+
+        Checks every step on a CPU, every `LOOK_EVERY` steps elsewhere, and waits for the device.
+        """
+        if not self._is_near and step % LOOK_EVERY:
+            return 0
+        longest = int(self._longest)
+        return longest if longest >= self.most else 0
+
+
+def not_finite(values: Mapping[str, float]) -> list[str]:
+    """Names whose value is infinite or NaN."""
+    return [name for name, value in values.items() if not math.isfinite(value)]
+
+
+def _diverged(run: Path, what: str) -> Diverged:
+    """The error for a diverged run; `what` states the evidence."""
+    return Diverged(
+        f"{run} has diverged: {what}. Its records are kept, and no result is written. Name another "
+        "directory, and lower learning_rate (--learning-rate) or lengthen the warm-up "
+        "(--warmup-steps)."
+    )
+
+
 class Recorder(TrainerCallback):
     """Writes metrics.jsonl, completes checkpoints, moves the progress bar, ends a lost run."""
 
     def __init__(self, trainer: RecordedTrainer) -> None:
         self.trainer, self.run = trainer, trainer.config.out
         patience = trainer.config.training.max_skipped_steps
-        self.lost = health.LostSteps(patience, trainer.args.device)
+        self.lost = LostSteps(patience, trainer.args.device)
         self._bar: Any = None
         # Text after the bar: tokens per second, and the domain with the largest weight.
         self._speed: dict[str, str] = {}
@@ -457,7 +594,7 @@ class Recorder(TrainerCallback):
         """Raise Diverged if more than `MOST_SKIPPED` of the run's steps were lost."""
         lost = self.trainer.num_lost()
         if state.global_step >= state.max_steps and lost > MOST_SKIPPED * state.max_steps:
-            raise health.diverged(
+            raise _diverged(
                 self.run,
                 f"{lost} of its {state.max_steps} steps were lost, for a gradient is not finite in "
                 "them",
@@ -467,7 +604,7 @@ class Recorder(TrainerCallback):
         """Record the held-out losses; end the run if one is not finite."""
         losses = self.trainer.evaluate_domains()
         self._pending.append({"step": step, "kind": "eval", "loss": losses})
-        if names := health.not_finite(losses):
+        if names := not_finite(losses):
             where = "" if is_last else f"at step {step} "
             lost = first_few(names)
             self._end_as_lost(f"{where}the held-out loss of {lost} is not finite")
@@ -479,7 +616,7 @@ class Recorder(TrainerCallback):
         self.flush()
         # A launcher kills the other ranks as soon as one has exited.
         self.trainer.accelerator.wait_for_everyone()
-        raise health.diverged(self.run, what)
+        raise _diverged(self.run, what)
 
     def _tell_time(self, left: int) -> None:
         """Log the remaining time once it is known, if it is more than a minute."""

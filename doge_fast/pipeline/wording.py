@@ -1,7 +1,9 @@
 """Numbers and lists as text, for tables, figures and sentences. Imports nothing heavy."""
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+_ASCII = str.maketrans({"−": "-", "–": "-", "±": "+/-", "×": "x", "\N{NO-BREAK SPACE}": " "})
 
 
 def wrapped(text: str, width: int = 88) -> str:
@@ -32,3 +34,22 @@ def first_few(names: Sequence[str], most: int = 5) -> str:
     """a, b and 3 more."""
     left = len(names) - most
     return listed([*names[:most], *([f"{left} more"] if left > 0 else [])])
+
+
+def as_ascii(text: str) -> str:
+    """Replace this package's own signs by ASCII; names may still hold other characters."""
+    return text.translate(_ASCII)
+
+
+def held_out_text(aim: Mapping[str, float], trained: Collection[str]) -> str:
+    """The text of a mean loss: held-out text of ca, or of all 7 training domains.
+
+    Args:
+        aim: {name: share in the mean}.
+        trained: the training domains.
+    """
+    is_even = max(aim.values()) - min(aim.values()) < 1e-9
+    if len(aim) > 1 and is_even and aim.keys() == set(trained):
+        return f"held-out text of all {len(aim)} training domains"
+    names = list(aim) if is_even else [f"{name} ({share:.2f})" for name, share in aim.items()]
+    return f"held-out text of {first_few(names)}"

@@ -29,11 +29,11 @@ from doge_fast.kernels.dispatch import OPERATORS
 from doge_fast.optimizer import DoGEOptimizer
 from doge_fast.pipeline import failures, tables
 from doge_fast.pipeline.config import ModelConfig, ProfileConfig
-from doge_fast.pipeline.config.ranges import Device, check
+from doge_fast.pipeline.config.ranges import Device, check_paths
 from doge_fast.pipeline.model import build_model, load_architecture
 from doge_fast.pipeline.records import check_out
 from doge_fast.pipeline.sizes import SIZES
-from doge_fast.pipeline.training import device_of
+from doge_fast.pipeline.trainer import device_of
 from doge_fast.profiling.roofline import Bandwidth, Traffic, bandwidth
 from doge_fast.weights.weights_file import plain
 
@@ -253,7 +253,7 @@ def profile(config: ProfileConfig) -> Profile:
     Raises:
         UserError: the model is unknown, or the device is absent.
     """
-    check(config)
+    check_paths(config)
     config = replace(config, device=cast(Device, device_of(config.device).type))
     if config.json is not None:
         check_out(config.json, [])
@@ -382,7 +382,7 @@ def _phases(
     return tuple(phases)
 
 
-def table(measured: Profile) -> str:
+def profile_table(measured: Profile) -> str:
     """The measurements as text: setting, phases of the step, cost of the whole step."""
     settings = measured.settings
     threads = f"{measured.threads} threads, " if settings["device"] == "cpu" else ""

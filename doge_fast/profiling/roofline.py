@@ -1,4 +1,4 @@
-"""Measured memory bandwidth of a device, and the least memory traffic of a step's rows.
+"""Measured memory bandwidth of a device, and the time that memory traffic takes at least.
 
 No number comes from a data sheet. The read bandwidth is that of the fastest of several functions
 that read a buffer far larger than the caches; the copy bandwidth that of the fastest of several
@@ -15,7 +15,6 @@ import torch
 from doge_fast.alternation import Call, alternated, quartiles
 from doge_fast.kernels.gram import gram
 from doge_fast.kernels.weighted_sum import weighted_sum
-from doge_fast.weights.rule import UpdateRule
 
 REPEATS = 9
 # torch.dot goes through BLAS, whose sizes are 32-bit.
@@ -43,29 +42,6 @@ class Traffic(NamedTuple):
         """Least time at the measured bandwidths; writes, and as many reads, take copy time."""
         alone = max(0, self.read - self.written)
         return float((self.read + self.written - alone) / limits.copy + alone / limits.read)
-
-
-def rows_traffic(
-    rule: type[UpdateRule], num_domains: int, *, row_bytes: int, gradient_bytes: int
-) -> dict[str, Traffic]:
-    """Least traffic of a rule's rows per phase, in a stacked step without targets.
-
-    A step with `domain(name)` also reads a gradient per row in `accumulate`.
-
-    Args:
-        rule: determines the number of rows, and whether second moments are read.
-        num_domains: K.
-        row_bytes: bytes of one row.
-        gradient_bytes: bytes of one gradient of the model; its second moments have as many.
-    """
-    rows = num_domains * row_bytes * (2 if rule.has_halves else 1)
-    # Second moments for `gram`; the combined gradient, read again for its norm, for `weighted_sum`.
-    more = gradient_bytes if rule.is_preconditioned else 0
-    return {
-        "accumulate": Traffic(0, rows),
-        "gram": Traffic(rows + more, 0),
-        "weighted_sum": Traffic(rows + more, gradient_bytes),
-    }
 
 
 def bandwidth(device: torch.device | str, num_bytes: int | None = None) -> Bandwidth:

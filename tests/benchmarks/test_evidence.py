@@ -56,7 +56,7 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> str:
             if table := evidence.TABLES.get(record["benchmark"]):
                 found.append(table(record))
                 continue
-            found.append(terminal_table([evidence.unpack(record, folder / file.stem)]))
+            found.append(evidence.tables_of(record, folder / file.stem))
         for name in ("regret", "universal-long"):
             found.append(evidence.against_doge(folder / f"evidence-{name}"))
     return "\n".join(found)

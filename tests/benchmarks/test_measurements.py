@@ -10,10 +10,11 @@ import torch
 
 from benchmarks import anchor, cases, models, operators, optimizer_step, peers, problems, protocol
 from benchmarks.models import PAPER, Shape
+from benchmarks.predicted import rows_traffic
 from benchmarks.problems import MATRIX, Arena
 from benchmarks.steps import Problem
 from doge_fast.distributed import exchange
-from doge_fast.profiling.roofline import Bandwidth, Traffic, rows_traffic
+from doge_fast.profiling.roofline import Bandwidth, Traffic
 from doge_fast.weights.aligned import Aligned
 from doge_fast.weights.reweight import MirrorStep
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from doge_fast.profiling.predicted import H100, Work, predicted_ms
+from benchmarks.predicted import H100, Work, predicted_ms
 from tests import fake_cuda
 from tests.pages import ROOT
 from tests.processes import printed_by

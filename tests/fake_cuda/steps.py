@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks import models, protocol, steps
 from benchmarks.models import Shape
+from benchmarks.predicted import rows_traffic
 from doge_fast import DoGEOptimizer
 from doge_fast.distributed import exchange
 from doge_fast.losses import domain_losses, linear_domain_losses
-from doge_fast.profiling.roofline import rows_traffic
 from doge_fast.weights.aligned import Aligned
 from doge_fast.weights.reweight import MirrorStep
 from tests import fake_cuda, gpu_steps

@@ -25,11 +25,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from benchmarks import models, optimizer_step, protocol, steps
+from benchmarks.predicted import SMALL_BYTES, Work
 from benchmarks.steps import DogeStep, PlainStep, Problem
 from doge_fast import losses
 from doge_fast.kernels.cross_entropy import cross_entropy_torch
 from doge_fast.kernels.scale_rows import scale_rows_torch
-from doge_fast.profiling.predicted import SMALL_BYTES, Work
 from doge_fast.stacked.layers import linear
 from tests import fake_cuda
 from tests.fake_cuda import compiled

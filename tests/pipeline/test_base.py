@@ -26,7 +26,7 @@ from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.run import Run
 from doge_fast.pipeline.stage import ExistingRun
 from doge_fast.pipeline.temperature import temperature
-from doge_fast.pipeline.training import device_of, training_arguments
+from doge_fast.pipeline.trainer import device_of, training_arguments
 from tests.pipeline.stages import (
     NAMES,
     assert_same_run,
@@ -164,15 +164,15 @@ def test_a_run_whose_directory_is_removed_ends_there(base, monkeypatch):
 
 def test_of_two_launches_in_an_empty_directory_one_is_refused(base, trained_base, monkeypatch):
     """The second one passes the first between its look at the directory and its lock."""
-    prepare = stage_two.prepare
+    prepare = stage_two.base_trainer
 
     def overtaken(*args: Any) -> Any:
         trainer = prepare(*args)
-        monkeypatch.setattr(stage_two, "prepare", prepare)
+        monkeypatch.setattr(stage_two, "base_trainer", prepare)
         train_base(base("contested"))
         return trainer
 
-    monkeypatch.setattr(stage_two, "prepare", overtaken)
+    monkeypatch.setattr(stage_two, "base_trainer", overtaken)
     with pytest.raises(ValueError, match="contested"):
         train_base(base("contested"))
     assert_same_run(base("contested").out, trained_base)
@@ -274,7 +274,7 @@ def test_what_is_typed_holds_against_the_environment(base, trained_base, monkeyp
     for name, value in told.items():
         monkeypatch.setenv(f"ACCELERATE_{name}", value)
     config = base("told")
-    trainer = stage_two.prepare(config, ExistingRun(None, False))
+    trainer = stage_two.base_trainer(config, ExistingRun(None, False))
     assert trainer.accelerator.mixed_precision == "no"
     assert trainer.accelerator.gradient_accumulation_steps == 1
     assert trainer.accelerator.state.dynamo_plugin.backend == DynamoBackend.NO

@@ -16,7 +16,6 @@ import torch
 from doge_fast import cli
 from doge_fast.pipeline import failures, named, records, trainer
 from doge_fast.pipeline.base import train_base
-from doge_fast.pipeline.health import Diverged
 from tests.pipeline.stages import write_weights
 from tests.pipeline.workshop import answer
 from tests.pipeline.written_runs import write_proxy
@@ -45,7 +44,7 @@ CASES = [
     # (error, code, what is said)
     (failures.UserError("A rule. A way out."), 2, "A rule. A way out."),
     (failures.FileFailure("x.json is damaged."), 1, "x.json is damaged."),
-    (Diverged("run has diverged."), 1, "run has diverged."),
+    (failures.Diverged("run has diverged."), 1, "run has diverged."),
     (OSError(errno.ENOSPC, "No space", "a.bin"), 1, "a.bin: No space."),
     (OSError(errno.ENOENT, "No such file", "a"), 2, "a: No such file."),
     (OSError(errno.EIO, "Input/output error"), 1, "doge-fast: Input/output error."),
@@ -106,7 +105,7 @@ def test_a_full_standard_output_is_said():
 
 def test_a_name_that_looks_like_a_known_one_is_shown_letter_by_letter():
     for call in (
-        lambda: named.check("domains", ["we\u200bb"], ["web"], "here"),
+        lambda: named.check_known("domains", ["we\u200bb"], ["web"], "here"),
         lambda: records.read_weights("we\u200bb=1", domains=["web"]),
     ):
         with pytest.raises(ValueError, match=r"'we\\u200bb'"):

@@ -18,7 +18,7 @@ from doge_fast.pipeline import records
 from doge_fast.pipeline.base import train_base
 from doge_fast.pipeline.config import ProxyConfig
 from doge_fast.pipeline.proxy import learn_weights
-from doge_fast.pipeline.records import manifest
+from doge_fast.pipeline.records import folders
 from tests.grids import grid
 from tests.pipeline.stages import assert_same_run, killed_at
 from tests.pipeline.workshop import Damage
@@ -135,7 +135,7 @@ def test_any_bit_of_a_manifest_may_flip(run, monkeypatch):
     """The checkpoint is refused or is sound; nothing else is raised, and nothing else is loaded."""
     file = run / "checkpoints" / NEWEST / "manifest.json"
     content = file.read_bytes()
-    monkeypatch.setattr(manifest, "_digest", functools.cache(manifest._digest))
+    monkeypatch.setattr(folders, "_digest", functools.cache(folders._digest))
     metrics = (run / "metrics.jsonl").read_bytes()
     harmless = 0
     for position in range(0, len(content), 11):

@@ -27,7 +27,7 @@ from doge_fast.pipeline.config import (
     TrainingConfig,
     WeightsShowConfig,
 )
-from doge_fast.pipeline.config.ranges import check
+from doge_fast.pipeline.config.ranges import check_paths
 from doge_fast.pipeline.run import Run
 from tests.pipeline.stages import words_of
 from tests.processes import ended
@@ -50,10 +50,15 @@ def test_the_verbs_run_one_after_the_other(proxy, base, capsys):
     assert told[1] == f"model: {trained.out / 'model'}"
     assert told[2].endswith(f"doge-fast evaluate {trained.out}")
     assert cli.main(["evaluate", str(trained.out), "--device", "cpu"]) == 0
-    average = records.read_json(trained.out / records.EVALUATION)["average_perplexity"]
-    assert capsys.readouterr().out.endswith(f" {average:.2f}\n")
+    measured = records.read_json(trained.out / records.EVALUATION)
+    average, aim = measured["average_perplexity"], measured["perplexity"]["verse"]
+    shown = capsys.readouterr().out
+    assert re.search(
+        rf"the target verse +{aim:.2f}\nthe 3 training domains +{average:.2f}\n$", shown
+    )
     # On 8 of the held-out blocks of each.
-    assert float(told[0].split()[2].rstrip(",")) == pytest.approx(average, rel=0.1)
+    found = re.fullmatch(r".*: (\S+) on the target verse, (\S+) on the 3 training .*", told[0])
+    assert list(map(float, found.groups())) == pytest.approx([aim, average], rel=0.1)
 
 
 PROXY_X, HERE, HOME = ProxyConfig(Path("x")), Path("a"), Path.home()
@@ -129,6 +134,14 @@ def test_every_option_is_explained(verb, capsys, monkeypatch):
     options = re.findall(r"^(?:--[\w.-]+|FILE|RUN)\b.*(?:\n {15,}.*)*", inside, re.M)
     assert options
     assert all(re.search(r"  [\w\"-]+.* [a-z]{2}", option) for option in options), printed
+    assert "(default: )" not in printed
+
+
+def test_help_has_no_line_breaks_of_the_source(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    for verb, words in (("proxy", "a larger mu makes slower"), ("select", "(default: 1000)")):
+        assert cli.main([verb, "--help"]) == 0
+        assert words in capsys.readouterr().out
 
 
 def test_a_users_folder_is_expanded_wherever_a_path_may_stand(monkeypatch, tmp_path):
@@ -145,7 +158,7 @@ def test_a_users_folder_is_expanded_wherever_a_path_may_stand(monkeypatch, tmp_p
 
 def test_runs_may_lie_in_a_folder_named_like_data_that_is_no_folder():
     for data in ("installed", "owner/name"):
-        check(ProxyConfig(Path(data, "proxy"), corpus=CorpusConfig(data)))
+        check_paths(ProxyConfig(Path(data, "proxy"), corpus=CorpusConfig(data)))
 
 
 def test_the_version_and_what_there_is(capsys):

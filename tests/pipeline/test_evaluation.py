@@ -13,10 +13,10 @@ import torch
 from transformers import AutoTokenizer
 
 from doge_fast.pipeline import records
-from doge_fast.pipeline.base import train_base
+from doge_fast.pipeline.base import held_out_perplexity, train_base
 from doge_fast.pipeline.config import BaseConfig, EvaluateConfig
 from doge_fast.pipeline.domains import load_corpus
-from doge_fast.pipeline.evaluation import evaluate, table
+from doge_fast.pipeline.evaluation import evaluate, perplexity_on, perplexity_table
 from doge_fast.pipeline.model import open_model
 from doge_fast.pipeline.trainer import held_out_losses
 from tests.pipeline.corpora import texts, write_jsonl
@@ -149,13 +149,40 @@ def test_some_domains_of_other_text_go_where_they_are_told(run, other, tmp_path,
     assert "code" in evaluate(EvaluateConfig(run.out, blocks=1, device="cpu"))["loss"]
 
 
-def test_the_average_is_of_the_domains_that_are_named(run):
-    ask = EvaluateConfig(run=run.out, device="cpu", blocks=3, domains=("verse", "code"))
+def test_targets_and_training_domains_have_averages_of_their_own(run):
+    """Which name their text: on the terminal, and in the last line of the run itself."""
+    ask = EvaluateConfig(run=run.out, device="cpu", blocks=3, domains=("verse", "code", "table"))
     result = evaluate(ask)
-    assert list(result["loss"]) == ["verse", "code"]
-    assert result["blocks"] == {"verse": 3, "code": 3}
-    mean = (result["loss"]["verse"] + result["loss"]["code"]) / 2
-    assert result["average_perplexity"] == pytest.approx(math.exp(mean), rel=1e-12)
-    assert table(result).splitlines()[-1].split() == ["average", f"{math.exp(mean):.2f}"]
-    both = table({"perplexity": {"average": 2.0}, "average_perplexity": 3.0})
-    assert both.split()[-4:] == ["average", "2.00", "average", "3.00"]
+    assert list(result["loss"]) == ["verse", "code", "table"]
+    assert result["blocks"] == {"verse": 3, "code": 3, "table": 3}
+    mean = math.exp((result["loss"]["table"] + result["loss"]["code"]) / 2)
+    assert (result["targets"], result["average_perplexity"]) == (["verse"], pytest.approx(mean))
+    assert result["worst"] == max(result["perplexity"][name] for name in ("code", "table"))
+    aim = f"{result['perplexity']['verse']:.2f}"
+    *_, first, second = perplexity_table(result).splitlines()
+    assert first.split() == ["the", "target", "verse", aim]
+    assert second.split() == ["the", "2", "training", "domains", f"{mean:.2f}"]
+    losses = records.read_metrics(run.out, kind="eval")[-1]["loss"]
+    found = [math.exp(losses["verse"]), math.exp(sum(losses[name] for name in NAMES) / 3)]
+    (line,) = held_out_perplexity(run.out)
+    told = f"{found[0]:.2f} on the target verse, {found[1]:.2f} on the 3 training domains"
+    assert line == f"held-out perplexity: {told}"
+
+
+@pytest.mark.parametrize(
+    ("loss", "targets", "expected"),
+    [
+        ({"a": 1.0, "b": 3.0}, (), {"the 2 domains": 2.0}),
+        ({"a": 1.0}, (), {"the domain a": 1.0}),
+        ({"a": 1.0, "b": 3.0}, ("b",), {"the target b": 3.0, "the training domain a": 1.0}),
+        ({"a": 1.0, "b": 3.0}, ("a", "b", "c"), {"the 2 targets": 2.0}),
+    ],
+)
+def test_a_perplexity_says_on_what_text_it_is(loss, targets, expected):
+    found = perplexity_on(loss, targets)
+    assert list(found) == list(expected)
+    assert found == pytest.approx({text: math.exp(value) for text, value in expected.items()})
+    name = next(iter(expected))
+    both = {"perplexity": {name: 2.0}, "loss": loss, "targets": list(targets)}
+    # A domain's name is no reason to lose a row.
+    assert perplexity_table(both).count(name) == 2

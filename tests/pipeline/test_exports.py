@@ -262,8 +262,8 @@ def of_file(to: str, path: str, **options: Any) -> str:
     ("call", "word"),
     [
         (lambda: largest_remainder({"a": 0.0, "b": 0.0}, 3), "zero"),
-        (lambda: largest_remainder({"a": 1.0}, 0), "decimals"),
-        (lambda: largest_remainder({"a": 1.0}, 16), "decimals"),
+        *((lambda many=many: made("json", decimals=many), "decimals") for many in (0, 16)),
+        (lambda: made("datasets", mean_doc_tokens={"web": -1.0}), "mean_doc_tokens"),
         (lambda: made("json", seq_length=0), "seq_length"),
         (lambda: made("nanotron", paths=PATHS | {"web": "/data/./book"}), "path"),
         (lambda: made("nanotron", paths=PATHS | {"web": ["/data/web", "/data//web"]}), "twice"),

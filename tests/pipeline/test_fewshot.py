@@ -24,7 +24,7 @@ from tests.pipeline.task_documents import CHOICES, document, read, write_documen
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: the extra fewshot")
 from lm_eval.models.huggingface import HFLM
 
-from doge_fast.pipeline.fewshot import PAPER_TASKS, few_shot, table, task_names
+from doge_fast.pipeline.fewshot import PAPER_TASKS, accuracy_table, few_shot
 
 Ask = Callable[..., EvaluateConfig]
 
@@ -105,7 +105,7 @@ def test_every_task_of_the_paper_is_scored(result, run):
 
 def test_the_table_puts_chance_beside_every_accuracy(result, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
-    head, _, *rows = table(result).splitlines()
+    head, _, *rows = accuracy_table(result).splitlines()
     assert " ".join(head.split()) == "task acc acc_norm chance shots documents cut prompts"
     assert [row.split()[0] for row in rows] == [*PAPER_TASKS, "average"]
     piqa = result["tasks"]["piqa"]
@@ -178,7 +178,7 @@ def test_the_first_documents_only(ask):
     scores = result["tasks"]["copa"]
     assert (scores["documents"], scores["requests"], scores["acc_stderr"]) == (1, 2, None)
     assert result["average"]["acc_stderr"] is None
-    assert "+/-" not in table(result)
+    assert "+/-" not in accuracy_table(result)
 
 
 def test_cut_prompts_are_counted_and_said(ask, make_run, caplog):
@@ -186,16 +186,16 @@ def test_cut_prompts_are_counted_and_said(ask, make_run, caplog):
     whole, cut = few_shot(asked), few_shot(replace(asked, run=make_run(64)))
     tokens = cut["tasks"]["copa"]
     assert tokens["truncated_requests"] == tokens["requests"] == 12
-    assert "lost their beginning" in table(cut)
-    assert "100%" in table(cut)
-    assert "positions" not in table(whole)
+    assert "lost its beginning" in accuracy_table(cut)
+    assert "100%" in accuracy_table(cut)
+    assert "positions" not in accuracy_table(whole)
     # lm-eval's own line for every single prompt.
     assert not caplog.records
 
 
 def test_names_between_commas_or_spaces():
-    assert task_names(("copa,sciq",)) == task_names(("copa", "sciq")) == ("copa", "sciq")
-    assert task_names(("copa, sciq,", "copa", "wic")) == ("copa", "sciq", "wic")
+    assert TasksConfig(("copa,sciq",)).names == TasksConfig(("copa", "sciq")).names
+    assert TasksConfig(("copa, sciq,", "copa", "wic")).names == ("copa", "sciq", "wic")
 
 
 def test_a_task_without_choices_is_refused(ask, tmp_path):
@@ -207,7 +207,7 @@ def test_a_task_without_choices_is_refused(ask, tmp_path):
 
 def test_an_unknown_task_is_refused(ask):
     with pytest.raises(ValueError, match="no single task 'copper'"):
-        few_shot(ask(tasks=("copper",)))
+        few_shot(ask(tasks=("copper",), task_data=None))
 
 
 def test_the_hub_is_asked_for_what_lm_eval_names(ask, monkeypatch):

@@ -14,9 +14,10 @@ from doge_fast.integrations.transformers import DoGETrainer
 from doge_fast.pipeline import records
 from doge_fast.pipeline.config import EvaluateConfig
 from doge_fast.pipeline.evaluation import evaluate
-from doge_fast.pipeline.health import Diverged, LostSteps
+from doge_fast.pipeline.failures import Diverged
 from doge_fast.pipeline.proxy import ProxyTrainer, learn_weights
-from doge_fast.pipeline.reporting.study import remarks_on
+from doge_fast.pipeline.reporting.proxies import remarks_on
+from doge_fast.pipeline.trainer import LostSteps
 from tests.pipeline.written_runs import write_proxy
 
 

@@ -18,7 +18,7 @@ ALL = ("docstrings", "headers", "metadata", "packages", "reference", "stdlib", "
 @pytest.fixture(scope="session")
 def installed() -> dict[str, list[str]]:
     """The domains of the environment that runs this test."""
-    return local_corpus.load()
+    return local_corpus.collect()
 
 
 def test_this_environment_has_domains_to_mix(installed):
@@ -57,7 +57,7 @@ def roots(tmp_path: Path) -> dict[str, Path]:
 
 
 def test_every_file_goes_where_it_belongs(roots):
-    found = local_corpus.load(**roots)
+    found = local_corpus.collect(**roots)
     assert tuple(found) == ALL
     texts = {name: "\n".join(documents) for name, documents in found.items()}
     for index in range(12):
@@ -80,12 +80,12 @@ def test_the_same_environment_gives_the_same_text(roots):
         "import sys, json, pathlib\n"
         "from doge_fast.pipeline import local_corpus\n"
         "stdlib, site = map(pathlib.Path, sys.argv[1:])\n"
-        "print(json.dumps(local_corpus.load(stdlib=stdlib, site=site)))\n"
+        "print(json.dumps(local_corpus.collect(stdlib=stdlib, site=site)))\n"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "12345"}
     words = (program, roots["stdlib"], roots["site"])
     output = printed_by(sys.executable, "-c", *words, env=environment)
-    assert json.loads(output) == local_corpus.load(**roots)
+    assert json.loads(output) == local_corpus.collect(**roots)
 
 
 def test_near_copies_are_left_out(roots):
@@ -96,14 +96,14 @@ def test_near_copies_are_left_out(roots):
             f"package{index}-1.dist-info/LICENSE",
             f"Copyright (c) by somebody whose name is number {index}\n{licence}",
         )
-    text = "\n".join(local_corpus.load(**roots)["metadata"])
+    text = "\n".join(local_corpus.collect(**roots)["metadata"])
     assert text.count("this is line 7 of the file called the licence") == 1
 
 
 def test_no_package_is_all_of_a_domain(roots):
     for index in range(60):
         write(roots["site"], f"package0/include/more{index}.h", lines(f"more {index}", 500))
-    text = "\n".join(local_corpus.load(**roots)["headers"])
+    text = "\n".join(local_corpus.collect(**roots)["headers"])
     share = sum(len(line) + 1 for line in text.splitlines() if "more" in line)
     assert 500_000 < share <= 600_000
     assert "called header 11\n" in text
@@ -115,7 +115,7 @@ def test_what_cannot_be_read_is_left_out(roots):
         path.write_bytes(b"\xff\xfe" + path.read_bytes() if index % 2 else b"short")
     write(roots["site"], "package0/include/0.h", "\x00" + lines("binary"))
     write(roots["site"], "package1/include/1.h", lines("too long", 5000))
-    found = local_corpus.load(**roots)
+    found = local_corpus.collect(**roots)
     assert "stdlib" not in found
     assert "binary" not in "\n".join(found["headers"])
     assert "too long" not in "\n".join(found["headers"])
@@ -124,7 +124,7 @@ def test_what_cannot_be_read_is_left_out(roots):
 def test_an_environment_without_sources_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(local_corpus, "topics", {})
     with pytest.raises(ValueError, match="two domains"):
-        local_corpus.load(stdlib=tmp_path, site=tmp_path)
+        local_corpus.collect(stdlib=tmp_path, site=tmp_path)
 
 
 def test_the_fingerprint_follows_the_installed_packages(monkeypatch):
@@ -142,7 +142,7 @@ def test_installed_is_a_corpus_like_any_other(tmp_path, monkeypatch, installed):
         calls.append(1)
         return installed
 
-    monkeypatch.setattr(local_corpus, "load", load)
+    monkeypatch.setattr(local_corpus, "collect", load)
     monkeypatch.setattr(tokenizer, "_TOKENIZER_CHARS_PER_DOMAIN", 20_000)
     config = CorpusConfig(cache_dir=tmp_path, vocab_size=400, max_tokens_per_domain=2560)
     corpus = load_corpus(config, targets=["reference"])

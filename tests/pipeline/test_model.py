@@ -22,9 +22,9 @@ from transformers import (
 )
 
 from doge_fast import cli
-from doge_fast.pipeline import stage, training
+from doge_fast.pipeline import stage
 from doge_fast.pipeline.config import BaseConfig, CorpusConfig, ModelConfig
-from doge_fast.pipeline.model import build_model, check_model
+from doge_fast.pipeline.model import build_model
 
 PAPER_VOCAB = 50257
 
@@ -78,7 +78,7 @@ def test_what_nobody_says_comes_with_the_size(tmp_path, monkeypatch):
     assert sizes == [(512, 128), (128, 28)]
     dtypes = []
     for kind in ("cpu", "cuda"):
-        monkeypatch.setattr(training, "device_of", lambda name, kind=kind: torch.device(kind))
+        monkeypatch.setattr(stage, "device_of", lambda name, kind=kind: torch.device(kind))
         dtypes += [stage.resolved(each).training.dtype for each in (large, small)]
     assert dtypes == ["float32", "float32", "bfloat16", "float32"]
     plain = replace(large, training=replace(large.training, dtype="float32"))
@@ -180,9 +180,9 @@ def test_a_fresh_model_is_of_the_corpus_and_in_float32_whatever_its_config_says(
         ({"num_hidden_layers": 1.5}, "num_hidden_layers.* expected int, got float"),
     ],
 )
-def test_what_cannot_be_built_is_refused_before_a_corpus_is_packed(tmp_path, told, word):
+def test_what_cannot_be_built_is_refused_in_the_words_of_transformers(tmp_path, told, word):
     with pytest.raises(ValueError, match=word):
-        check_model(ModelConfig(model=folder_of(tmp_path, **told)), block_size=16)
+        built(folder_of(tmp_path, **told))
 
 
 @pytest.mark.parametrize(
@@ -243,12 +243,6 @@ def test_the_text_part_of_a_config_is_taken(tmp_path):
 BERT = BertConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1)
 
 
-def test_a_pretrained_model_that_looks_ahead_is_refused(tmp_path):
-    AutoModelForCausalLM.from_config(BERT).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="bert"):
-        built(tmp_path, pretrained=True)
-
-
 @pytest.mark.parametrize(
     "architecture",
     [
@@ -269,8 +263,3 @@ def test_a_model_that_does_not_is_left_as_it_was_drawn(tmp_path, architecture, b
     assert torch.equal(torch.rand(1), drawn)
     assert model.training
     assert model.config.use_cache
-
-
-def test_pretrained_weights_know_every_token_of_the_corpus(saved):
-    with pytest.raises(ValueError, match="192 tokens"):
-        built(saved, 500, pretrained=True)

@@ -13,7 +13,7 @@ from doge_fast import cli
 from doge_fast.pipeline.config import ProfileConfig
 from doge_fast.profiling import profile as profiling
 from doge_fast.profiling import roofline
-from doge_fast.profiling.profile import PHASES, profile, table
+from doge_fast.profiling.profile import PHASES, profile, profile_table
 from doge_fast.profiling.roofline import bandwidth
 
 QUICK = ProfileConfig(
@@ -90,7 +90,7 @@ def test_the_verb_prints_a_table_and_writes_its_files(tmp_path, capsys):
 def test_the_table_says_what_was_measured():
     measured = profile(QUICK)
     phases = tuple(replace(phase, fraction=0.5) for phase in measured.phases)
-    told = table(replace(measured, phases=phases))
+    told = profile_table(replace(measured, phases=phases))
     # Two rows of float32, one backward pass each.
     assert measured.extra_bytes == measured.row_bytes
     assert f"keeps {measured.row_bytes / 1e6:.1f} MB" in told
@@ -98,7 +98,7 @@ def test_the_table_says_what_was_measured():
     assert "in the caches" not in told
     # A step that was faster than memory is explained: the rows of a small model never leave them.
     warm = (*phases[:-1], replace(phases[-1], fraction=1.5))
-    assert "in the caches" in table(replace(measured, phases=warm))
+    assert "in the caches" in profile_table(replace(measured, phases=warm))
 
 
 @pytest.fixture

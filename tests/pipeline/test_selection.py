@@ -10,7 +10,7 @@ import torch
 from doge_fast.cancellation import READINGS, CancellationEffect
 from doge_fast.pipeline import records
 from doge_fast.pipeline.config import SelectConfig
-from doge_fast.pipeline.selection import measure_cancellation, prepare
+from doge_fast.pipeline.selection import measure_cancellation, selection_trainer
 from doge_fast.pipeline.stage import ExistingRun
 from tests.pipeline.stages import NAMES
 
@@ -58,7 +58,7 @@ def test_scores_are_those_of_the_loop_by_hand(asked):
     """The same batches, a plain AdamW, one backward for each example."""
     config = asked(steps=2, warmup_steps=0, min_learning_rate=3e-3, max_grad_norm=1e9)
     measure_cancellation(config)
-    trainer = prepare(replace(config, out=config.out / "twin"), ExistingRun(None, False))
+    trainer = selection_trainer(replace(config, out=config.out / "twin"), ExistingRun(None, False))
     model = trainer.model
     params = dict(model.named_parameters())
     decay = [param for param in params.values() if param.dim() > 1]

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import constants
 
-from doge_fast.pipeline import corpus_files, file_rows, hub, packing, sources
+from doge_fast.pipeline import corpus_files, hub, packing, sources
 from doge_fast.pipeline.corpus_files import CorpusFile
 from doge_fast.pipeline.domains import load_corpus
 from tests.pipeline.corpora import (
@@ -36,7 +36,7 @@ from tests.pipeline.corpora import (
 
 def cut(path: Path, chars: int = 16_384) -> list[str]:
     file = CorpusFile(path, "a", "train", "text")
-    return [row["text"] for row in file_rows.rows_of(file, ["text"], chars)]
+    return [row["text"] for row in corpus_files.rows_of(file, ["text"], chars)]
 
 
 def test_what_is_read_held_out_and_left_out_is_said(tmp_path, load, caplog):

@@ -17,13 +17,15 @@ from doge_fast.pipeline import failures, records
 from doge_fast.pipeline import temperature as search
 from doge_fast.pipeline.config import DemoConfig, ModelConfig, ProxyConfig, TemperatureConfig
 from doge_fast.pipeline.demo import MOST_RUNS, demo
-from doge_fast.pipeline.health import Diverged
+from doge_fast.pipeline.failures import Diverged
 from doge_fast.pipeline.proxy import learn_weights
 from doge_fast.pipeline.report import terminal_table
 from doge_fast.pipeline.reporting.study import open_study
 from doge_fast.pipeline.run import Run
-from doge_fast.pipeline.tables import as_ascii
-from doge_fast.pipeline.temperature import Job, next_inverses, sharpened, temperature
+from doge_fast.pipeline.temperature import Job, lines_of, next_inverses, sharpened, temperature
+from doge_fast.pipeline.weights import bounds
+from doge_fast.pipeline.weights.summary import story
+from doge_fast.pipeline.wording import as_ascii
 from tests.pipeline.stages import NAMES, write_weights
 
 
@@ -121,6 +123,7 @@ def test_the_lowest_measured_loss_is_written(learned):
     (cost,) = re.findall(r"proxy and 8 base models .*? tokens ([\d.]+) .*?x\) ([\d.]+)", shown)
     assert float(cost[0]) == pytest.approx(seen / 1000, rel=0.01)
     assert float(cost[1]) == pytest.approx(told["tokens"] / 1000, rel=0.01)
+    assert story(bounds.constrain(record, floor=0.1)).startswith("search, target universal")
     # A directory like a proxy's: it is drawn, exported and trained at.
     assert run.figures()
     assert (run.path / "report.html").exists()
@@ -137,6 +140,9 @@ def test_runs_are_planned_and_made_one_by_one(learned, capsys, caplog):
     assert [each for each in caplog.messages if each.startswith("run ")] == [
         f"run {number} of at most 3: base-{number - 1}-seed0" for number in (1, 2, 3)
     ]
+    # What is alike in all of them is said for the first one alone.
+    second = next(k for k, each in enumerate(caplog.messages) if each.startswith("run 2"))
+    assert len(caplog.messages[second:]) == 2
     (cost,) = [each for each in caplog.messages if each.startswith("at most")]
     assert cost.startswith("at most 3 base models (3 temperatures, 1 seed) of 2 steps: ")
     assert cost.endswith("at the time of the proxy's steps")
@@ -182,6 +188,21 @@ def test_targets_count_by_their_weights(proxy):
         own = point["losses"]["0"]
         assert own == pytest.approx(0.75 * loss["verse"] + 0.25 * loss["table"])
         assert set(point["weights"]) == {"code", "prose"}
+    # What it compares is named, and what the training domains lose stands beside it.
+    aim = "held-out text of verse (0.75) and table (0.25)"
+    first, *_ = lines_of(run.path)
+    assert first == f"loss on {aim}:"
+    page = " ".join(terminal_table([run.path]).split())
+    assert page.count(f" on {aim}") == 1
+    for title, group in zip(
+        ("verse and table", "the training domains"), study.of(records.PerplexityGroup), strict=True
+    ):
+        *_, total = study.lines(group)
+        average = total.perplexity("uniform").mean
+        (told,) = re.findall(
+            rf"Perplexity per domain: Base models on {title} .*? average ([\d.]+)", page
+        )
+        assert float(told) == pytest.approx(average, rel=0.01)
 
 
 def test_a_mixture_of_all_domains_is_a_target_beside_others(proxy):
@@ -299,7 +320,12 @@ def test_a_search_shorter_than_the_proxys_warm_up_has_its_own(settings, tmp_path
 
 def test_it_refuses_what_leaves_nothing_to_measure(learned):
     write_weights(learned / "weights.json", dict.fromkeys(NAMES, 0.25))
-    with pytest.raises(ValueError, match="equal"):
+    with pytest.raises(ValueError, match=r"equal.*longer"):
+        temperature(asked(learned))
+    # What the proxy's own warnings say of it.
+    told = records.read_weights(learned) | {"warnings": ["gradients of one norm"]}
+    records.write_weights(learned / "weights.json", told)
+    with pytest.raises(ValueError, match=r"equal.*gradients of one norm"):
         temperature(asked(learned))
     write_weights(learned / "weights.json", {"code": 1.0})
     with pytest.raises(ValueError, match="one domain"):

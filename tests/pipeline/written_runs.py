@@ -82,7 +82,7 @@ def write_proxy(
         model=ModelConfig(model="tiny"),
         training=replace(TRAINING, steps=steps, seed=seed),
         target=target,
-        mu=0.02,
+        mu=None if score == "aligned" else 0.02,
         score=score,  # type: ignore[arg-type]
     )
     records.open_run(config, corpus=corpus(names, targets, tokens))

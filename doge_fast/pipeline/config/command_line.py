@@ -8,6 +8,8 @@ import argparse
 import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache, partial
 from itertools import takewhile
 from pathlib import Path
 from types import NoneType, UnionType
@@ -15,8 +17,17 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import tyro
 import yaml
-from tyro.conf import Positional
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+from docstring_parser import parse_from_object
+from pydantic import ValidationError
+from tyro.conf import Positional, arg
+from tyro.constructors import (
+    ConstructorRegistry,
+    PrimitiveConstructorSpec,
+    PrimitiveTypeInfo,
+    StructConstructorSpec,
+    StructFieldSpec,
+    StructTypeInfo,
+)
 
 from doge_fast.pipeline import named
 from doge_fast.pipeline.failures import UserError
@@ -42,7 +53,7 @@ def parse(words: Sequence[str], config: type, *, verb: str) -> Any:
         value = given.pop(name, [])
         first_given += map(str, value if isinstance(value, list) else [value])
     examples = [f"doge-fast {verb} {each}" for each in getattr(config, "examples", ())]
-    return tyro.cli(
+    made: partial[Any] = tyro.cli(
         config,
         prog=f"doge-fast {verb}",
         description="\n\n".join([inspect.cleandoc(config.__doc__ or ""), _FILE, *examples]),
@@ -50,6 +61,7 @@ def parse(words: Sequence[str], config: type, *, verb: str) -> Any:
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff),
         registry=_AS_PEOPLE_WRITE,
     )
+    return _made(made)
 
 
 def read_file(path: Path, verb: str) -> dict[str, Any]:
@@ -105,6 +117,55 @@ def positional(config: type) -> list[str]:
     hints = get_type_hints(config, include_extras=True)
     marker: Any = Positional
     return [name for name, hint in hints.items() if marker in getattr(hint, "__metadata__", ())]
+
+
+@_AS_PEOPLE_WRITE.struct_rule
+def _as_call(info: StructTypeInfo) -> StructConstructorSpec | None:
+    """The fields of a dataclass, and a call that `_made` makes when tyro is done.
+
+    tyro itself would keep line breaks of docstrings, show empty defaults and box pydantic's errors.
+    """
+    if not is_dataclass(info.type):
+        return None
+    hints, specs = get_type_hints(info.type, include_extras=True), []
+    shown = arg(help_behavior_hint=lambda default: default and f"(default: {default})")
+    for each in fields(info.type):
+        default = getattr(info.default, each.name, each.default)
+        if default is MISSING:
+            default = tyro.MISSING if each.default_factory is MISSING else each.default_factory()
+        hint: Any = Annotated[hints[each.name], shown]
+        text = partial(_help_of, info.type, each.name)
+        specs.append(StructFieldSpec(each.name, hint, default, text))
+    return StructConstructorSpec(partial(partial, info.type), tuple(specs))
+
+
+def _help_of(config: type, name: str) -> str | None:
+    """The docstring of a field, or of the dataclass that it holds."""
+    held: type = get_type_hints(config)[name]
+    return _paragraphs(config).get(name, held.__doc__)
+
+
+@cache
+def _paragraphs(config: type) -> dict[str, str]:
+    """{field: its docstring, without line breaks}."""
+    docs = (doc for each in config.__mro__[-2::-1] for doc in parse_from_object(each).params)
+    return {doc.arg_name: " ".join((doc.description or "").split()) for doc in docs}
+
+
+def _made(call: "partial[Any]") -> Any:
+    """The dataclass and its parts; UserError names an option as it is typed."""
+    values = {k: _made(v) if isinstance(v, partial) else v for k, v in call.keywords.items()}
+    try:
+        return call.func(**values)
+    except ValidationError as error:
+        # A rule on several fields names them itself.
+        told = [
+            f"--{each['loc'][0]}".replace("_", "-") + f": {each['msg']}; got {each['input']}."
+            if each["loc"]
+            else str(each["ctx"]["error"])
+            for each in error.errors()
+        ]
+        raise UserError(" ".join(told)) from None
 
 
 @_AS_PEOPLE_WRITE.primitive_rule

@@ -40,7 +40,7 @@ Place = Annotated[str, AfterValidator(os.path.expanduser)]
 Device = Literal["auto", "cpu", "cuda"]
 
 
-def check(config: Any) -> None:
+def check_paths(config: Any) -> None:
     """Check that the paths in a configuration exist.
 
     Its values were checked when it was made. Functions that take a configuration call this first,
@@ -51,6 +51,6 @@ def check(config: Any) -> None:
     """
     for value in vars(config).values():
         if dataclasses.is_dataclass(value):
-            check(value)
+            check_paths(value)
     if hasattr(config, "_check"):
         config._check()

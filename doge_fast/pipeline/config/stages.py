@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Le
+from pydantic import StringConstraints
 from pydantic.dataclasses import dataclass
 
 from doge_fast.pipeline import named
@@ -32,6 +33,7 @@ from doge_fast.pipeline.sizes import SIZES, Settings, settings_of
 from doge_fast.weights.defaults import DOMAIN_MAX_GRAD_NORM
 
 Target = str | dict[str, float]
+Strategy = Annotated[str, StringConstraints(pattern=r"^(low|high)[1-9][0-9]*$")]
 Reading = Literal["norms-over-change", "sum-over-change", "change-over-sum", "change-over-norms"]
 
 # Keywords of a target.
@@ -207,22 +209,6 @@ class TrainingConfig:
             )
 
 
-@dataclass(frozen=True, config=EXACT)
-class TasksConfig:
-    """Tasks of lm-eval that models are scored on."""
-
-    tasks: tuple[str, ...] = ()
-    """Multiple-choice tasks of lm-eval, separated by commas or spaces; the paper's are
-    copa,sciq,logiqa,piqa,wic,winogrande."""
-    shots: CountOrZero = 5
-    """Answered examples in the prompt before every question."""
-    task_data: Path | None = None
-    """A directory with TASK/train.jsonl, from which the shots are drawn, and TASK/validation.jsonl,
-    which is scored; None: the data sets that lm-eval names on the Hub."""
-    task_limit: Count | None = None
-    """Score only this many documents of every task, the first ones; None: all."""
-
-
 def _missing(part: Any, settings: Settings) -> dict[str, Any]:
     """The settings whose field in `part` is None."""
     return {k: value for k, value in settings._asdict().items() if getattr(part, k, value) is None}
@@ -270,7 +256,7 @@ class _Stage:
         is_folder = corpus.data not in ("", "installed") and data.is_dir()
         # If domains are named, no other entry of the folder is read.
         is_read = is_folder and (corpus.domain_column is not None or not corpus.domains)
-        places = {"out": self.out, "cache_dir": cache_dir or self.out}
+        places = {"out": self.out, "cache_dir (--cache-dir)": cache_dir or self.out}
         for name, place in places.items():
             path = Path(place).expanduser().resolve()
             is_seen = data in path.parents and path.relative_to(data).parts[0][0] != "."
@@ -446,7 +432,7 @@ class SelectConfig(_Stage):
     stage: ClassVar[Literal["select"]] = "select"
 
     training: TrainingConfig = field(default_factory=lambda: TrainingConfig(steps=1000))
-    strategies: tuple[str, ...] = ("low10", "low30", "low50", "high30", "high10")
+    strategies: tuple[Strategy, ...] = ("low10", "low30", "low50", "high30", "high10")
     """lowN or highN: select the N parameters with the lowest or highest scores."""
     reading: Reading = "norms-over-change"
     """How the score is computed. norms-over-change (the paper's words): the sum of the examples'

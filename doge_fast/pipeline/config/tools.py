@@ -17,11 +17,40 @@ from doge_fast.pipeline.config.ranges import (
     Positive,
     Seed,
 )
-from doge_fast.pipeline.config.stages import TasksConfig, check_is_run, check_place
+from doge_fast.pipeline.config.stages import check_is_run, check_place
 from doge_fast.pipeline.failures import UserError
 from doge_fast.pipeline.sizes import SIZES
 
 Paths = Annotated[tuple[Path, ...], MinLen(1)]
+
+
+@dataclass(frozen=True, config=EXACT)
+class TasksConfig:
+    """Tasks of lm-eval that models are scored on."""
+
+    tasks: tuple[str, ...] = ()
+    """Multiple-choice tasks of lm-eval, separated by commas or spaces; the paper's are
+    copa,sciq,logiqa,piqa,wic,winogrande."""
+    shots: CountOrZero = 5
+    """Answered examples in the prompt before every question."""
+    task_data: Path | None = None
+    """A directory with TASK/train.jsonl, from which the shots are drawn, and TASK/validation.jsonl,
+    which is scored; None: the data sets that lm-eval names on the Hub."""
+    task_limit: Count | None = None
+    """Score only this many documents of every task, the first ones; None: all."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tasks without repeats; "a,b" "c" and "a" "b" "c" are the same."""
+        names = (name.strip() for word in self.tasks for name in word.split(","))
+        return tuple(dict.fromkeys(name for name in names if name))
+
+    def _check(self) -> None:
+        for name in self.names if self.task_data else ():
+            for split in ("train", "validation"):
+                file = Path(self.task_data or "", name, f"{split}.jsonl")
+                if not file.is_file():
+                    raise UserError(f"task_data (--task-data) needs {file}, which does not exist.")
 
 
 @dataclass(frozen=True, config=EXACT)

@@ -20,7 +20,7 @@ import pydantic.dataclasses
 from annotated_types import Le
 
 from doge_fast.pipeline import named
-from doge_fast.pipeline.config.ranges import Count, Seed
+from doge_fast.pipeline.config.ranges import Count, Positive, Seed
 from doge_fast.pipeline.failures import UserError
 
 Key = TypeVar("Key")
@@ -59,12 +59,8 @@ def largest_remainder(weights: Mapping[Key, float | Fraction], decimals: int) ->
         {key: Decimal >= 0}, in the order of `weights`.
 
     Raises:
-        UserError: `decimals` is out of its range, or all weights are zero.
+        UserError: all weights are zero.
     """
-    if not 1 <= decimals <= MAX_DECIMALS:
-        raise UserError(
-            f"decimals must be 1 to {MAX_DECIMALS}, the precision of float64; got {decimals}."
-        )
     scale = 10**decimals
     exact = {key: part * scale for key, part in normalised(weights).items()}
     units = {key: int(part) for key, part in exact.items()}
@@ -98,7 +94,7 @@ class Blend:
     """{split: {domain: its paths}}."""
     rows: Rows
     """What the shares count."""
-    mean_doc_tokens: Mapping[str, float] = field(default_factory=dict)
+    mean_doc_tokens: Mapping[str, Positive] = field(default_factory=dict)
     """{domain: tokens of a document}, where the shares count documents."""
     decimals: Annotated[Count, Le(MAX_DECIMALS)] = 6
     """Places of every number."""
@@ -171,7 +167,7 @@ def listed_paths(
     split: BlendSplit, given: DomainPaths, names: Collection[str]
 ) -> dict[str, list[str]]:
     """{domain: its paths}; UserError where they are none, or one is there twice."""
-    named.check("paths", given, names, "the weights")
+    named.check_known("paths", given, names, "the weights")
     by_domain = {name: _listed(name, paths) for name, paths in given.items()}
     owners: dict[str, str] = {}
     for name, paths in by_domain.items():

@@ -33,7 +33,7 @@ def run(config: ExportConfig) -> list[str]:
         test_paths=_paths(config.test_paths, "test-paths", names),
         decimals=config.decimals,
         rows=config.rows,
-        mean_doc_tokens=named.numbers(config.mean_doc_tokens, "mean_doc_tokens"),
+        mean_doc_tokens=named.numbers(config.mean_doc_tokens, "--mean-doc-tokens"),
         seq_length=config.seq_length,
         batch_size=config.batch_size,
         seed=config.seed,

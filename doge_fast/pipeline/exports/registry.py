@@ -4,7 +4,6 @@ export(weights, to=name, paths=...)  ->  what the framework takes, as text
 """
 
 import functools
-import math
 import string
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -116,12 +115,7 @@ def export(
     entries = {entry["name"]: entry for entry in record["domains"]}
     parts = normalised({name: float(entry["weight"]) for name, entry in entries.items()})
     lengths, given_lengths = dict[str, float](), mean_doc_tokens or {}
-    named.check("mean_doc_tokens", given_lengths, entries, "the weights")
-    for name, tokens in given_lengths.items():
-        if not (math.isfinite(tokens) and tokens > 0):
-            raise UserError(
-                f"mean_doc_tokens (--mean-doc-tokens) must be above 0; that of {name} is {tokens}."
-            )
+    named.check_known("mean_doc_tokens (--mean-doc-tokens)", given_lengths, entries, "the weights")
     if rows == "documents":
         lengths = _lengths(parts, entries, given_lengths)
         parts = by_document(parts, lengths)
@@ -194,8 +188,8 @@ def _lengths(
     lengths: dict[str, float] = {}
     for name in sorted(name for name, part in parts.items() if part):
         entry = entries[name]
-        length = given.get(name) or entry.get("mean_doc_tokens")
-        if not length and entry.get("documents"):
+        length = given.get(name, entry.get("mean_doc_tokens"))
+        if length is None and entry.get("documents"):
             length = (entry.get("tokens") or 0) / entry["documents"]
         lengths[name] = float(length or 0)
     missing = [name for name, length in lengths.items() if not length]

@@ -16,8 +16,7 @@ moment leaves complete files and at most one torn line, which the next run drops
 no word for NaN and infinity: in metrics they become null, in weights they are an error.
 """
 
-from doge_fast.pipeline.records.checkpoints import *
-from doge_fast.pipeline.records.manifest import *
+from doge_fast.pipeline.records.folders import *
 from doge_fast.pipeline.records.runs import *
 from doge_fast.pipeline.records.schema import *
 from doge_fast.pipeline.records.weights import *

@@ -9,12 +9,13 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from platform import python_version
-from typing import Any, Literal, TypeVar, get_args
+from statistics import fmean
+from typing import Any, Literal, get_args
 
 from doge_fast import atomic_file
 from doge_fast.pipeline.baselines import BASELINES
@@ -38,12 +39,11 @@ from doge_fast.pipeline.records.schema import (
     MetricsLine,
     check_shape,
     load,
+    parse_json,
 )
 from doge_fast.pipeline.sizes import SIZES
 from doge_fast.pipeline.wording import first_few
 from doge_fast.weights.weights_file import SCHEMA_VERSION, plain, write_json
-
-Config = TypeVar("Config", bound=StageConfig)
 
 # What does not change the numbers that a run computes.
 _NOT_COMPARED = ("out", "corpus.cache_dir", "training.max_skipped_steps")
@@ -295,8 +295,8 @@ def _difference(content: bytes, num_lines: int) -> str:
     lines = content.splitlines(keepends=True)[:num_lines]
     for number, text in enumerate(lines, start=1):
         try:
-            json.loads(text)
-        except (ValueError, RecursionError):
+            parse_json(text, METRICS)
+        except FileFailure:
             return f"line {number} of {METRICS} is damaged"
     if len(lines) < num_lines:
         return f"{METRICS} holds {len(lines)} of the {num_lines} lines that it held then"
@@ -329,12 +329,7 @@ def _lines_of(run: Path) -> list[tuple[Json, MetricsLine]]:
     # A kill tore what follows the last line break.
     for n, text in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         where = f"{path}, line {n}"
-        try:
-            line = json.loads(text, parse_constant=_refuse_constant)
-        except (ValueError, RecursionError) as error:
-            raise FileFailure(
-                f"{where}, must hold a JSON object and does not: {error}. {RESTORE}"
-            ) from None
+        line = parse_json(text, f"{where},")
         lines.append((line, check_shape(line, MetricsLine, f"{where},")))
         first, _ = lines[0]
         for key in ("alpha", "alpha_mean"):
@@ -346,12 +341,13 @@ def _lines_of(run: Path) -> list[tuple[Json, MetricsLine]]:
     return lines
 
 
-def _refuse_constant(word: str) -> None:
-    raise UserError(f"{word} is no number of JSON")
-
-
 def evaluation(
-    *, step: int, blocks: Mapping[str, int], loss: Mapping[str, float], block_size: int
+    *,
+    step: int,
+    blocks: Mapping[str, int],
+    loss: Mapping[str, float],
+    block_size: int,
+    targets: Collection[str] = (),
 ) -> Json:
     """What evaluation.json holds, from the held-out loss of every domain.
 
@@ -359,23 +355,28 @@ def evaluation(
     average_perplexity  =  exp(mean_d loss_d)      not the mean of the perplexities
     worst               =  max_d perplexity_d
 
+    Both are over the training domains, or over the targets where nothing else was measured.
+
     Args:
         step: optimizer steps the model has made.
         blocks: held-out blocks measured, per domain.
         loss: mean loss per predicted token in nats, per domain.
         block_size: tokens in a block; the first of each is not predicted.
+        targets: domains that the run measures and does not train on.
 
     Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), caption of tab:universal_ppl.
     """
     assert loss.keys() == blocks.keys()
     perplexity = {name: exp_or_inf(value) for name, value in loss.items()}
+    averaged = [name for name in loss if name not in targets] or [*loss]
     return {
         "step": step,
         "blocks": dict(blocks),
         "loss": dict(loss),
         "perplexity": perplexity,
-        "average_perplexity": exp_or_inf(math.fsum(loss.values()) / len(loss)),
-        "worst": max(perplexity.values()),
+        "targets": [name for name in loss if name in targets],
+        "average_perplexity": exp_or_inf(fmean(loss[name] for name in averaged)),
+        "worst": max(perplexity[name] for name in averaged),
         "tokens": {name: count * (block_size - 1) for name, count in blocks.items()},
     }
 

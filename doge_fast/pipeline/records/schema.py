@@ -156,8 +156,6 @@ class ArmRecord:
     about: str
     runs: tuple[str, ...]
     is_baseline: bool = False
-    baseline: str | None = None
-    """Label of the arm that this one is set against, where it is not the group's."""
 
 
 @dataclass(frozen=True)
@@ -171,26 +169,7 @@ class PerplexityGroup:
     about: str = ""
     focus: str | None = None
     """How the label begins of the arm that the question is about; None: DoGE's."""
-    pairs: tuple[tuple[str, str], ...] = ()
-    """Labels of arms that are set against each other too."""
     kind: Literal["perplexity"] = "perplexity"
-
-
-@dataclass(frozen=True)
-class TargetRow:
-    """A target, and the arms that were measured on it."""
-
-    target: str
-    arms: tuple[ArmRecord, ...]
-
-
-@dataclass(frozen=True)
-class TargetsGroup:
-    """Every target against the same arms."""
-
-    title: str
-    rows: tuple[TargetRow, ...]
-    kind: Literal["targets"] = "targets"
 
 
 @dataclass(frozen=True)
@@ -199,8 +178,6 @@ class WeightsGroup:
 
     title: str
     arms: tuple[ArmRecord, ...]
-    reference: str | None = None
-    """Label of the arm that the others' distance is measured from."""
     kind: Literal["weights"] = "weights"
 
 
@@ -250,7 +227,7 @@ class TemperatureGroup:
     kind: Literal["temperature"] = "temperature"
 
 
-Group = TemperatureGroup | PerplexityGroup | TargetsGroup | WeightsGroup | CostGroup
+Group = TemperatureGroup | PerplexityGroup | WeightsGroup | CostGroup
 """A table that an experiment ends in."""
 
 
@@ -356,14 +333,24 @@ class WeightsRecord:
     stages: tuple[dict[str, Any], ...] | None = None
 
 
+def parse_json(text: bytes, where: str | Path, way_out: str = RESTORE) -> Any:
+    """The value that text in JSON stands for; FileFailure for other text, NaN and infinity."""
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise FileFailure(f"{where} must hold JSON and does not: {error}. {way_out}") from None
+
+
+def _refuse_constant(word: str) -> None:
+    raise ValueError(f"{word} is no number of JSON")
+
+
 def read_json(path: Path, way_out: str = RESTORE) -> Json:
     """The object that the file holds; UserError where it is absent or holds another thing."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8-sig"))
+        value = parse_json(path.read_bytes(), path, way_out)
     except FileNotFoundError:
         raise UserError(f"{path} does not exist.") from None
-    except (ValueError, RecursionError) as error:
-        raise FileFailure(f"{path} must hold JSON and does not: {error}. {way_out}") from None
     if not isinstance(value, dict):
         held = _JSON_NAMES.get(type(value), "a number")
         raise FileFailure(f"{path} must hold a JSON object; it holds {held}. {way_out}")

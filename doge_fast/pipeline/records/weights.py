@@ -6,7 +6,6 @@ may write more. docs/weights.md says what each means and who writes it.
 
 import math
 import os
-import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -34,8 +33,6 @@ _WAY_TO_WEIGHTS = (
     ' A file needs {"schema_version": 1, "domains": [{"name": "web", "weight": 1.0}]} or '
     '{"web": 1.0} at least.'
 )
-# Typed weights without a comma: a semicolon or space after a number and before another name.
-_BETWEEN = re.compile(r"(?<=[\d%.])\s*;\s*|(?<=[\d%.])\s+(?=[^\s=;][^=;]*=)")
 _CORRECT = "Correct it, or leave the field out."
 # What a run directory keeps of its run.
 _OWN = (CONFIG, METRICS, WEIGHTS, EVALUATION, FEWSHOT)
@@ -92,9 +89,7 @@ def read_weights(source: str | Path, *, domains: Sequence[str] | None = None) ->
     """
     file = str(weights_path(source))
     if is_typed(source):
-        text = str(source)
-        parts = re.split("[,;]", text) if "," in text else _BETWEEN.split(text)
-        words = [word for word in parts if word.strip()]
+        words = [word for word in str(source).split(",") if word.strip()]
         try:
             record = _of_numbers(named.numbers(words, "weights"), file)
             _check_record(record, file)
@@ -142,7 +137,7 @@ def is_typed(source: str | Path) -> bool:
     """Whether it is NAME=NUMBER,... rather than where weights are kept."""
     text = str(source)
     first, equals, _ = text.partition("=")
-    is_path = os.sep in first and "," not in text and not _BETWEEN.search(text)
+    is_path = os.sep in first and "," not in text
     return bool(equals) and not is_path and not os.path.exists(source)
 
 

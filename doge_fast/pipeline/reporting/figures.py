@@ -18,8 +18,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.rcsetup import cycler
 
+from doge_fast.pipeline.reporting.proxies import Proxy
 from doge_fast.pipeline.reporting.statistics import PairedDifference, Stat
-from doge_fast.pipeline.reporting.study import Proxy
 from doge_fast.pipeline.tables import shortened
 from doge_fast.weights.projection import effective_domains
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from doge_fast.pipeline import records
-from doge_fast.pipeline.config import ModelConfig, TrainingConfig
+from doge_fast.pipeline.config import MIX, ModelConfig, TrainingConfig
 from doge_fast.pipeline.config.ranges import Count
 from doge_fast.pipeline.config.stages import target_of
 from doge_fast.pipeline.failures import FileFailure, UserError
@@ -21,7 +21,8 @@ from doge_fast.pipeline.wording import listed
 LEARNING = ("proxy", "doremi")
 # Settings in which two runs of one arm may differ; `study` compares the weights of arms.
 _MAY_DIFFER_IN_TRAINING = ("seed", "eval_every", "eval_blocks", "save_every", "device", "compile")
-_MAY_DIFFER = ("out", "corpus", "weights", "log_every", "training")
+# The corpus as it was read is compared, with its targets, typed or followed from the weights.
+_MAY_DIFFER = ("out", "corpus", "targets", "weights", "log_every", "training")
 
 
 @dataclass(frozen=True)
@@ -102,11 +103,16 @@ class RecordedRun:
         return self.last_step >= self.config.training.steps
 
     @property
+    def num_rows(self) -> int:
+        """Gradients that a step of a proxy has: of each domain, each target and the mixture."""
+        return len(self.domains) + len(self.targets) + (MIX in self.target_names)
+
+    @property
     def tokens(self) -> int:
-        """Tokens of training domains that the whole run sees."""
+        """Tokens that the whole run sees; a proxy's are of its targets too."""
         per_step = self.config.batch_size
         if per_step is None:
-            per_step = (self.config.sequences_per_domain or 0) * len(self.domains)
+            per_step = (self.config.sequences_per_domain or 0) * self.num_rows
         return self.config.training.steps * per_step * self.record.corpus.block_size
 
     @property

@@ -15,9 +15,9 @@ from statistics import fmean
 import numpy as np
 
 from doge_fast.pipeline import baselines, records
-from doge_fast.pipeline.config import MIX
 from doge_fast.pipeline.reporting import figures
 from doge_fast.pipeline.reporting.figures import Drawing
+from doge_fast.pipeline.reporting.proxies import mean_weights
 from doge_fast.pipeline.reporting.runs import RecordedRun
 from doge_fast.pipeline.reporting.statistics import (
     Line,
@@ -28,9 +28,9 @@ from doge_fast.pipeline.reporting.statistics import (
     perplexity_text,
     share_text,
 )
-from doge_fast.pipeline.reporting.study import Study, mean_weights, open_study
+from doge_fast.pipeline.reporting.study import Study, open_study
 from doge_fast.pipeline.tables import Cell, Table, table_of
-from doge_fast.pipeline.wording import count_text, first_few, listed, plural
+from doge_fast.pipeline.wording import count_text, first_few, held_out_text, listed, plural
 from doge_fast.weights.projection import effective_domains
 
 MARKS = "Bold: lower, and the 95 % interval over paired seeds leaves out zero; with a !: higher."
@@ -79,12 +79,11 @@ def page_of(runs: Sequence[Path]) -> Page:
     """
     study = open_study(runs)
     sections = (
-        *(_temperature(study, group) for group in study.of(records.TemperatureGroup)),
+        *(_search(study, group) for group in study.of(records.TemperatureGroup)),
         *(_mixture(study, group) for group in study.of(records.WeightsGroup)),
         Section("Before you use them", remarks=list(_cautions(study))),
         _course(study),
         *(_perplexities(study, group) for group in study.of(records.PerplexityGroup)),
-        *(_perplexities(study, group) for group in study.of(records.TargetsGroup)),
         *(_cost(study, group) for group in study.of(records.CostGroup)),
         _provenance(study),
     )
@@ -127,10 +126,7 @@ def _mixture(study: Study, group: records.WeightsGroup) -> Section:
     ]
     averages = ([stat.mean for stat in weights.values()] for weights in columns.values())
     totals.append(("effective domains", *map(_effective, averages)))
-    for reference in (learned[arm] for arm in learned if arm.label == group.reference):
-        gaps = (_gap_text(weights, reference) for weights in columns.values())
-        totals.append((f"mean absolute difference from {group.reference}", *gaps))
-    note = "Averages over the steps. Effective domains: exp of the entropy of the weights."
+    note = "Effective domains: exp of the entropy of the weights."
     if any(stat.error is not None for each in learned.values() for stat in each.values()):
         note += f" Means over seeds.{ERRORS}"
     drawings = []
@@ -154,12 +150,6 @@ def _effective(weights: Collection[float]) -> str:
     return f"{effective_domains(weights):.1f} of {len(weights)}"
 
 
-def _gap_text(own: Mapping[str, Stat], reference: Mapping[str, Stat]) -> str:
-    """Mean absolute difference of weights, over the domains that both have."""
-    gaps = [abs(own[name].mean - reference[name].mean) for name in own.keys() & reference.keys()]
-    return f"{100 * math.fsum(gaps) / len(gaps):.2f} %"
-
-
 def _export(runs: Sequence[RecordedRun]) -> Iterator[str]:
     """Commands that export the mean weights over seeds; none while a run lacks weights."""
     if any(run.weights is None for run in runs):
@@ -176,7 +166,7 @@ def _short(path: Path) -> str:
     return min(str(path), os.path.relpath(path), key=len)
 
 
-def _temperature(study: Study, group: records.TemperatureGroup) -> Section:
+def _search(study: Study, group: records.TemperatureGroup) -> Section:
     """The loss from uniform weights to the proxy's and beyond, and the chosen weights."""
     arms = {point.inverse: point.arm.label for point in group.points}
     losses = {point.arm.label: study.losses(point.arm) for point in group.points}
@@ -194,7 +184,7 @@ def _temperature(study: Study, group: records.TemperatureGroup) -> Section:
         is_chosen = "written" if point.inverse == group.chosen else ""
         rows.append((f"{point.inverse:g}", f"{means[point.inverse]:.4f}", cell, count, is_chosen))
     is_several = any(len(each) > 1 for each in losses.values())
-    aim = _held_out_text(group.aim, study)
+    aim = held_out_text(group.aim, study.shown[0].domains)
     note = (
         f"Loss: on {aim}, nats per token. 1/T = 0: uniform weights; 1: the proxy's own. Change of "
         "perplexity with its 95 % interval over paired seeds."
@@ -238,8 +228,8 @@ def _course(study: Study) -> Section:
     drawings = []
     for proxy in study.proxies:
         caption = (
-            "Thick: the average so far; thin: the weights of each step; "
-            "dotted: uniform. Below them how many domains the average amounts to, and how far the "
+            "Thick: the result so far; thin: the weights of each step; "
+            "dotted: uniform. Below them how many domains the result amounts to, and how far the "
             "last fifth of the steps moved it (dotted: the most that counts as settled)."
         )
         if len(proxy.runs) > 1:
@@ -251,39 +241,27 @@ def _course(study: Study) -> Section:
     return Section("How the weights moved", drawings=drawings, remarks=summaries)
 
 
-def _perplexities(study: Study, group: records.PerplexityGroup | records.TargetsGroup) -> Section:
-    """Perplexities by domain or target, and against a baseline (tab:universal_ppl, tab:ppl-ood)."""
+def _perplexities(study: Study, group: records.PerplexityGroup) -> Section:
+    """Perplexities by domain, and against a baseline (tab:universal_ppl)."""
     title, lines = group.title, study.lines(group)
     if not any(losses for line in lines for losses in line.losses.values()):
         why = "not measured yet on what it is about; doge-fast evaluate measures a base run"
         return Section(title, remarks=[f"{title}: {why}."])
     # Every line has the same arms.
-    planned = group.arms if isinstance(group, records.PerplexityGroup) else group.rows[0].arms
-    arms = {arm.label: arm for arm in planned if arm.label in lines[0].losses}
+    arms = {arm.label: arm for arm in group.arms if arm.label in lines[0].losses}
     baseline = next((label for label, arm in arms.items() if arm.is_baseline), "")
-    rivals = {label: arm for label, arm in arms.items() if baseline and not arm.is_baseline}
-    others = {label: arm.baseline or baseline for label, arm in rivals.items()}
-    # An experiment's headline is about DoGE.
-    wanted, pairs = "DoGE", list(others.items())
-    if isinstance(group, records.TargetsGroup):
-        corner, name, about = "target", title, ""
-        # Fine-tuned models and the oracle are in the table, but their differences are not.
-        pairs = [pair for pair in pairs if pair[0].startswith(wanted)] or pairs
-    else:
-        corner, name = "domain", f"Perplexity per domain: {title}"
-        about = f"; {group.about}" if group.about else ""
-        wanted = group.focus or wanted
-        pairs += [pair for pair in group.pairs if arms.keys() >= set(pair)]
+    others = [label for label, arm in arms.items() if baseline and not arm.is_baseline]
+    about = f"; {group.about}" if group.about else ""
     rows: list[Sequence[str | Cell]] = []
     changes: list[Sequence[str | Cell]] = []
     for line in lines:
         cells = []
         for label in arms:
             text = perplexity_text(line.perplexity(label)) if line.losses[label] else "–"
-            is_better = label in others and line.difference(label, others[label]).is_lower
+            is_better = label in others and line.difference(label, baseline).is_lower
             cells.append(Cell(text, is_better))
         rows.append((line.label, *cells))
-        differences = [line.difference(*pair) for pair in pairs]
+        differences = [line.difference(label, baseline) for label in others]
         compared = (Cell(change_text(d), d.is_lower, d.is_higher) for d in differences)
         changes.append((line.label, *compared))
     domains = [line for line in lines if not line.is_total]
@@ -299,32 +277,25 @@ def _perplexities(study: Study, group: records.PerplexityGroup | records.Targets
     doubt = ERRORS if is_several else ONE_SEED
     note = f"Held-out text{about}. {MARKS} The average is the exponential of the mean loss.{doubt}"
     heads = [(label, f"{arm.about}, {plural(seeds[label], 'seed')}") for label, arm in arms.items()]
-    table = table_of([corner, *heads], rows[:num_domains], title=name, note=note, totals=totals)
+    name = f"Perplexity per domain: {title}"
+    table = table_of(["domain", *heads], rows[:num_domains], title=name, note=note, totals=totals)
     if not others:
         why = "nothing to compare; it takes base models at uniform weights and at others"
         return Section(title, tables=[table], remarks=[f"{title}: {why}."])
-    focus = next((label for label in others if label.startswith(wanted)), list(others)[-1])
+    wanted = group.focus or "DoGE"
+    focus = next((label for label in others if label.startswith(wanted)), others[-1])
     (line, *_) = lines[num_domains:] or lines
-    aim = _held_out_text(line.aim, study)
-    headline = _headline(focus, others[focus], line.difference(focus, others[focus]), aim)
+    aim = held_out_text(line.aim, study.shown[0].domains)
+    headline = _headline(focus, baseline, line.difference(focus, baseline), aim)
     doubt = " Of twenty such intervals one is wrong by chance." if is_several else ONE_SEED
     against = table_of(
-        [corner, *(own if other == baseline else f"{own} against {other}" for own, other in pairs)],
+        ["domain", *others],
         changes[:num_domains],
         title=f"Against {baseline}, seed by seed: {title}",
         note=f"Change of perplexity. {MARKS}{doubt}",
         totals=changes[num_domains:],
     )
     return Section(title, headline, tables=[table, against])
-
-
-def _held_out_text(aim: Mapping[str, float], study: Study) -> str:
-    """The text of a mean loss in words: held-out text of ca, or of all 7 training domains."""
-    is_even = max(aim.values()) - min(aim.values()) < 1e-9
-    if len(aim) > 1 and is_even and aim.keys() == set(study.shown[0].domains):
-        return f"held-out text of all {len(aim)} training domains"
-    names = list(aim) if is_even else [f"{name} ({weight:.2f})" for name, weight in aim.items()]
-    return f"held-out text of {first_few(names)}"
 
 
 def _number_below(domains: Sequence[Line], arm: str, baseline: str) -> str:
@@ -387,9 +358,7 @@ def _cost_of(runs: Sequence[RecordedRun]) -> tuple[float, float, float]:
     for run in runs:
         size, seen, steps = run.record.parameters, run.tokens, run.config.training.steps
         if run.record.stage == "proxy":
-            rows = len(run.domains) + len(run.targets) + (MIX in run.target_names)
-            seen = seen * rows // len(run.domains)
-            flops += rows * (rows + 1) * size * steps
+            flops += run.num_rows * (run.num_rows + 1) * size * steps
         if run.record.stage == "doremi":
             references = [other for other in runs if other.record.stage == "base"]
             flops += sum(2 * other.record.parameters for other in references) * seen

@@ -1,4 +1,4 @@
-"""The runs of a report: the proxies, and the tables that compare runs.
+"""The runs of a report, and the tables that compare them.
 
 The experiment.json of a search or an experiment lists its tables. Other runs are sorted into tables
 here; their base models may differ only in weights and seed.
@@ -8,184 +8,17 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, TypeVar
-
-import numpy as np
+from typing import TypeVar
 
 from doge_fast.pipeline import records
-from doge_fast.pipeline.config import MIX, UNIVERSAL
-from doge_fast.pipeline.config.stages import target_of
 from doge_fast.pipeline.failures import UserError
-from doge_fast.pipeline.records.movement import Floats, Movement, movement_of
+from doge_fast.pipeline.reporting.proxies import Proxy
 from doge_fast.pipeline.reporting.runs import LEARNING, RecordedRun, open_runs
-from doge_fast.pipeline.reporting.statistics import Line, Losses, Stat, share_text, stat_of
-from doge_fast.pipeline.tables import as_ascii
-from doge_fast.pipeline.wording import count_text, listed, plural, wrapped
-from doge_fast.weights import diagnosis
-from doge_fast.weights.projection import effective_domains
+from doge_fast.pipeline.reporting.statistics import Line, Losses
+from doge_fast.pipeline.wording import count_text, listed, plural
 
 GroupKind = TypeVar("GroupKind")
 _BASELINES, _GIVEN = {"uniform": "baseline", "natural": "by tokens"}, "from a file"
-
-# Weights have hardly moved if each is within this share of the uniform weight.
-_UNMOVED = 0.02
-# As a share of the uniform weight. In docs/evidence.md a domain at half of it lost a quarter of its
-# perplexity. One at a twentieth lost nothing, since similar domains made up for it.
-_STARVED = 1 / 3
-
-
-@dataclass(frozen=True)
-class Proxy:
-    """Proxy runs that differ in nothing but their seed."""
-
-    label: str
-    runs: tuple[RecordedRun, ...]
-
-    @property
-    def domains(self) -> tuple[str, ...]:
-        """Training domains, in the order of the simplex."""
-        return self.runs[0].domains
-
-    @property
-    def is_doremi(self) -> bool:
-        """Whether DoReMi, the baseline, learned the weights, from excess loss instead of W."""
-        return self.runs[0].record.stage == "doremi"
-
-    @property
-    def target(self) -> str:
-        """The targets of the weights, in words."""
-        items, names = self.runs[0].config.target, []
-        if self.is_doremi or items == (UNIVERSAL,):
-            return "all domains"
-        for item in items:
-            name, weight = target_of(item)
-            name = "a held-out mixture of all domains" if name == MIX else name
-            names.append(f"{name} ({weight})" if weight and len(items) > 1 else name)
-        return listed(names)
-
-    @cached_property
-    def arm(self) -> records.ArmRecord:
-        """Its label and runs, as a column of a table."""
-        about = "learned by DoReMi" if self.is_doremi else f"learned for {self.target}"
-        return records.ArmRecord(self.label, about, tuple(run.name for run in self.runs))
-
-    @cached_property
-    def weights(self) -> dict[str, Stat]:
-        """{domain: average domain weight}; empty if no run has logged a step."""
-        return mean_weights(self.runs)
-
-    @property
-    def has_steps(self) -> bool:
-        """Whether all seeds have logged a step after step 0, so that there is a course to draw."""
-        return bool(len(self.series("alpha_mean")[0]) > 1)
-
-    def series(self, key: Literal["alpha", "alpha_mean"]) -> tuple[Floats, Floats]:
-        """(steps [T], weights [S, T, K]) of the steps that all S seeds have logged."""
-        by_step = [{line.step: getattr(line, key) for line in run.train} for run in self.runs]
-        known = [{step for step, weights in each.items() if weights} for each in by_step]
-        steps = sorted(set.intersection(*known))
-        values = [[[each[t].get(name) for name in self.domains] for t in steps] for each in by_step]
-        # A domain that a line lacks is nan.
-        return np.asarray(steps, dtype=np.float64), np.asarray(values, dtype=np.float64)
-
-    @cached_property
-    def movement(self) -> Movement:
-        """How far the running average has moved, at every step; see `movement_of`."""
-        steps_T, mean_STK = self.series("alpha_mean")
-        return movement_of(steps_T, mean_STK)
-
-    @property
-    def has_moved(self) -> bool:
-        """Whether a weight is 2 % or more away from uniform; always true for a single domain."""
-        uniform = 1 / len(self.domains)
-        furthest = max(abs(stat.mean - uniform) for stat in self.weights.values())
-        return furthest >= _UNMOVED * uniform or len(self.domains) == 1
-
-    def summary(self) -> str:
-        """The largest and smallest weights, and whether the running average has settled."""
-        if not self.has_steps:
-            return f"{self.label}: has not logged a step yet."
-        uniform = 1 / len(self.domains)
-        ranked = sorted(self.weights.items(), key=lambda item: -item[1].mean)
-        most = [ranked[0], *(item for item in ranked[1:2] if item[1].mean > uniform)]
-        top = listed(
-            f"{name} {share_text(stat)} ({stat.mean / uniform:.1f}\N{NO-BREAK SPACE}× uniform)"
-            for name, stat in most
-        )
-        least = f", least to {ranked[-1][0]} {share_text(ranked[-1][1])}" if ranked[1:] else ""
-        count = effective_domains(stat.mean for stat in self.weights.values())
-        moved = self.movement
-        seeds = "" if moved.spread is None else f", and seeds differ by {_share(moved.spread)}"
-        state = "has settled" if moved.is_settled else "is still moving"
-        return (
-            f"{self.label}, for {self.target}: most goes to {top}{least}; effectively "
-            f"{count:.1f} of {plural(len(self.domains), 'domain')}. The running average "
-            f"{state if self.has_moved else 'has hardly moved'}: the last fifth of the "
-            f"{int(moved.steps[-1])} steps moved {_share(moved.drift)} of the tokens between "
-            f"domains; the average lies {_share(moved.distance)} from uniform weights{seeds}."
-        )
-
-    def warnings(self) -> Iterator[str]:
-        """Sentences on possible faults of the weights, with remedies."""
-        if not self.has_steps:
-            return
-        lines = [line for run in self.runs for line in run.train if line.lr is not None]
-        lost = sum(line.skipped for line in lines)
-        if sentence := diagnosis.skipped(lost, len(lines), "logged steps"):
-            yield sentence
-            return
-        config, number = self.runs[0].config, len(self.domains)
-        is_universal = self.is_doremi or self.runs[0].target_names <= {UNIVERSAL, MIX}
-        slower, faster, other = "larger mu", "smaller mu", " or --target mix"
-        if self.is_doremi:
-            slower, faster, other = "smaller step_size", "larger step_size", ""
-        starved = [name for name, stat in self.weights.items() if stat.mean < _STARVED / number]
-        # Seed by seed: if seeds collapse onto different domains, their mean has not collapsed.
-        last_SK = self.series("alpha")[1][:, -1]
-        seeds = (dict(zip(self.domains, last_K, strict=True)) for last_K in last_SK.tolist())
-        sentences = filter(None, map(diagnosis.collapsed, seeds))
-        if is_universal and (sentence := next(sentences, None)):
-            yield f"{sentence} A {slower} or more smoothing keeps them apart."
-        elif self.has_moved:
-            if starved and is_universal:
-                yield (
-                    f"{listed(starved)} would be read less than a third as often as at uniform "
-                    f"weights, and a small model tends to pay for it there. Try a {slower}{other}, "
-                    "or set a floor: doge-fast weights constrain --floor."
-                )
-        elif diagnosis.have_equal_scores(
-            number, config.domain_max_grad_norm, is_universal=config.target == (UNIVERSAL,)
-        ):
-            yield (
-                "the weights hardly left uniform: two domains whose gradients are clipped to one "
-                "norm have equal scores, whatever mu is. Use --domain-max-grad-norm 0."
-            )
-        else:
-            yield f"the weights hardly left uniform. A {faster} or more steps would move them."
-        if self.has_moved and not self.movement.is_settled:
-            yield (
-                "the running average of the weights is still drifting; more steps would change "
-                "the result."
-            )
-
-
-def _share(distance_T: Floats) -> str:
-    """The last sum of absolute differences as a share of the tokens, to two digits."""
-    percent = 50 * distance_T[-1]
-    return f"{percent:.{1 if percent >= 1 else 2}f}\N{NO-BREAK SPACE}%"
-
-
-def mean_weights(runs: Sequence[RecordedRun]) -> dict[str, Stat]:
-    """{domain: weight} over runs, of the domains that all of them have.
-
-    Runs without weights.json are left out. If no run has one, the last running averages count.
-    """
-    weights = [records.weights_by_name(run.weights) for run in runs if run.weights is not None]
-    if not weights:
-        averages = ([line.alpha_mean for line in run.train if line.alpha_mean] for run in runs)
-        weights = [steps[-1] for steps in averages if steps]
-    names = [name for name in (weights or [{}])[0] if all(name in other for other in weights)]
-    return {name: stat_of(by_name[name] for by_name in weights) for name in names}
 
 
 @dataclass(frozen=True)
@@ -226,9 +59,6 @@ class Study:
         if self.plan is None:
             return []
         arms = [arm for group in self.of(records.PerplexityGroup) for arm in group.arms]
-        arms += [
-            arm for group in self.of(records.TargetsGroup) for row in group.rows for arm in row.arms
-        ]
         needed = {name: None for arm in arms for name in arm.runs}
         # The plan of a search has diverged runs too, which its tables leave out.
         planned = needed if self.of(records.TemperatureGroup) else self.plan.runs
@@ -252,17 +82,12 @@ class Study:
             run.config.training.seed: losses for run in runs if (losses := run.losses()) is not None
         }
 
-    def lines(self, group: records.PerplexityGroup | records.TargetsGroup) -> list[Line]:
-        """One line per target; or one per domain and, for several domains, their average.
+    def lines(self, group: records.PerplexityGroup) -> list[Line]:
+        """One line per domain and, for several domains, their average.
 
-        Lines per domain have the measured arms only, on the seeds that all of these share or,
-        without such, on each arm's seeds. Domains that some arm was not measured on are left out.
+        They have the measured arms only, on the seeds that all of these share or, without such, on
+        each arm's seeds. Domains that some arm was not measured on are left out.
         """
-        if isinstance(group, records.TargetsGroup):
-            return [
-                Line(row.target, {arm.label: self.losses(arm) for arm in row.arms}, {row.target: 1})
-                for row in group.rows
-            ]
         arms = {arm.label: losses for arm in group.arms if (losses := self.losses(arm))}
         common = set.intersection(*map(set, arms.values())) if arms else set()
         for label, losses in arms.items():
@@ -440,21 +265,3 @@ def _weights_agree(base: RecordedRun, proxy: RecordedRun) -> bool:
         return True
     used, learned = (records.weights_by_name(run.weights or {}) for run in (base, proxy))
     return used == learned
-
-
-def warnings_on(run: Path) -> list[str]:
-    """Warnings on the weights of a run, whether it is complete or not."""
-    try:
-        return list(Proxy(run.name, tuple(open_runs([run]))).warnings())
-    except ValueError as error:
-        # Damaged metrics are no reason to fail: the weights themselves exist.
-        return [str(error)]
-
-
-def remarks_on(run: Path) -> list[str]:
-    """Summary and warnings on the weights of a run of stage one, for a terminal."""
-    proxy = Proxy(run.resolve().name, tuple(open_runs([run])))
-    warnings = [*proxy.runs[0].record.warnings]
-    warnings += [f"{proxy.label}: {sentence}" for sentence in proxy.warnings()]
-    remarks = [proxy.summary(), *(f"Warning: {each}" for each in warnings)]
-    return [as_ascii(wrapped(each)) for each in remarks]

@@ -86,13 +86,13 @@ def constrain(
 
 def _bounds(bound: Bound, names: Mapping[str, float], what: str) -> dict[str, float]:
     """A bound for every domain."""
-    rule, nothing = _BOUNDS[what]
+    (rule, nothing), option = _BOUNDS[what], f"{what} (--{what.replace('_', '-')})"
     given = bound if isinstance(bound, Mapping) else dict.fromkeys(names, bound)
-    named.check(what, given, names, "the weights")
+    named.check_known(option, given, names, "the weights")
     numbers = {name: value for name, value in given.items() if value is not None}
     for name, value in numbers.items():
         if not (value > 0 if what == "max_epochs" else 0 <= value <= 1):
-            raise UserError(f"{what} must be {rule}; that of {name} is {value:g}.")
+            raise UserError(f"{option} must be {rule}; that of {name} is {value:g}.")
     return dict.fromkeys(names, nothing) | numbers
 
 
@@ -103,13 +103,13 @@ def _epoch_caps(
     limited = {name: limit for name, limit in limits.items() if limit < math.inf}
     if limited and budget_tokens is None:
         raise UserError(
-            "max_epochs needs the length of the training; pass its tokens as budget_tokens "
-            "(--budget-tokens)."
+            "max_epochs (--max-epochs) needs the length of the training; pass its tokens as "
+            "budget_tokens (--budget-tokens)."
         )
     if unknown := [name for name in limited if available[name] is None]:
         raise UserError(
-            "max_epochs needs the number of tokens of each domain; the file has none for "
-            f"{listed(unknown)}. Pass tokens (--tokens NAME=NUMBER)."
+            "max_epochs (--max-epochs) needs the number of tokens of each domain; the file has "
+            f"none for {listed(unknown)}. Pass tokens (--tokens NAME=NUMBER)."
         )
     shares = {name: limit * available[name] / budget_tokens for name, limit in limited.items()}
     return {name: min(1.0, shares.get(name, 1.0)) for name in limits}
@@ -123,7 +123,7 @@ def _check_feasible(
         if floor > highest[name]:
             raise UserError(
                 f"The floor of {name}, {floor:g}, is above {highest[name]:.4g}, the most that its "
-                "cap and max_epochs allow. Lower it, or allow more."
+                "cap and epochs allow. Lower it, or raise --cap or --max-epochs."
             )
     least = math.fsum(floors.values())
     if least > 1 + BOUNDS_TOLERANCE:
@@ -138,6 +138,6 @@ def _check_feasible(
         zero = f"; {listed(empty)} has weight zero and takes none without a floor" if empty else ""
         raise UserError(
             "The bounds must leave room for the whole training; together domains may take "
-            f"{most:.6g} of it, {1 - most:.4g} is missing{zero}. Raise caps or max_epochs, or give "
-            "more tokens or a smaller budget."
+            f"{most:.6g} of it, {1 - most:.4g} is missing{zero}. Raise --cap or --max-epochs, or "
+            "give more --tokens or a smaller --budget-tokens."
         )

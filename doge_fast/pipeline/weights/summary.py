@@ -14,8 +14,8 @@ from typing import Any
 from doge_fast.pipeline import baselines, named, records
 from doge_fast.pipeline.failures import UserError
 from doge_fast.pipeline.records import Json
-from doge_fast.pipeline.tables import Table, as_ascii, table_of, text
-from doge_fast.pipeline.wording import count_text, listed, plural
+from doge_fast.pipeline.tables import Table, table_of, text
+from doge_fast.pipeline.wording import as_ascii, count_text, listed, plural
 from doge_fast.weights.projection import effective_domains
 
 
@@ -170,7 +170,7 @@ def check_budget(budget_tokens: float | None) -> None:
 def tokens_of(record: Mapping[str, Any], given: Mapping[str, float] | None) -> dict[str, Any]:
     """{domain: tokens there are}: those given, or those that the record knows, or None."""
     recorded = {entry["name"]: entry.get("tokens") for entry in record["domains"]}
-    named.check("tokens", given or {}, recorded, "the weights")
+    named.check_known("tokens", given or {}, recorded, "the weights")
     for name, value in (given or {}).items():
         if not 1 <= value < math.inf:
             raise UserError(f"tokens of a domain must be a number >= 1; {name} has {value:g}.")
@@ -189,6 +189,9 @@ def story(record: Mapping[str, Any]) -> str:
         target = " + ".join(shares)
     kind = [_METHODS.get(method, method) if method else "method not known"]
     seeds = known.get("seeds", [known["seed"]] if "seed" in known else [])
+    # Bounded weights of a search lie at no temperature.
+    if "proxy" in known:
+        kind = ["search"]
     if "inverse_temperature" in known:
         decided = ("undecided", "decided")[known["is_decided"]] if "is_decided" in known else ""
         kind = ["search", f"1/T = {known['inverse_temperature']:g}", decided]

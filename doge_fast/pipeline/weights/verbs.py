@@ -37,7 +37,7 @@ _LONGEST_LINE = 100
 def show_files(config: WeightsShowConfig) -> list[str]:
     """For each file: what it is, where it comes from, its weights, its warnings."""
     by_source = summary.read_all(config.files)
-    budget, tokens = config.budget_tokens, named.numbers(config.tokens, "tokens")
+    budget, tokens = config.budget_tokens, named.numbers(config.tokens, "--tokens")
     lines = list[str]()
     for source, record in by_source.items():
         mixture = summary.describe(record, budget_tokens=budget, tokens=tokens)
@@ -72,12 +72,12 @@ def average_files(config: WeightsAverageConfig) -> list[str]:
 def constrain_file(config: WeightsConstrainConfig) -> list[str]:
     """Write the nearest weights within bounds; the lines show the bounds that hold, and changes."""
     record = records.read_weights(config.file)
-    tokens = named.numbers(config.tokens, "tokens")
+    tokens = named.numbers(config.tokens, "--tokens")
     bounded = bounds.constrain(
         record,
-        floor=_bound(config.floor, "floor", record),
-        cap=_bound(config.cap, "cap", record),
-        max_epochs=_bound(config.max_epochs, "max_epochs", record),
+        floor=_bound(config.floor, "--floor", record),
+        cap=_bound(config.cap, "--cap", record),
+        max_epochs=_bound(config.max_epochs, "--max-epochs", record),
         budget_tokens=config.budget_tokens,
         tokens=tokens,
         source=str(config.file),

@@ -13,6 +13,9 @@ figures as predictions.
 
 from typing import NamedTuple
 
+from doge_fast.profiling.roofline import Traffic
+from doge_fast.weights.rule import UpdateRule
+
 
 class Work(NamedTuple):
     """Work of the kernels of a step."""
@@ -60,3 +63,26 @@ def predicted_ms(work: Work, machine: Machine, *, hidden_gram: float = 0.0) -> f
     products_s = work.flops / (machine.share * machine.flops_per_s)
     bytes_s = num_bytes / machine.bytes_per_s
     return 1e3 * (products_s + bytes_s + work.launches * machine.launch_s)
+
+
+def rows_traffic(
+    rule: type[UpdateRule], num_domains: int, *, row_bytes: int, gradient_bytes: int
+) -> dict[str, Traffic]:
+    """Least traffic of a rule's rows per phase, in a stacked step without targets.
+
+    A step with `domain(name)` also reads a gradient per row in `accumulate`.
+
+    Args:
+        rule: determines the number of rows, and whether second moments are read.
+        num_domains: K.
+        row_bytes: bytes of one row.
+        gradient_bytes: bytes of one gradient of the model; its second moments have as many.
+    """
+    rows = num_domains * row_bytes * (2 if rule.has_halves else 1)
+    # Second moments for `gram`; the combined gradient, read again for its norm, for `weighted_sum`.
+    more = gradient_bytes if rule.is_preconditioned else 0
+    return {
+        "accumulate": Traffic(0, rows),
+        "gram": Traffic(rows + more, 0),
+        "weighted_sum": Traffic(rows + more, gradient_bytes),
+    }
