@@ -18,6 +18,7 @@ from doge_fast.pipeline import records, stage
 from doge_fast.pipeline.config import ProxyConfig, parse_target
 from doge_fast.pipeline.domains import Batch, Corpus, mix_sampler, proxy_batch
 from doge_fast.pipeline.failures import UserError, given_to_core
+from doge_fast.pipeline.progress import tell_once
 from doge_fast.pipeline.records import Json
 from doge_fast.pipeline.run import Run
 from doge_fast.pipeline.stage import ExistingRun
@@ -27,8 +28,6 @@ from doge_fast.weights.aligned import WAITING_STEPS
 from doge_fast.weights.diagnosis import have_equal_scores
 from doge_fast.weights.objective import Objective
 from doge_fast.weights.scores import cosine
-
-_log = logging.getLogger("doge_fast")
 
 
 def learn_weights(config: ProxyConfig) -> Run:
@@ -75,23 +74,24 @@ def proxy_trainer(config: ProxyConfig, existing: ExistingRun) -> "ProxyTrainer":
 
     corpus, model = stage.corpus_and_model(config, existing, check=check)
     if len(corpus.names) == 1:
-        _log.warning(
-            "%s has one domain to train on, %s: it gets all the weight, and there is nothing to "
-            "learn.",
-            *(config.corpus.data, corpus.names[0]),
+        tell_once(
+            f"{config.corpus.data} has one domain to train on, {corpus.names[0]}: it gets all the "
+            "weight, and there is nothing to learn.",
+            logging.WARNING,
         )
     # A resumed run keeps its mu even if the default has changed since.
     resolved = {} if existing.record is None else existing.record.resolved
     mu = resolved.get("mu", config.mu)
     objective = Objective.of(corpus.names, parse_target(config.target))
-    _log.info("%s: %s", config.out, _rule_line(config, objective))
+    # The demo prepares its proxy twice, to time a few steps.
+    tell_once(f"{config.out}: {_rule_line(config, objective)}")
     if config.score != "aligned" and have_equal_scores(
         len(corpus.names), config.domain_max_grad_norm, is_universal=objective.has_equal_targets
     ):
-        _log.warning(
-            "%s: two domains whose gradients are clipped to one norm have equal scores, and stay "
-            "at uniform weights whatever mu is. Use --domain-max-grad-norm 0.",
-            config.out,
+        tell_once(
+            f"{config.out}: two domains whose gradients are clipped to one norm have equal scores, "
+            "and stay at uniform weights whatever --mu is. Use --domain-max-grad-norm 0.",
+            logging.WARNING,
         )
     return ProxyTrainer(config, corpus, model, objective=objective, mu=mu, selection=selection)
 

@@ -355,8 +355,9 @@ def test_the_demo_says_how_long_it_takes_and_writes_one_page(
     told = caplog.messages
     (time,) = [place for place, line in enumerate(told) if line.startswith("about ")]
     assert time < min(place for place, line in enumerate(told) if line.startswith("run 1"))
-    # What is read is said once, not for every run.
+    # What is read and which rule is in use are said once, not for every run.
     assert sum(": read are " in line for line in told) <= 1
+    assert len({*told}) == len(told)
     page = (config.out / "temperature" / "report.html").read_text(encoding="utf-8")
     # The proxy's course is on the page of the search.
     assert "Loss over 1/T" in page
