@@ -100,7 +100,7 @@ class CorpusConfig:
     """Where the text comes from and how it becomes blocks of tokens."""
 
     data: Place = "installed"
-    """A directory (one folder or file per domain), a file or Hub id with `domain_column`, or
+    """A directory (one folder or file per domain), a file or Hub id with a domain column, or
     "installed": seven domains of text found in this Python environment."""
     domains: tuple[str, ...] = ()
     """Domains to train on, in this order. Empty: all domains in `data` except the targets."""
@@ -120,8 +120,8 @@ class CorpusConfig:
     """Share of the documents to hold out if the data has no validation split."""
     max_tokens_per_domain: Count | None = None
     """Stop packing a domain after this many tokens, and stop reading when all domains have them.
-    None: pack all. For a Hub data set with `domain_column`, pass `domains` too; otherwise all rows
-    are read to find the domains."""
+    None: pack all. For a Hub data set with a domain column, name the domains too; otherwise all
+    rows are read to find them."""
     cache_dir: Path | None = None
     """Where packed blocks are kept; None: $DOGE_FAST_CACHE, else doge_fast in the
     user's cache directory, ~/.cache on Linux."""
@@ -293,7 +293,8 @@ class ProxyConfig(_Stage):
     has no mu and clips no domain, and for the target universal it is uniform. paper: the score W
     of the paper. published: as in the published code, W over the mean norm of the domains'
     gradients, clipped to [0, 5]. auto: aligned for held-out domains. auto is paper for universal
-    and mix, if mu is given, for another domain_max_grad_norm, and for a single block per domain."""
+    and mix, if mu is given, for another bound of a domain's gradient, and for a single block per
+    domain."""
     domain_max_grad_norm: PositiveOrZero | None = DOMAIN_MAX_GRAD_NORM
     """Clip each domain's gradient to this norm before scoring (published configs: 5.0, 1.0); 0 or
     None: do not clip, as in the paper's text. Without it a few steps with large gradients may

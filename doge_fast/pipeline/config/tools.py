@@ -155,10 +155,10 @@ class WeightsConstrainConfig:
     cap: tuple[str, ...] = ()
     """Largest weight: NUMBER for every domain, NAME=NUMBER for one."""
     max_epochs: tuple[str, ...] = ()
-    """Largest number of passes over a domain's tokens in a training of budget_tokens: NUMBER for
-    every domain, NAME=NUMBER for one."""
+    """Largest number of passes over a domain's tokens in the training that the weights are for:
+    NUMBER for every domain, NAME=NUMBER for one."""
     budget_tokens: Positive | None = None
-    """With max_epochs: number of tokens in the training, such as 1e11."""
+    """With a largest number of passes: tokens in the training, such as 1e11."""
     tokens: tuple[str, ...] = ()
     """NAME=NUMBER: the number of tokens of a domain, where it differs from the file's."""
 
