@@ -483,9 +483,9 @@ inline void add_halves(const A* roots, const T* from, int64_t row_stride, A* to,
     A* out = to + i;
 #pragma GCC unroll 8
     for (int64_t r = 0; r < ROWS; ++r, row += 2 * row_stride, out += stride) {
-      // The next tile.
-      __builtin_prefetch(row + n, 0, 3);
-      __builtin_prefetch(row + row_stride + n, 0, 3);
+      // The next tile, into the second level: so many rows would not stay in the first.
+      __builtin_prefetch(row + n, 0, 2);
+      __builtin_prefetch(row + row_stride + n, 0, 2);
       const Vector<A> first = load(row) * root, second = load(row + row_stride) * root;
       store(out, first + second);
       sums[r] += first * second;
