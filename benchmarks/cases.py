@@ -152,6 +152,50 @@ def metric_case(arena: Arena, problem: OperatorProblem, names: Sequence[str]) ->
     return case
 
 
+def halves_case(arena: Arena, problem: OperatorProblem, names: Sequence[str]) -> Case:
+    """The same of sums of two rows, and the product of these two; an odd row is left out."""
+    case = metric_case(arena, problem, names)
+    blocks = [block[: problem.num_rows // 2 * 2] for block in arena.blocks(problem)]
+    moments = arena.outputs(problem.sizes)
+    num_rows, num_columns = len(blocks[0]), problem.num_columns
+    truth = functools.cache(lambda: halves_truth(metric_truth(blocks, moments)))
+
+    def error(call: Call) -> float:
+        # Yardsticks write there.
+        for block, v in zip(blocks, moments, strict=True):
+            torch.square(block[0], out=v)
+        found = call()
+        assert isinstance(found, Tensor)
+        return relative_error([found], [truth()])
+
+    def products() -> Tensor:
+        total = blocks[0].new_zeros(num_rows // 2 + 1, num_rows // 2)
+        for block, v in zip(blocks, moments, strict=True):
+            metric = torch.where(v == 0, 0, 1 / (v.sqrt() + METRIC_EPS))
+            scaled = block[0::2] * metric
+            total[-1] += (scaled * block[1::2]).sum(1)
+            scaled += block[1::2] * metric
+            total[:-1].addmm_(scaled, (block[0::2] + block[1::2]).T)
+        return total
+
+    case.label, case.error, case.plain = "halves", error, {"(x + y) * d, mm": products}
+    case.num_bytes = (num_rows + 1) * num_columns * problem.dtype.itemsize
+    # For each half a product with the root of the metric; for two a sum and their product.
+    num_sums = num_rows // 2
+    case.flops = (num_sums * (num_sums + 1) + 2 * num_rows + num_sums) * num_columns
+    case.ours = {
+        name: functools.partial(
+            *(gram, blocks),
+            second_moments=moments,
+            eps=METRIC_EPS,
+            halves=True,
+            implementation=name,
+        )
+        for name in names
+    }
+    return case
+
+
 def weighted_sum_case(arena: Arena, problem: OperatorProblem, names: Sequence[str]) -> Case:
     """The combined gradient."""
     blocks = arena.blocks(problem)
@@ -475,6 +519,13 @@ def metric_truth(blocks: Sequence[Tensor], moments: Sequence[Tensor]) -> Tensor:
             root = torch.where(of_piece == 0, 0, (of_piece.double().sqrt() + METRIC_EPS).rsqrt())
             total_KK += reference.gram(piece.double() * root)
     return total_KK
+
+
+def halves_truth(gram_CC: Tensor) -> Tensor:
+    """[K + 1, K] of the Gram matrix of halves: that of their sums, and the products of two."""
+    halves_K2K2 = gram_CC.unflatten(0, (-1, 2)).unflatten(2, (-1, 2))
+    products_1K = halves_K2K2[:, 0, :, 1].diagonal()[None]
+    return torch.cat([halves_K2K2.sum((1, 3)), products_1K])
 
 
 def relative_error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
