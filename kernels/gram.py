@@ -53,7 +53,7 @@ def gram(
     d_n = 1 / (sqrt(v_n) + eps), and 0 where v_n = 0
 
     With `halves` of the sums g_j = a_j + b_j, where a_j and b_j are rows 2 j and 2 j + 1, and with
-    one row more: G_Kj = sum_n d_n a_jn b_jn. The sums are float32 and not in memory.
+    one row more: G_Kj = sum_n d_n a_jn b_jn. Sums g_j are made as rows are read, in float32.
 
     Products are exact or float32. Sums are float32 over at most 16384 columns, and float64 across
     these; all is float64 for float64 rows. Bitwise symmetric. The same call gives the same bits for

@@ -9,8 +9,8 @@ rank sends (1 + P / n) (n - 1) / n N elements; plain data parallelism sends 2 (n
 A domain that several ranks entered has one piece on each of them, or two if the rule has halves.
 Its gradient is the mean over ranks, weighted by their counts. Pieces are not added up: with the
 share of each piece in its domain, A [B, P], the Gram matrix is A G_PP A^T and the coefficients of
-the pieces are A^T c. A is the sum of one such matrix for each half, and the products of halves are
-the diagonal of F G_PP S^T.
+the pieces are A^T c. If the rule has halves, A is a sum F + S of those of first and of second
+halves, whose products are the diagonal of F G_PP S^T.
 """
 
 from collections.abc import Collection, Sequence
