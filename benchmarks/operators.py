@@ -48,7 +48,7 @@ YARDSTICK_SIZE = {"cpu": 1024, "cuda": 8192}
 MIN_FLOPS_PER_BYTE = 1.0
 # {operator: its cases}, for each shape and number of rows, or for each number of domains.
 BY_SHAPE = {
-    "gram": (cases.gram_case, cases.metric_case),
+    "gram": (cases.gram_case, cases.metric_case, cases.halves_case),
     "weighted_sum": (cases.weighted_sum_case,),
 }
 BY_NUMBER = {"segment_sum": cases.segment_sum_case}

@@ -44,12 +44,16 @@ def gram(
     *,
     second_moments: Tensor | Sequence[Tensor | None] | None = None,
     eps: float = 0.0,
+    halves: bool = False,
     implementation: str | None = None,
 ) -> Tensor:
     """All inner products of the rows, in one pass over them; optionally in AdamW's metric.
 
     G_ij  =  sum_n d_n g_in g_jn     where  d_n = 1     or, with second moments v,
     d_n = 1 / (sqrt(v_n) + eps), and 0 where v_n = 0
+
+    With `halves` of the sums g_j = a_j + b_j, where a_j and b_j are rows 2 j and 2 j + 1, and with
+    one row more: G_Kj = sum_n d_n a_jn b_jn. Sums g_j are made as rows are read, in float32.
 
     Products are exact or float32. Sums are float32 over at most 16384 columns, and float64 across
     these; all is float64 for float64 rows. Bitwise symmetric. The same call gives the same bits for
@@ -68,16 +72,18 @@ def gram(
             these dtypes, on the device of the block; a tensor if `grads` is one, else a list. None,
             here or in the list: d = 1.
         eps: >= 0; added to the root, as AdamW does.
+        halves: whether the blocks are [2 K, n_p], two rows for each gradient.
         implementation: "torch", "cpp", "triton" or "cuda"; None: the dispatcher chooses. With
-            second moments "cuda" takes float32 rows and moments; the next best takes others.
+            second moments "cuda" takes float32 rows and moments, and it takes no halves; the next
+            best takes what is left.
 
     Returns:
-        [K, K] float64, on the device of the first block.
+        [K, K] float64, on the device of the first block; [K + 1, K] with halves.
 
     Raises:
         ValueError: a block is not [K, n] of these dtypes with stride(1) == 1, or the numbers of
-            rows differ; second moments are missing for a block, not contiguous, or of another size
-            or device; `eps` < 0.
+            rows differ or, with halves, are odd; second moments are missing for a block, not
+            contiguous, or of another size or device; `eps` < 0.
         RuntimeError: the forced implementation cannot run.
 
     Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), eq. (ge-decompose): W = G tau. The metric is
@@ -87,7 +93,9 @@ def gram(
     moments = [second_moments] if isinstance(second_moments, Tensor) else second_moments
     if moments is not None and not eps >= 0:
         raise ValueError(f"gram() adds eps >= 0 to the roots of second moments; got {eps}.")
-    gram_KK: Tensor = _op(blocks, moments, eps, implementation=implementation)
+    if halves and len(blocks[0]) % 2:
+        raise ValueError(f"gram(halves=True) adds rows in pairs; got {len(blocks[0])} rows.")
+    gram_KK: Tensor = _op(blocks, moments, eps, halves, implementation=implementation)
     return gram_KK
 
 
@@ -110,26 +118,34 @@ MAX_JOINED = 32
 
 
 def gram_torch(
-    blocks: Sequence[Tensor], moments: Moments | None = None, eps: float = 0.0
+    blocks: Sequence[Tensor],
+    moments: Moments | None = None,
+    eps: float = 0.0,
+    halves: bool = False,
 ) -> Tensor:
-    """sum_p B_p D_p B_p^T, [R, R] float64: the reference of the other implementations."""
+    """sum_p B_p D_p B_p^T, [R, R] float64: the reference of the other implementations.
+
+    With halves the products of halves are a last row.
+    """
     check_gram(blocks, moments)
-    gram_RR = _empty_result(blocks).zero_()
+    result = _empty_result(blocks, halves).zero_()
     of_blocks = [None] * len(blocks) if moments is None else moments
     plain = [block for block, v in zip(blocks, of_blocks, strict=True) if v is None]
     for block in _joined(plain):
-        _add_block(gram_RR, block, None)
+        _add_block(result, block, None, halves)
     for block, v in zip(blocks, of_blocks, strict=True):
         if v is not None:
             metric = partial(_metric, v.view(-1), sum_dtype(block.dtype, v.dtype), eps)
-            _add_block(gram_RR, block, metric)
+            _add_block(result, block, metric, halves)
     # Matrix products are not exactly symmetric: copy one triangle to the other.
-    return gram_RR.tril() + gram_RR.tril(-1).T
+    gram_RR = result[: result.shape[1]]
+    gram_RR.copy_(gram_RR.tril() + gram_RR.tril(-1).T)
+    return result
 
 
-def _empty_result(blocks: Sequence[Tensor]) -> Tensor:
-    num_rows = blocks[0].shape[0]
-    return blocks[0].new_empty((num_rows, num_rows), dtype=torch.float64)
+def _empty_result(blocks: Sequence[Tensor], halves: bool) -> Tensor:
+    num_rows = blocks[0].shape[0] // (2 if halves else 1)
+    return blocks[0].new_empty((num_rows + halves, num_rows), dtype=torch.float64)
 
 
 def _joined(blocks: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -147,11 +163,11 @@ def _joined(blocks: Sequence[Tensor]) -> Iterator[Tensor]:
         yield torch.cat(waiting, dim=1)
 
 
-def _add_block(gram_RR: Tensor, block_RN: Tensor, metric: _MetricOf | None) -> None:
+def _add_block(result: Tensor, block_RN: Tensor, metric: _MetricOf | None, halves: bool) -> None:
     num_rows, num_columns = block_RN.shape
     whole = num_columns - num_columns % CHUNK_COLUMNS
     most_chunks = PARTIAL_ELEMENTS // (num_rows * num_rows)
-    if metric is not None or block_RN.dtype != _product_dtype(block_RN):
+    if halves or metric is not None or block_RN.dtype != _product_dtype(block_RN):
         most_chunks = min(most_chunks, TILE_ELEMENTS // (num_rows * CHUNK_COLUMNS))
     tile = CHUNK_COLUMNS * max(1, most_chunks)
     for first in range(0, whole, tile):
@@ -159,17 +175,24 @@ def _add_block(gram_RR: Tensor, block_RN: Tensor, metric: _MetricOf | None) -> N
         # [chunks, R, CHUNK_COLUMNS], a view
         chunks_CRB = block_RN[:, first:last].view(num_rows, -1, CHUNK_COLUMNS).transpose(0, 1)
         metric_C1B = None if metric is None else metric(first, last).view(-1, 1, CHUNK_COLUMNS)
-        _add_chunks(gram_RR, chunks_CRB, metric_C1B)
+        _add_chunks(result, chunks_CRB, metric_C1B, halves)
     if whole < num_columns:
         metric_11B = None if metric is None else metric(whole, num_columns)[None, None]
-        _add_chunks(gram_RR, block_RN[None, :, whole:], metric_11B)
+        _add_chunks(result, block_RN[None, :, whole:], metric_11B, halves)
 
 
-def _add_chunks(gram_RR: Tensor, chunks_CRB: Tensor, metric_C1B: Tensor | None) -> None:
+def _add_chunks(
+    result: Tensor, chunks_CRB: Tensor, metric_C1B: Tensor | None, halves: bool
+) -> None:
     chunks_CRB = chunks_CRB.to(_product_dtype(chunks_CRB))
-    scaled_CRB = chunks_CRB if metric_C1B is None else chunks_CRB * metric_C1B.to(chunks_CRB.dtype)
+    metric = 1.0 if metric_C1B is None else metric_C1B.to(chunks_CRB.dtype)
+    if halves:
+        first_CRB, second_CRB = chunks_CRB[:, 0::2], chunks_CRB[:, 1::2]
+        chunks_CRB = first_CRB + second_CRB
+        result[-1] += (first_CRB * metric * second_CRB).sum((0, 2), dtype=torch.float64)
+    scaled_CRB = chunks_CRB if metric_C1B is None else chunks_CRB * metric
     partial_CRR = torch.bmm(scaled_CRB, chunks_CRB.mT)
-    gram_RR.add_(partial_CRR.sum(0, dtype=torch.float64))
+    result[: result.shape[1]] += partial_CRR.sum(0, dtype=torch.float64)
 
 
 def _metric(moments_N: Tensor, dtype: torch.dtype, eps: float, first: int, last: int) -> Tensor:
@@ -200,12 +223,17 @@ FIELDS = ("source", "row_stride", "length")
 SCALED_FIELDS = (*FIELDS, "vector")
 
 
-def gram_cpp(blocks: Sequence[Tensor], moments: Moments | None = None, eps: float = 0.0) -> Tensor:
+def gram_cpp(
+    blocks: Sequence[Tensor],
+    moments: Moments | None = None,
+    eps: float = 0.0,
+    halves: bool = False,
+) -> Tensor:
     """On a CPU; plain torch takes more than MAX_CPP_ROWS rows."""
     if len(blocks[0]) > MAX_CPP_ROWS:
-        return gram_torch(blocks, moments, eps)
+        return gram_torch(blocks, moments, eps, halves)
     try:
-        gram_RR: Tensor = torch.ops.doge_fast_cpp.gram.default(blocks, moments, eps)
+        gram_RR: Tensor = torch.ops.doge_fast_cpp.gram.default(blocks, moments, eps, halves)
     except RuntimeError:
         # C++ checks its arguments in a tenth of the time; this message names the block.
         check_gram(blocks, moments)
@@ -213,19 +241,25 @@ def gram_cpp(blocks: Sequence[Tensor], moments: Moments | None = None, eps: floa
     return gram_RR
 
 
-def gram_cuda(blocks: Sequence[Tensor], moments: Moments | None = None, eps: float = 0.0) -> Tensor:
+def gram_cuda(
+    blocks: Sequence[Tensor],
+    moments: Moments | None = None,
+    eps: float = 0.0,
+    halves: bool = False,
+) -> Tensor:
     """Two launches for each dtype and alignment.
 
-    The kernels take neither float64 nor more than MAX_CUDA_ROWS rows, and a metric of float32 rows
-    and moments alone: for the rest another implementation runs.
+    The kernels take neither float64 nor more than MAX_CUDA_ROWS rows, a metric of float32 rows and
+    moments alone, and no halves: for the rest another implementation runs.
     """
     vectors = () if moments is None else (moments,)
     groups = spans_by_dtype(partial(check_gram, blocks, *vectors), blocks, *vectors)
-    gram_RR = _empty_result(blocks)
-    device = gram_RR.device
-    if len(gram_RR) > MAX_CUDA_ROWS or not all(_has_cuda_kernel(dtypes) for dtypes, _ in groups):
-        result: Tensor = choose_without_cuda("gram", device)(blocks, moments, eps)
+    device = blocks[0].device
+    is_ours = not halves and len(blocks[0]) <= MAX_CUDA_ROWS
+    if not (is_ours and all(_has_cuda_kernel(dtypes) for dtypes, _ in groups)):
+        result: Tensor = choose_without_cuda("gram", device)(blocks, moments, eps, halves)
         return result
+    gram_RR = _empty_result(blocks, halves)
     run = build.cuda_operators(device.type).gram
     is_first = True
     for (dtype, *scaled), spans in groups:
@@ -358,19 +392,36 @@ TUNINGS: dict[torch.dtype, dict[float, Pairs | Tiles]] = {
     torch.float16: {**TILES_HALF, **PAIRS_HALF},
     torch.float64: {**TILES_FLOAT64, **PAIRS_FLOAT64},
 }
-# With a metric. Scaled rows of 16 bits are float32: rounded to 16 bits again, a product would be
-# neither exact nor float32.
+# With a metric. Scaled rows of 16 bits, as sums of them, are float32: rounded to 16 bits again, a
+# product would be neither exact nor float32.
 SCALED_TUNINGS: dict[torch.dtype, dict[float, Pairs | Tiles]] = {
     **TUNINGS,
     torch.bfloat16: {**TILES_FLOAT32, **PAIRS_HALF},
     torch.float16: {**TILES_FLOAT32, **PAIRS_HALF},
 }
+# With halves two rows are loaded for each of the matrix: more than two tiles at a time would spill.
+TILES_OF_SUMS: dict[float, Tiles] = {
+    32: TILES_FLOAT32[32],
+    64: Tiles(tile=64, block=32, num_warps=4, num_stages=4),
+    math.inf: Tiles(tile=64, block=16, num_warps=8, num_stages=4),
+}
+HALVES_TUNINGS: dict[torch.dtype, dict[float, Pairs | Tiles]] = {
+    torch.float32: {**TILES_OF_SUMS, **PAIRS_FLOAT32},
+    torch.bfloat16: {**TILES_OF_SUMS, **PAIRS_HALF},
+    torch.float16: {**TILES_OF_SUMS, **PAIRS_HALF},
+    torch.float64: TUNINGS[torch.float64],
+}
 # Float64 entries of all partial results: 128 MiB.
 MAX_PARTIAL_ENTRIES = 1 << 24
 
 
-def pick(num_rows: int, dtype: torch.dtype, *, is_scaled: bool = False) -> Pairs | Tiles:
+def pick(
+    num_rows: int, dtype: torch.dtype, *, is_scaled: bool = False, halves: bool = False
+) -> Pairs | Tiles:
     """Pairs while they are memory-bound and fit in registers, else tiles.
+
+    With halves `num_rows` counts the rows that are sums of two. Pairs then take as many registers
+    as with one row more.
 
     The table has the time of the arithmetic over that of the memory traffic, both computed, on H200
     (4.3 TB/s, 60 TFLOP/s of float32, 400 of tf32 and 300 by a single warp, 990 of bfloat16) and on
@@ -387,9 +438,16 @@ def pick(num_rows: int, dtype: torch.dtype, *, is_scaled: bool = False) -> Pairs
         tiles, float32        0.58 (R=22)    0.46
                               0.95 (R=50)    0.75
                               1.38 (R=128)   1.44
+        tiles of halves,      0.29 (R=22)    0.22
+        float32               0.44 (R=50)    0.45
     """
-    tunings = (SCALED_TUNINGS if is_scaled else TUNINGS)[dtype]
-    return tunings[min(most for most in tunings if num_rows <= most)]
+    tunings = (HALVES_TUNINGS if halves else SCALED_TUNINGS if is_scaled else TUNINGS)[dtype]
+    fitting = (
+        most
+        for most, tuning in tunings.items()
+        if num_rows + (halves and isinstance(tuning, Pairs)) <= most
+    )
+    return tunings[min(fitting)]
 
 
 def reduction(num_rows: int) -> Reduction:
@@ -403,9 +461,9 @@ def program_doublings(tuning: Tiles, side: int) -> int:
     return min(tuning.program_doublings, most.bit_length() - 1)
 
 
-def square_entries(num_rows: int) -> int:
+def square_entries(num_entries: int) -> int:
     """Entries of a program's square of pairs, padded to a power of two."""
-    return 1 << (num_rows * num_rows - 1).bit_length()
+    return 1 << (num_entries - 1).bit_length()
 
 
 def columns_of(tuning: Pairs, dtype: torch.dtype, is_aligned: bool) -> dict[str, int]:
@@ -419,9 +477,12 @@ def columns_of(tuning: Pairs, dtype: torch.dtype, is_aligned: bool) -> dict[str,
     return {"BLOCK": block >> doublings, "DOUBLINGS": 0}
 
 
-def product_of(dtype: torch.dtype, *, is_scaled: bool = False) -> tuple[torch.dtype, bool]:
-    """The dtype of the factors of the tiles' products, and whether `split_dot` multiplies them."""
-    if is_scaled:
+def product_of(dtype: torch.dtype, *, is_wide: bool = False) -> tuple[torch.dtype, bool]:
+    """The dtype of the factors of the tiles' products, and whether `split_dot` multiplies them.
+
+    `is_wide`: the factors are not the rows as they are stored.
+    """
+    if is_wide:
         dtype = sum_dtype(dtype)
     if is_interpreted() and dtype == torch.bfloat16:
         # Triton's interpreter multiplies the bit patterns of bfloat16 operands.
@@ -431,26 +492,29 @@ def product_of(dtype: torch.dtype, *, is_scaled: bool = False) -> tuple[torch.dt
 
 
 def gram_triton(
-    blocks: Sequence[Tensor], moments: Moments | None = None, eps: float = 0.0
+    blocks: Sequence[Tensor],
+    moments: Moments | None = None,
+    eps: float = 0.0,
+    halves: bool = False,
 ) -> Tensor:
-    """sum_p B_p D_p B_p^T, [R, R] float64, through Triton's kernels."""
+    """As `gram_torch`, through Triton's kernels."""
     vectors = () if moments is None else (moments,)
     groups = spans_by_dtype(partial(check_gram, blocks, *vectors), blocks, *vectors)
-    gram_RR = _empty_result(blocks)
+    result = _empty_result(blocks, halves)
     is_first = True
     for dtypes, spans in groups:
         is_scaled = len(dtypes) > 1
-        tuning = pick(len(gram_RR), dtypes[0], is_scaled=is_scaled)
+        tuning = pick(result.shape[1], dtypes[0], is_scaled=is_scaled, halves=halves)
         fields = SCALED_FIELDS if is_scaled else FIELDS
-        tables = chunk_tables(spans, fields, tuning.chunk_columns, gram_RR.device)
+        tables = chunk_tables(spans, fields, tuning.chunk_columns, result.device)
         if tables:
-            with launching_on(gram_RR.device):
+            with launching_on(result.device):
                 if isinstance(tuning, Pairs):
-                    _add_pairs(tuning, tables, dtypes, eps, gram_RR, is_first)
+                    _add_pairs(tuning, tables, dtypes, eps, result, is_first)
                 else:
-                    _add_tiles(tuning, tables, dtypes, eps, gram_RR, is_first)
+                    _add_tiles(tuning, tables, dtypes, eps, result, is_first)
             is_first = False
-    return gram_RR.zero_() if is_first else gram_RR
+    return result.zero_() if is_first else result
 
 
 def metric_constants(dtypes: tuple[torch.dtype, ...], eps: float) -> dict[str, Any]:
@@ -469,19 +533,20 @@ def _add_pairs(
     tables: Sequence[ChunkTable],
     dtypes: tuple[torch.dtype, ...],
     eps: float,
-    gram_RR: Tensor,
+    result: Tensor,
     is_first: bool,
 ) -> None:
-    num_rows, dtype = len(gram_RR), dtypes[0]
-    square = square_entries(num_rows)
+    (height, num_rows), dtype = result.shape, dtypes[0]
+    square = square_entries(result.numel())
     programs = [min(1 << tuning.program_doublings, table.num_chunks) for table in tables]
-    partials = gram_RR.new_empty((sum(programs), square))
+    partials = result.new_empty((sum(programs), square))
     for table, part in zip(tables, torch.split(partials, programs), strict=True):
         gram_pairs[(len(part),)](
             table.table,
             part,
             table.num_chunks,
             R=num_rows,
+            HALVES=height > num_rows,
             PROGRAM_DOUBLINGS=tuning.program_doublings,
             SQUARE=square,
             **columns_of(tuning, dtype, table.is_aligned),
@@ -492,7 +557,7 @@ def _add_pairs(
             num_warps=tuning.num_warps,
             enable_fp_fusion=True,
         )
-    _reduce(partials, gram_RR, side=num_rows, is_first=is_first)
+    _reduce(partials, result, side=num_rows, is_first=is_first)
 
 
 def _add_tiles(
@@ -500,23 +565,25 @@ def _add_tiles(
     tables: Sequence[ChunkTable],
     dtypes: tuple[torch.dtype, ...],
     eps: float,
-    gram_RR: Tensor,
+    result: Tensor,
     is_first: bool,
 ) -> None:
-    num_rows, dtype = len(gram_RR), dtypes[0]
+    (height, num_rows), dtype = result.shape, dtypes[0]
+    halves = height > num_rows
     num_tiles = -(-num_rows // tuning.tile)
     side = num_tiles * tuning.tile
     doublings = program_doublings(tuning, side)
     programs = [min(1 << doublings, table.num_chunks) for table in tables]
-    partials = gram_RR.new_empty((sum(programs), side * side))
+    partials = result.new_empty((sum(programs), (side + halves) * side))
     is_whole = num_tiles <= tuning.tiles
-    product_dtype, is_split = product_of(dtype, is_scaled=len(dtypes) > 1)
+    product_dtype, is_split = product_of(dtype, is_wide=halves or len(dtypes) > 1)
     for table, part in zip(tables, torch.split(partials, programs), strict=True):
         gram_tiles[(len(part), 1 if is_whole else num_tiles * (num_tiles + 1) // 2)](
             table.table,
             part,
             table.num_chunks,
             R=num_rows,
+            HALVES=halves,
             PROGRAM_DOUBLINGS=doublings,
             TILES=num_tiles,
             TILE=tuning.tile,
@@ -532,17 +599,18 @@ def _add_tiles(
             num_stages=tuning.num_stages,
             enable_fp_fusion=True,
         )
-    _reduce(partials, gram_RR, side=side, is_first=is_first)
+    _reduce(partials, result, side=side, is_first=is_first)
 
 
-def _reduce(partials: Tensor, gram_RR: Tensor, *, side: int, is_first: bool) -> None:
+def _reduce(partials: Tensor, result: Tensor, *, side: int, is_first: bool) -> None:
     num_partials, stride = partials.shape
-    tuning = reduction(len(gram_RR))
-    gram_reduce[(-(-gram_RR.numel() // tuning.block),)](
+    tuning = reduction(result.shape[1])
+    gram_reduce[(-(-result.numel() // tuning.block),)](
         partials,
-        gram_RR,
+        result,
         num_partials,
-        R=len(gram_RR),
+        R=result.shape[1],
+        ENTRIES=result.numel(),
         SIDE=side,
         STRIDE=stride,
         PROGRAMS=tuning.programs,
@@ -622,6 +690,7 @@ def gram_pairs(
     partials,
     num_chunks,
     R: tl.constexpr,
+    HALVES: tl.constexpr,
     PROGRAM_DOUBLINGS: tl.constexpr,
     SQUARE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -636,6 +705,7 @@ def gram_pairs(
     """One multiply-add per column and pair of rows: memory-bound while R is small.
 
     Without a metric MOMENT is None; with one, a row is multiplied by it once for all its pairs.
+    With HALVES a row is the sum of two, whose products are entries R * R and on.
 
     A thread adds the 2 ** DOUBLINGS columns of one load to one sum per pair, in column order: a sum
     per column would need 2 ** DOUBLINGS times the registers.
@@ -651,13 +721,13 @@ def gram_pairs(
         if MOMENT is not None:
             moments = load_moments(table, chunk, MOMENT, ALIGNED)
         sums = ()
-        for _ in tl.static_range(R * (R + 1) // 2):
+        for _ in tl.static_range(R * (R + 1) // 2 + (R if HALVES else 0)):
             sums = sums + (tl.zeros([BLOCK // LANES], SUM),)  # noqa: RUF005
         # int64: a row may be longer than 2**31
         for start in range(0, length, BLOCK):
             columns_B = start + tl.arange(0, BLOCK)
             rows = ()
-            for i in tl.static_range(R):
+            for i in tl.static_range(2 * R if HALVES else R):
                 # [BLOCK]; columns past the chunk add nothing
                 row_B = tl.load(
                     pointer + i * row_stride + columns_B, mask=columns_B < length, other=0
@@ -668,6 +738,20 @@ def gram_pairs(
                 moment_B = tl.load(moments + columns_B, mask=columns_B < length, other=0)
                 metric_B = 1.0 / divisor_of(moment_B, METRIC, EPS)
                 metric = lanes(metric_B.to(SUM), DOUBLINGS)
+            products = ()
+            if HALVES:
+                halves = rows
+                rows = ()
+                for i in tl.static_range(R):
+                    product_L = sums[R * (R + 1) // 2 + i]
+                    for v in tl.static_range(LANES):
+                        first_L = halves[2 * i * LANES + v]
+                        second_L = halves[(2 * i + 1) * LANES + v]
+                        rows = rows + (first_L + second_L,)  # noqa: RUF005
+                        if MOMENT is not None:
+                            first_L *= metric[v]
+                        product_L = tl.fma(first_L, second_L, product_L)
+                    products = products + (product_L,)  # noqa: RUF005
             longer = ()
             for i in tl.static_range(R):
                 scaled = ()
@@ -681,13 +765,17 @@ def gram_pairs(
                     for v in tl.static_range(LANES):
                         sum_L = tl.fma(scaled[v], rows[j * LANES + v], sum_L)
                     longer = longer + (sum_L,)  # noqa: RUF005
-            sums = longer
+            sums = longer + products
         for i in tl.static_range(R):
             for j in tl.static_range(i + 1):
                 product = tl.sum(sums[i * (i + 1) // 2 + j], axis=0).to(tl.float64)
                 # Row-major [R, R], both triangles: bitwise symmetric.
                 is_pair_S = (entries_S == i * R + j) | (entries_S == j * R + i)
                 total_S += tl.where(is_pair_S, product, 0.0)
+        if HALVES:
+            for i in tl.static_range(R):
+                product = tl.sum(sums[R * (R + 1) // 2 + i], axis=0).to(tl.float64)
+                total_S += tl.where(entries_S == R * R + i, product, 0.0)
     tl.store(partials + program.to(tl.int64) * SQUARE + entries_S, total_S)
 
 
@@ -728,6 +816,7 @@ def gram_tiles(
     partials,
     num_chunks,
     R: tl.constexpr,
+    HALVES: tl.constexpr,
     PROGRAM_DOUBLINGS: tl.constexpr,
     TILES: tl.constexpr,
     TILE: tl.constexpr,
@@ -747,7 +836,7 @@ def gram_tiles(
     A program has all pairs with IS_WHOLE, and reads each row once; else it has a single pair.
     Matrix units truncate sums, so they add BLOCK columns only (`Tiles`). The sums of a chunk are
     float32, rounded to nearest, and those across chunks float64. With a metric, rows are multiplied
-    by its root.
+    by its root. With HALVES a row is the sum of two, whose products are a last row of the square.
     """
     program = tl.program_id(0)
     tiles = ()
@@ -762,7 +851,7 @@ def gram_tiles(
             tile_i += (pair >= above * (above + 1) // 2).to(tl.int32)
         tiles = (pair - tile_i * (tile_i + 1) // 2, tile_i)
     side: tl.constexpr = TILES * TILE
-    square = partials + program.to(tl.int64) * side * side
+    square = partials + program.to(tl.int64) * (side + (1 if HALVES else 0)) * side
     row_T = tl.arange(0, TILE)
     first = first_chunk(program, num_chunks, PROGRAM_DOUBLINGS)
     last = first_chunk(program + 1, num_chunks, PROGRAM_DOUBLINGS)
@@ -773,6 +862,10 @@ def gram_tiles(
         sums = ()
         for _ in tl.static_range(len(tiles) * (len(tiles) + 1) // 2):
             sums = sums + (tl.zeros([TILE, TILE], SUM),)  # noqa: RUF005
+        products = ()
+        if HALVES:
+            for _ in tl.static_range(len(tiles)):
+                products = products + (tl.zeros([TILE], SUM),)  # noqa: RUF005
         # int64: a row may be longer than 2**31
         for start in range(0, length, BLOCK):
             columns = start + tl.arange(0, BLOCK)[None, :]
@@ -781,18 +874,29 @@ def gram_tiles(
                 moment_1B = tl.load(moments + columns, mask=columns < length, other=0)
                 root_1B = tl.rsqrt(divisor_of(moment_1B, METRIC, EPS)).to(PRODUCT)
             rows = ()
+            longer = ()
             for i in tl.static_range(len(tiles)):
                 i_T = tiles[i] * TILE + row_T
                 # [TILE, BLOCK]; rows past R and columns past the chunk add nothing
+                is_inside_TB = (i_T[:, None] < R) & (columns < length)
+                first_T = 2 * i_T if HALVES else i_T
                 row_TB = tl.load(
-                    pointer + i_T[:, None] * row_stride + columns,
-                    mask=(i_T[:, None] < R) & (columns < length),
-                    other=0,
-                )
-                row_TB = row_TB.to(PRODUCT)
+                    pointer + first_T[:, None] * row_stride + columns, mask=is_inside_TB, other=0
+                ).to(PRODUCT)
                 if MOMENT is not None:
                     row_TB *= root_1B
+                if HALVES:
+                    second_TB = tl.load(
+                        pointer + (first_T[:, None] + 1) * row_stride + columns,
+                        mask=is_inside_TB,
+                        other=0,
+                    ).to(PRODUCT)
+                    if MOMENT is not None:
+                        second_TB *= root_1B
+                    longer = longer + (products[i] + tl.sum(row_TB * second_TB, axis=1),)  # noqa: RUF005
+                    row_TB += second_TB
                 rows = rows + (row_TB,)  # noqa: RUF005
+            products = longer
             longer = ()
             for i in tl.static_range(len(tiles)):
                 for j in tl.static_range(i + 1):
@@ -820,6 +924,16 @@ def gram_tiles(
                     is_later = i_T[:, None] + chunk != i_T[:, None] + first
                     total_TT = tl.load(square_TT, mask=is_later, other=0.0)
                     tl.store(square_TT, total_TT + sums_TT.to(tl.float64))
+            if HALVES and (IS_WHOLE or i == 0):
+                i_T = tiles[i] * TILE + row_T
+                is_own_T = i_T >= 0
+                if not IS_WHOLE:
+                    # Of all pairs with this tile, its pair with itself writes them.
+                    is_own_T = i_T == tiles[len(tiles) - 1] * TILE + row_T
+                product_T = square + side * side + i_T
+                is_later_T = is_own_T & (i_T + chunk != i_T + first)
+                total_T = tl.load(product_T, mask=is_later_T, other=0.0)
+                tl.store(product_T, total_T + products[i].to(tl.float64), mask=is_own_T)
         # Other threads may load these totals in the next chunk.
         tl.debug_barrier()
 
@@ -830,17 +944,22 @@ def gram_reduce(
     gram,
     num_partials,
     R: tl.constexpr,
+    ENTRIES: tl.constexpr,
     SIDE: tl.constexpr,
     STRIDE: tl.constexpr,
     PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """gram = or += the sum of the programs' squares, of which it reads the lower triangle."""
+    """gram = or += the sum of the programs' squares, of which it reads the lower triangle.
+
+    Entries behind those of the square are a row behind the programs' squares.
+    """
     entries_B = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     high_B = tl.maximum(entries_B // R, entries_B % R)
     low_B = tl.minimum(entries_B // R, entries_B % R)
-    is_entry_B = entries_B < R * R
+    high_B = tl.where(entries_B < R * R, high_B, SIDE)
+    is_entry_B = entries_B < ENTRIES
     sums_PB = tl.zeros([PROGRAMS, BLOCK], tl.float64)
     for first in range(0, num_partials, PROGRAMS):
         programs_P = (first + tl.arange(0, PROGRAMS)).to(tl.int64)
@@ -868,17 +987,20 @@ def _run(
     blocks: Sequence[Tensor],
     moments: Moments | None = None,
     eps: float = 0.0,
+    halves: bool = False,
     *,
     implementation: str | None = None,
 ) -> Tensor:
     # Faster than .device, which makes an object for each tensor.
     if len(set(map(Tensor.get_device, blocks))) > 1:
         grams = [
-            _run(*each, eps, implementation=implementation) for each in _by_device(blocks, moments)
+            _run(*each, eps, halves, implementation=implementation)
+            for each in _by_device(blocks, moments)
         ]
         return torch.stack([gram_RR.to(grams[0].device) for gram_RR in grams]).sum(0)
     run = runs["gram", blocks[0].device, implementation, requested_backend()]
-    gram_RR: Tensor = run(blocks) if moments is None else run(blocks, moments, eps)
+    is_plain = moments is None and not halves
+    gram_RR: Tensor = run(blocks) if is_plain else run(blocks, moments, eps, halves)
     return gram_RR
 
 
@@ -886,12 +1008,13 @@ def _fake(
     blocks: Sequence[Tensor],
     moments: Moments | None = None,
     eps: float = 0.0,
+    halves: bool = False,
     *,
     implementation: str | None = None,
 ) -> Tensor:
     for each in _by_device(blocks, moments):
         check_gram(*each)
-    return _empty_result(blocks)
+    return _empty_result(blocks, halves)
 
 
 def _by_device(
@@ -909,7 +1032,7 @@ _op = register(
         "gram",
         {"cpp": gram_cpp, "cuda": gram_cuda, "triton": gram_triton, "torch": gram_torch},
     ),
-    "(Tensor[] blocks, Tensor?[]? second_moments=None, float eps=0., *, "
+    "(Tensor[] blocks, Tensor?[]? second_moments=None, float eps=0., bool halves=False, *, "
     "str? implementation=None) -> Tensor",
     run=_run,
     fake=_fake,

@@ -77,6 +77,13 @@ SOME_METRICS = (
     (7, FLOAT32, BFLOAT16),
     (7, FLOAT64, FLOAT64),
 )
+# Sums of pairs of rows.
+SOME_HALVES = (
+    *itertools.product((7, 11, 22, 50, 64, 128, 129), (FLOAT32,), (FLOAT32,)),
+    *itertools.product((7, 22, 50), (BFLOAT16,), (FLOAT32,)),
+    (22, FLOAT32, None),
+    (7, FLOAT64, FLOAT64),
+)
 # Those with the most registers, for GPUs of all kinds: A100, A40, L40, H100, RTX of Blackwell.
 LARGE_GRAMS = (
     *itertools.product((12, 22, 50, 64, 128, 129), (FLOAT32,)),
@@ -106,16 +113,22 @@ class Case(NamedTuple):
 
 
 def gram_case(
-    num_rows: int, dtype: torch.dtype, is_aligned: bool, moment: torch.dtype | None = None
+    num_rows: int,
+    dtype: torch.dtype,
+    is_aligned: bool,
+    moment: torch.dtype | None = None,
+    halves: bool = False,
 ) -> Case:
     """As gram.py launches them; `moment` is the dtype of second moments, if there are any."""
     is_scaled = moment is not None
     dtypes = (dtype,) if moment is None else (dtype, moment)
-    sizes = gram.pick(num_rows, dtype, is_scaled=is_scaled)
+    sizes = gram.pick(num_rows, dtype, is_scaled=is_scaled, halves=halves)
+    rows = "pairs of rows" if halves else "rows"
     of_metric = f" by {moment}" if is_scaled else ""
-    name = f"gram of {num_rows} rows, {dtype}{of_metric}, {'aligned' if is_aligned else 'ragged'}"
+    name = f"gram of {num_rows} {rows}, {dtype}{of_metric}, {'aligned' if is_aligned else 'ragged'}"
     constants = gram.metric_constants(dtypes, 1e-8) | {
         "R": num_rows,
+        "HALVES": halves,
         "STORAGE": triton_dtype(dtype),
         "SUM": triton_dtype(sum_dtype(dtype)),
         "ALIGNED": is_aligned,
@@ -123,13 +136,13 @@ def gram_case(
     options = {"num_warps": sizes.num_warps}
     if isinstance(sizes, gram.Pairs):
         constants |= gram.columns_of(sizes, dtype, is_aligned)
-        constants |= {"SQUARE": gram.square_entries(num_rows)}
+        constants |= {"SQUARE": gram.square_entries((num_rows + halves) * num_rows)}
         constants |= {"PROGRAM_DOUBLINGS": sizes.program_doublings}
         # Every row in loads of 16 bytes of every thread.
-        wide = num_rows * sizes.block * dtype.itemsize // (16 * 32 * sizes.num_warps)
+        wide = (1 + halves) * num_rows * sizes.block * dtype.itemsize // (16 * 32 * sizes.num_warps)
         return Case(name, gram.gram_pairs, constants, options, wide * is_aligned)
     tiles = -(-num_rows // sizes.tile)
-    product, is_split = gram.product_of(dtype, is_scaled=is_scaled)
+    product, is_split = gram.product_of(dtype, is_wide=halves or is_scaled)
     is_whole = tiles <= sizes.tiles
     constants |= {
         "TILES": tiles,
@@ -141,7 +154,7 @@ def gram_case(
         "PROGRAM_DOUBLINGS": gram.program_doublings(sizes, tiles * sizes.tile),
     }
     options |= {"num_stages": sizes.num_stages}
-    loaded = (tiles if is_whole else 2) * sizes.tile
+    loaded = (1 + halves) * (tiles if is_whole else 2) * sizes.tile
     wide = loaded * sizes.block * dtype.itemsize // (16 * 32 * sizes.num_warps)
     # Of second moments a lane loads one, in each of the stages.
     narrow = sizes.num_stages * is_scaled
@@ -152,7 +165,7 @@ def gram_case(
 
 def reduce_case(rows: int) -> Case:
     sizes = gram.reduction(rows)
-    constants = {"R": rows, "SIDE": rows, "STRIDE": rows**2, "ADD": True}
+    constants = {"R": rows, "ENTRIES": rows**2, "SIDE": rows, "STRIDE": rows**2, "ADD": True}
     constants |= {"PROGRAMS": sizes.programs, "BLOCK": sizes.block}
     options = {"num_warps": sizes.num_warps}
     return Case(f"gram_reduce of {rows} rows", gram.gram_reduce, constants, options)
@@ -269,6 +282,9 @@ def cases() -> Iterator[Case]:
         yield gram_case(num_rows, dtype, True, moment)
     yield gram_case(7, FLOAT32, False, FLOAT32)
     yield gram_case(22, BFLOAT16, False, FLOAT32)
+    for num_rows, dtype, moment in SOME_HALVES:
+        yield gram_case(num_rows, dtype, True, moment, halves=True)
+    yield gram_case(22, FLOAT32, False, FLOAT32, halves=True)
     yield reduce_case(22)
     for num_rows, (dtype, out_dtype) in itertools.product((1, 7, 22), SOME_PAIRS):
         yield weighted_sum_case(num_rows, dtype, out_dtype)

@@ -43,6 +43,7 @@ def correctness(session: Session) -> Iterator[Row]:
                 for name in session.names:
                     yield checked(cases.gram_case(arena, problem, [name]), name)
                     yield checked(cases.metric_case(arena, problem, [name]), name)
+                    yield checked(cases.halves_case(arena, problem, [name]), name)
                     yield checked(cases.weighted_sum_case(arena, problem, [name]), name)
     for dtype in dtypes:
         problem = OperatorProblem(2, dtype, BLOCKS, blocks)

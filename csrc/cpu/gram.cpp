@@ -1,4 +1,5 @@
 // gram_RR = sum over blocks of block D block^T, in one pass over memory; D is diagonal, a metric of columns or 1.
+// With halves, of the sums of two rows each; a last row has the products of these two.
 //
 // Reads every block and its second moments once (R*N and N elements); writes R*R doubles. The columns of a partial sum and the order of
 // additions depend on the sizes and the CPU alone: on one kind of CPU the result is bitwise the same for any
@@ -24,24 +25,23 @@ using namespace arithmetic;
 // A thread has two registers of sums for every pair of rows: at this limit 256 MiB.
 constexpr int64_t MAX_ROWS = 2048;
 
-int64_t num_pairs_of(int64_t num_rows) { return num_rows * (num_rows + 1) / 2; }
-
 // The memory of a worker: a tile of copied rows, and the running sums of a piece.
 class Worker {
  public:
-  explicit Worker(int64_t num_rows)
+  Worker(int64_t num_rows, bool has_halves)
       : num_rows_(num_rows),
-        num_pairs_(num_pairs_of(num_rows)),
+        has_halves_(has_halves),
+        sum_bytes_(gram_sum_bytes(num_products_of(num_rows, has_halves))),
         scratch_(aligned_array(gram_scratch_bytes(num_rows))),
-        sums_(aligned_array(gram_sum_bytes(num_pairs_))) {}
+        sums_(aligned_array(sum_bytes_)) {}
 
-  void begin() { std::memset(sums_.get(), 0, gram_sum_bytes(num_pairs_)); }
+  void begin() { std::memset(sums_.get(), 0, sum_bytes_); }
 
   void add(const Rows& rows, const Moments& moments, int64_t first, int64_t last) {
-    gram_add(rows, moments, first, last - first, scratch_.get(), sums_.get());
+    gram_add(rows, moments, has_halves_, first, last - first, scratch_.get(), sums_.get());
   }
 
-  void end(double* pairs) const { gram_end(sums_.get(), num_rows_, pairs); }
+  void end(double* products) const { gram_end(sums_.get(), num_rows_, has_halves_, products); }
 
  private:
   static constexpr std::align_val_t CACHE_LINE{64};
@@ -52,18 +52,19 @@ class Worker {
   static Array aligned_array(int64_t bytes) { return Array(::operator new[](bytes, CACHE_LINE)); }
 
   int64_t num_rows_;
-  int64_t num_pairs_;
+  bool has_halves_;
+  int64_t sum_bytes_;
   Array scratch_;
   Array sums_;
 };
 
 // The number of pieces, which have separate partial sums. There are enough for many threads. But a piece has
-// fixed costs (its first tile is not prefetched; a register per pair is cleared, flushed and added up), so it
+// fixed costs (its first tile is not prefetched; a register per product is cleared, flushed and added up), so it
 // must not be short. All partial sums together take 64 MiB at most.
-int64_t choose_num_pieces(int64_t num_units, int64_t unit, int64_t num_pairs) {
+int64_t choose_num_pieces(int64_t num_units, int64_t unit, int64_t num_products) {
   constexpr int64_t few = 8, enough = 64, most = 256, short_piece = 8192, long_piece = 262144;
   constexpr int64_t partial_bytes = 64 << 20;
-  const int64_t fit = partial_bytes / (num_pairs * static_cast<int64_t>(sizeof(double)));
+  const int64_t fit = partial_bytes / (num_products * static_cast<int64_t>(sizeof(double)));
   const int64_t columns = num_units * unit;
   const int64_t wanted = std::max({few, std::min(enough, columns / short_piece), columns / long_piece});
   return std::min({num_units, wanted, std::clamp<int64_t>(fit, 1, most)});
@@ -84,11 +85,13 @@ void check_moments(const TensorList& blocks, const Optionals& moments) {
   }
 }
 
-Tensor gram(TensorList blocks, std::optional<Optionals> second_moments, double eps) {
-  const int64_t num_rows = check_blocks(blocks, "gram");
+Tensor gram(TensorList blocks, std::optional<Optionals> second_moments, double eps, bool has_halves) {
+  const int64_t num_read = check_blocks(blocks, "gram");
   if (second_moments) check_moments(blocks, *second_moments);
-  DOGE_CHECK(1 <= num_rows && num_rows <= MAX_ROWS, "gram needs 1 to ", MAX_ROWS,
-             " rows; received ", num_rows, ".");
+  DOGE_CHECK(1 <= num_read && num_read <= MAX_ROWS, "gram needs 1 to ", MAX_ROWS, " rows; received ", num_read, ".");
+  DOGE_CHECK(!has_halves || num_read % 2 == 0, "gram needs two rows for each sum of halves; received ", num_read,
+             " rows.");
+  const int64_t num_rows = has_halves ? num_read / 2 : num_read;
   std::vector<Rows> table;
   std::vector<Moments> moments(blocks.size());
   std::vector<int64_t> lengths;
@@ -104,34 +107,37 @@ Tensor gram(TensorList blocks, std::optional<Optionals> second_moments, double e
   // A piece is a number of whole tiles.
   const int64_t unit = tile_columns(num_rows);
   const Columns columns(std::move(lengths), unit);
-  const int64_t num_pairs = num_pairs_of(num_rows);
-  const int64_t num_pieces = choose_num_pieces(columns.num_units(), unit, num_pairs);
-  std::vector<double> partial_pairs(num_pieces * num_pairs);
+  const int64_t num_products = num_products_of(num_rows, has_halves);
+  const int64_t num_pieces = choose_num_pieces(columns.num_units(), unit, num_products);
+  std::vector<double> partial_sums(num_pieces * num_products);
   for_each_piece(
-      num_pieces, num_bytes, [&] { return Worker(num_rows); },
+      num_pieces, num_bytes, [&] { return Worker(num_rows, has_halves); },
       [&](int64_t piece, Worker& worker) {
         worker.begin();
         columns.for_each_span(piece, num_pieces, [&](const Columns::Span& span) {
           worker.add(table[span.tensor], moments[span.tensor], span.first, span.last);
         });
-        worker.end(partial_pairs.data() + piece * num_pairs);
+        worker.end(partial_sums.data() + piece * num_products);
       });
 
-  Tensor gram_RR = torch::stable::new_empty(blocks[0], {num_rows, num_rows}, ScalarType::Double);
+  Tensor gram_RR = torch::stable::new_empty(blocks[0], {num_rows + has_halves, num_rows}, ScalarType::Double);
   double* out = static_cast<double*>(gram_RR.mutable_data_ptr());
-  for (int64_t row = 0; row < num_rows; ++row) {
-    for (int64_t partner = 0; partner <= row; ++partner) {
-      double sum = 0;
-      for (int64_t piece = 0; piece < num_pieces; ++piece)
-        sum += partial_pairs[piece * num_pairs + num_pairs_of(row) + partner];
-      out[row * num_rows + partner] = out[partner * num_rows + row] = sum;
-    }
-  }
+  const auto product = [&](int64_t row, int64_t partner) {
+    double sum = 0;
+    for (int64_t piece = 0; piece < num_pieces; ++piece)
+      sum += partial_sums[piece * num_products + pair_index(row, partner)];
+    return sum;
+  };
+  for (int64_t row = 0; row < num_rows; ++row)
+    for (int64_t partner = 0; partner <= row; ++partner)
+      out[row * num_rows + partner] = out[partner * num_rows + row] = product(row, partner);
+  // Behind all pairs: as those of one row more.
+  for (int64_t row = 0; has_halves && row < num_rows; ++row) out[num_rows * num_rows + row] = product(num_rows, row);
   return gram_RR;
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(doge_fast_cpp, library) {
-  library.def("gram(Tensor[] blocks, Tensor?[]? second_moments=None, float eps=0.) -> Tensor");
+  library.def("gram(Tensor[] blocks, Tensor?[]? second_moments=None, float eps=0., bool halves=False) -> Tensor");
 }
 // For every device, so that a tensor on another device and an empty list fail with our message, not the
 // dispatcher's.

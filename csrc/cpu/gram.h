@@ -6,7 +6,8 @@
 // products the rows of the next tile are prefetched, a few cache lines at a time: many at once would delay the
 // loads that products wait for. float32 products are summed in registers over a tile, in float32 memory over
 // some tiles, and then in float64. With a metric, a tile's rows are scaled by its root into a contiguous tile in
-// the first-level cache, and that is multiplied.
+// the first-level cache, and that is multiplied. Rows in halves are added into that tile, on the way of which the
+// two halves of each row are multiplied.
 #pragma once
 
 #include <limits>
@@ -65,6 +66,8 @@ constexpr int64_t BYTES_AHEAD = 8 << 10;
 constexpr int64_t SCALED_BYTES = 8 << 10;
 constexpr int64_t MOST_SCALED_AT_ONCE = 8;
 constexpr int64_t MOMENT_BYTES_AHEAD = 1 << 10;
+// So many sums of halves are made together: of more, memory would be read in too many places.
+constexpr int64_t HALVES_AT_ONCE = 8;
 
 // The largest number of columns of a tile: up to 768 rows of float32, and those of the next tile, fit in the
 // second-level cache.
@@ -74,16 +77,21 @@ constexpr int64_t tile_columns(int64_t num_rows) {
   return fit < least ? least : fit > most ? most : fit;
 }
 
-// The bytes of a tile of copied rows, in float64 or narrower. There is a cache line between rows, so that the same
-// column of all rows does not fall into one cache set.
+// The bytes of a tile of copied rows and the roots of their metric, in float64 or narrower. There is a cache line
+// between rows, so that the same column of all rows does not fall into one cache set.
 constexpr int64_t gram_scratch_bytes(int64_t num_rows) {
-  return num_rows * (tile_columns(num_rows) * static_cast<int64_t>(sizeof(double)) + 64);
+  return (num_rows + 1) * (tile_columns(num_rows) * static_cast<int64_t>(sizeof(double)) + 64);
 }
 
-// Per pair a register of float32 sums and one of float64 sums.
-constexpr int64_t gram_sum_bytes(int64_t num_pairs) { return num_pairs * 2 * VECTOR_BYTES; }
+// Per product a register of float32 sums and one of float64 sums.
+constexpr int64_t gram_sum_bytes(int64_t num_products) { return num_products * 2 * VECTOR_BYTES; }
 
 inline int64_t pair_index(int64_t row, int64_t partner) { return row * (row + 1) / 2 + partner; }
+
+// Of all pairs of rows, and then of the halves of each row.
+inline int64_t num_products_of(int64_t num_rows, bool has_halves) {
+  return pair_index(num_rows, has_halves ? num_rows : 0);
+}
 
 // How a type is multiplied: STEP columns at a time, as PARTS operands.
 template <typename T>
@@ -423,56 +431,114 @@ template <typename A, typename Value>
   return (moment == 0) | (divisor == std::numeric_limits<A>::infinity()) ? Value{} : inverse_root(divisor);
 }
 
-// n columns of all rows, times the root of the metric, to a contiguous tile. AHEAD: prefetches what follows.
-template <bool AHEAD, typename V, typename T, typename A>
-inline void scale_rows(const V* moments, double eps, const T* from, int64_t row_stride, int64_t num_rows, A* to,
-                       int64_t stride, int64_t n) {
+// The roots of the metric at n columns from `first` on; ones without a metric.
+template <typename A>
+inline void roots_of(const Moments& moments, int64_t first, A* roots, int64_t n) {
+  if (moments.data == nullptr) {
+    for (int64_t i = 0; i < n; ++i) roots[i] = 1;
+    return;
+  }
+  with_type(moments.dtype, [&](auto zero) {
+    using V = decltype(zero);
+    const V* from = static_cast<const V*>(moments.data) + first;
+    int64_t i = 0;
+    if constexpr (IS_SAME<A, Accumulator<V>>)
+      for (; i + LANES<A> <= n; i += LANES<A>) {
+        __builtin_prefetch(from + i + MOMENT_BYTES_AHEAD / static_cast<int64_t>(sizeof(V)), 0, 3);
+        store(roots + i, root_of_metric(load(from + i), static_cast<A>(moments.eps)));
+      }
+    for (; i < n; ++i)
+      roots[i] = static_cast<A>(root_of_metric(static_cast<double>(widened(from[i])), moments.eps));
+  });
+}
+
+// n columns of all rows, times `roots`, to a contiguous tile. AHEAD: prefetches what follows.
+template <bool AHEAD, typename T, typename A>
+inline void scale_rows(const A* roots, const T* from, int64_t row_stride, int64_t num_rows, A* to, int64_t stride,
+                       int64_t n) {
   int64_t i = 0;
   [[maybe_unused]] const int64_t ahead = BYTES_AHEAD / num_rows / static_cast<int64_t>(sizeof(T));
-  if constexpr (IS_SAME<A, Accumulator<V>>)
-    for (; i + LANES<A> <= n; i += LANES<A>) {
-      __builtin_prefetch(moments + i + MOMENT_BYTES_AHEAD / static_cast<int64_t>(sizeof(V)), 0, 3);
-      const Vector<A> root = root_of_metric(load(moments + i), static_cast<A>(eps));
-      const T* row = from + i;
-      A* out = to + i;
-      for (int64_t r = 0; r < num_rows; ++r, row += row_stride, out += stride) {
-        if constexpr (AHEAD) __builtin_prefetch(row + ahead, 0, 3);
-        store(out, load(row) * root);
-      }
+  for (; i + LANES<A> <= n; i += LANES<A>) {
+    const Vector<A> root = load(roots + i);
+    const T* row = from + i;
+    A* out = to + i;
+    for (int64_t r = 0; r < num_rows; ++r, row += row_stride, out += stride) {
+      if constexpr (AHEAD) __builtin_prefetch(row + ahead, 0, 3);
+      store(out, load(row) * root);
     }
-  for (; i < n; ++i) {
-    const A root = static_cast<A>(root_of_metric(static_cast<double>(widened(moments[i])), eps));
-    for (int64_t r = 0; r < num_rows; ++r) to[r * stride + i] = widened(from[r * row_stride + i]) * root;
   }
+  for (; i < n; ++i)
+    for (int64_t r = 0; r < num_rows; ++r) to[r * stride + i] = widened(from[r * row_stride + i]) * roots[i];
+}
+
+// The same of ROWS sums of rows 2 r and 2 r + 1, whose product in the metric is added to products[r].
+template <int64_t ROWS, typename T, typename A>
+inline void add_halves(const A* roots, const T* from, int64_t row_stride, A* to, int64_t stride, Vector<A>* products,
+                       int64_t n) {
+  Vector<A> sums[ROWS] = {};
+  int64_t i = 0;
+  for (; i + LANES<A> <= n; i += LANES<A>) {
+    const Vector<A> root = load(roots + i);
+    const T* row = from + i;
+    A* out = to + i;
+#pragma GCC unroll 8
+    for (int64_t r = 0; r < ROWS; ++r, row += 2 * row_stride, out += stride) {
+      // The next tile, into the second level: so many rows would not stay in the first.
+      __builtin_prefetch(row + n, 0, 2);
+      __builtin_prefetch(row + row_stride + n, 0, 2);
+      const Vector<A> first = load(row) * root, second = load(row + row_stride) * root;
+      store(out, first + second);
+      sums[r] += first * second;
+    }
+  }
+  for (; i < n; ++i)
+    for (int64_t r = 0; r < ROWS; ++r) {
+      const T* row = from + 2 * r * row_stride + i;
+      const A first = widened(row[0]) * roots[i], second = widened(row[row_stride]) * roots[i];
+      to[r * stride + i] = first + second;
+      sums[r][0] += first * second;
+    }
+#pragma GCC unroll 8
+  for (int64_t r = 0; r < ROWS; ++r) products[r] += sums[r];
+}
+
+template <int64_t ROWS, typename T, typename A>
+inline void add_halves_of(int64_t num_rows, const A* roots, const T* from, int64_t row_stride, A* to, int64_t stride,
+                          Vector<A>* products, int64_t n) {
+  if constexpr (ROWS > 1) {
+    if (num_rows < ROWS)
+      return add_halves_of<ROWS - 1>(num_rows, roots, from, row_stride, to, stride, products, n);
+  }
+  add_halves<ROWS>(roots, from, row_stride, to, stride, products, n);
 }
 
 using FloatSum = Vector<float>;
 using DoubleSum = Vector<double>;
 
 // Adds the float32 sums to the float64 sums, and clears them.
-inline void flush(FloatSum* parts, DoubleSum* wholes, int64_t num_pairs) {
+inline void flush(FloatSum* parts, DoubleSum* wholes, int64_t num_products) {
   using HalfVector = VectorOf<float, VECTOR_BYTES / 2>::type;
-  for (int64_t pair = 0; pair < num_pairs; ++pair) {
+  for (int64_t i = 0; i < num_products; ++i) {
     HalfVector halves[2];
-    __builtin_memcpy(halves, &parts[pair], sizeof(halves));
-    wholes[pair] += __builtin_convertvector(halves[0], DoubleSum) +
-                    __builtin_convertvector(halves[1], DoubleSum);
-    parts[pair] = FloatSum{};
+    __builtin_memcpy(halves, &parts[i], sizeof(halves));
+    wholes[i] += __builtin_convertvector(halves[0], DoubleSum) + __builtin_convertvector(halves[1], DoubleSum);
+    parts[i] = FloatSum{};
   }
 }
 
 template <typename T>
 class Gram {
  public:
-  Gram(const Rows& rows, const Moments& moments, void* scratch, void* sums)
+  Gram(const Rows& rows, const Moments& moments, bool has_halves, void* scratch, void* sums)
       : rows_RN_(static_cast<const T*>(rows.data)),
         row_stride_(rows.row_stride),
-        num_rows_(rows.num_rows),
-        num_pairs_(pair_index(num_rows_, 0)),
+        num_rows_(rows.num_rows / (has_halves ? 2 : 1)),
+        has_halves_(has_halves),
         moments_(moments),
+        num_products_(num_products_of(num_rows_, has_halves)),
         tile_(scratch),
         wholes_(static_cast<DoubleSum*>(sums)),
-        parts_(reinterpret_cast<FloatSum*>(wholes_ + num_pairs_)) {}
+        parts_(reinterpret_cast<FloatSum*>(wholes_ + num_products_)) {}
 
   void add(int64_t first, int64_t columns) {
     const T* at = rows_RN_ + first;
@@ -503,9 +569,10 @@ class Gram {
   template <typename O>
   static constexpr int64_t MOST_ROWS = Operand<O>::PARTS == 2 ? MOST_WIDENED_IN_PLACE : MOST_IN_PLACE;
 
-  bool is_scaled() const { return moments_.data != nullptr; }
+  // Whether the operands of products are made in the scratch tile.
+  bool is_scaled() const { return has_halves_ || moments_.data != nullptr; }
 
-  // The sums of products: a register per pair, of float32 (which flush adds to float64) or of float64.
+  // The sums of products: a register per product, of float32 (which flush adds to float64) or of float64.
   auto* sums() const {
     if constexpr (IS_SAME<T, double>) {
       return wholes_;
@@ -530,7 +597,7 @@ class Gram {
 
   void flush_all() {
     if constexpr (!IS_SAME<T, double>)
-      if (num_tiles_ > 0) flush(parts_, wholes_, num_pairs_);
+      if (num_tiles_ > 0) flush(parts_, wholes_, num_products_);
     num_tiles_ = 0;
   }
 
@@ -542,7 +609,7 @@ class Gram {
     constexpr int64_t bytes = static_cast<int64_t>(sizeof(T));
     ahead.row = reinterpret_cast<const char*>(next);
     ahead.row_bytes = row_stride_ * bytes;
-    ahead.num_rows = num_rows_;
+    ahead.num_rows = num_rows_ * (has_halves_ ? 2 : 1);
     ahead.step = Operand<O>::STEP * bytes;
     return ahead;
   }
@@ -563,19 +630,26 @@ class Gram {
     add_filled(tile, stride, columns, ahead);
   }
 
-  // The same of rows that are scaled by the root of the metric.
+  // The same of rows that are scaled by the root of the metric, or of the sums of halves.
   void add_scaled(const T* at, int64_t columns, int64_t left) {
-    const bool are_few = num_rows_ <= MOST_SCALED_AT_ONCE;
-    Scaled* tile = static_cast<Scaled*>(tile_);
     const int64_t stride = columns_at_once<Scaled>() + 64 / static_cast<int64_t>(sizeof(Scaled));
-    with_type(moments_.dtype, [&](auto zero) {
-      using V = decltype(zero);
-      const V* moments = static_cast<const V*>(moments_.data) + (at - rows_RN_);
-      if (are_few)
-        scale_rows<true>(moments, moments_.eps, at, row_stride_, num_rows_, tile, stride, columns);
-      else
-        scale_rows<false>(moments, moments_.eps, at, row_stride_, num_rows_, tile, stride, columns);
-    });
+    Scaled* tile = static_cast<Scaled*>(tile_);
+    Scaled* roots = tile + num_rows_ * stride;
+    roots_of(moments_, at - rows_RN_, roots, columns);
+    const bool are_few = !has_halves_ && num_rows_ <= MOST_SCALED_AT_ONCE;
+    if (has_halves_) {
+      auto* products = sums() + pair_index(num_rows_, 0);
+      const int64_t num_shares = (num_rows_ + HALVES_AT_ONCE - 1) / HALVES_AT_ONCE;
+      for (int64_t share = 0; share < num_shares; ++share) {
+        const int64_t row = num_rows_ * share / num_shares;
+        add_halves_of<HALVES_AT_ONCE>(num_rows_ * (share + 1) / num_shares - row, roots, at + 2 * row * row_stride_,
+                                      row_stride_, tile + row * stride, stride, products + row, columns);
+      }
+    } else if (are_few) {
+      scale_rows<true>(roots, at, row_stride_, num_rows_, tile, stride, columns);
+    } else {
+      scale_rows<false>(roots, at, row_stride_, num_rows_, tile, stride, columns);
+    }
     add_filled(tile, stride, columns, are_few ? Ahead{} : ahead_of<Scaled>(at + columns, left));
   }
 
@@ -591,9 +665,11 @@ class Gram {
 
   const T* rows_RN_;
   int64_t row_stride_;
+  // Of the matrix; with halves two rows are read for each.
   int64_t num_rows_;
-  int64_t num_pairs_;
+  bool has_halves_;
   Moments moments_;
+  int64_t num_products_;
   void* tile_;
   DoubleSum* wholes_;
   FloatSum* parts_;
@@ -601,32 +677,33 @@ class Gram {
   int64_t num_tiles_ = 0;
 };
 
-inline void gram_add(const Rows& rows, const Moments& moments, int64_t first, int64_t columns, void* scratch,
-                     void* sums) {
+inline void gram_add(const Rows& rows, const Moments& moments, bool has_halves, int64_t first, int64_t columns,
+                     void* scratch, void* sums) {
   with_type(rows.dtype, [&](auto zero) {
     using T = decltype(zero);
-    Gram<T>(rows, moments, scratch, sums).add(first, columns);
+    Gram<T>(rows, moments, has_halves, scratch, sums).add(first, columns);
   });
 }
 
-inline void gram_end(const void* sums, int64_t num_rows, double* pairs) {
+inline void gram_end(const void* sums, int64_t num_rows, bool has_halves, double* products) {
   const DoubleSum* whole = static_cast<const DoubleSum*>(sums);
-  const auto next = [&](int64_t row, int64_t partner) {
+  const auto next = [&](int64_t place) {
     double sum = 0;
     for (int64_t lane = 0; lane < LANES<double>; ++lane) sum += (*whole)[lane];
     ++whole;
-    pairs[pair_index(row, partner)] = sum;
+    products[place] = sum;
   };
   for_each_call(
       num_rows,
       [&](int64_t row, int64_t rows) {
         for (int64_t i = 0; i < rows; ++i)
-          for (int64_t j = 0; j <= i; ++j) next(row + i, row + j);
+          for (int64_t j = 0; j <= i; ++j) next(pair_index(row + i, row + j));
       },
       [&](int64_t row, int64_t partner, int64_t width) {
         for (int64_t i = 0; i < PANEL; ++i)
-          for (int64_t j = 0; j < width; ++j) next(row + i, partner + j);
+          for (int64_t j = 0; j < width; ++j) next(pair_index(row + i, partner + j));
       });
+  for (int64_t place = pair_index(num_rows, 0); place < num_products_of(num_rows, has_halves); ++place) next(place);
 }
 
 }  // namespace doge_fast::arithmetic

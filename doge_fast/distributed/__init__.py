@@ -23,8 +23,10 @@ def exchange_of(argument: GroupArgument, params: Sequence[Tensor], num_halves: i
     """
     world = default_group()
     if world is None:
-        return Exchange()
+        return Exchange(num_halves)
     if any(local_of(param) is not param for param in params):
-        return ShardExchange(Communicator(group_of(ranks_of_mesh(params), world)))
+        return ShardExchange(num_halves, Communicator(group_of(ranks_of_mesh(params), world)))
     group = argument.group or world
-    return Exchange() if group.size() == 1 else ColumnExchange(Communicator(group), num_halves)
+    if group.size() == 1:
+        return Exchange(num_halves)
+    return ColumnExchange(num_halves, Communicator(group))

@@ -8,8 +8,9 @@ rank sends (1 + P / n) (n - 1) / n N elements; plain data parallelism sends 2 (n
 
 A domain that several ranks entered has one piece on each of them, or two if the rule has halves.
 Its gradient is the mean over ranks, weighted by their counts. Pieces are not added up: with the
-share of each piece in its row, A [C, P], the Gram matrix is A G_PP A^T and the coefficients of the
-pieces are A^T c.
+share of each piece in its domain, A [B, P], the Gram matrix is A G_PP A^T and the coefficients of
+the pieces are A^T c. If the rule has halves, A is a sum F + S of those of first and of second
+halves, whose products are the diagonal of F G_PP S^T.
 """
 
 from collections.abc import Collection, Sequence
@@ -28,7 +29,7 @@ from doge_fast.distributed.process_group import (
     first_shares_of,
 )
 from doge_fast.flat_buffer import ALIGNMENT, Block, grad_dtype_of, on_device
-from doge_fast.kernels import weighted_sum
+from doge_fast.kernels import gram, weighted_sum
 from doge_fast.metric import Metric
 
 # Columns sent in one call; sender and receiver each hold a copy meanwhile.
@@ -68,9 +69,8 @@ class ColumnExchange(Exchange):
 
     has_own_rows = True
 
-    def __init__(self, communicator: Communicator, num_halves: int) -> None:
-        super().__init__(communicator)
-        self._num_halves = num_halves
+    def __init__(self, num_halves: int, communicator: Communicator) -> None:
+        super().__init__(num_halves, communicator)
         self.first_half = communicator.rank % num_halves
         # [n, columns of a section] of each bucket: memory of the sums, which p.grad views.
         self._sums: list[Tensor] = []
@@ -141,13 +141,21 @@ class ColumnExchange(Exchange):
 
     def gram(self, columns: Columns, metric: Metric | None = None) -> Tensor:
         """The sum of the sections' Gram matrices."""
-        gram_PP = super().gram(columns, metric)
+        gram_PP = gram(columns.rows, **self._second_moments(columns, metric))
         shares_CP = on_device(self._shares_CP, gram_PP.device, torch.float64)
-        gram_CC = self._communicator.sum(shares_CP @ gram_PP @ shares_CP.T)
+        # [B, P] of each half
+        halves = [shares_CP[half :: self._num_halves] for half in range(self._num_halves)]
+        shares_BP = torch.stack(halves).sum(0)
+        found = [shares_BP @ gram_PP @ shares_BP.T]
+        if self._num_halves == 2:
+            found.append((halves[0] @ gram_PP * halves[1]).sum(1)[None])
+        matrices = self._communicator.sum(torch.cat(found))
         # A product of three matrices need not be symmetric to the bit, and where the pieces of a
         # row cancel, its square may be negative.
-        gram_CC.diagonal().clamp_(min=0)
-        return gram_CC.tril() + gram_CC.tril(-1).T
+        gram_BB = matrices[: len(shares_BP)]
+        gram_BB.diagonal().clamp_(min=0)
+        gram_BB.copy_(gram_BB.tril() + gram_BB.tril(-1).T)
+        return matrices
 
     def deliver(self, columns: Columns, coefficients_C: Tensor, state_S: Tensor) -> None:
         """An all-gather of the sections' weighted sums."""

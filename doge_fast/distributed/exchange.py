@@ -44,7 +44,9 @@ class Exchange:
     """The half that this rank's first gradient of a domain goes to, where a rule has halves."""
     num_ranks = 1
 
-    def __init__(self, communicator: Communicator | None = None) -> None:
+    def __init__(self, num_halves: int, communicator: Communicator | None = None) -> None:
+        """`num_halves` is the number of rows of each domain."""
+        self._num_halves = num_halves
         if communicator is not None:
             self._communicator, self.num_ranks = communicator, communicator.num_ranks
 
@@ -68,12 +70,13 @@ class Exchange:
         return Columns([(block,) for block in blocks], [block.rows_BN for block in blocks])
 
     def gram(self, columns: Columns, metric: Metric | None = None) -> Tensor:
-        """[C, C] float64: the Gram matrix over the columns of all ranks, in a metric or Euclidean.
+        """One of `Matrices`, over the columns of all ranks, in a metric or Euclidean.
 
         `columns` are some of those that `complete` returned, at least one.
         """
-        gram_CC: Tensor = gram(columns.rows, **self._second_moments(columns, metric))
-        return gram_CC
+        moments = self._second_moments(columns, metric)
+        found: Tensor = gram(columns.rows, halves=self._num_halves == 2, **moments)
+        return found
 
     def _second_moments(self, columns: Columns, metric: Metric | None) -> dict[str, Any]:
         """Arguments of the operator: a metric's second moments of each tensor's columns."""

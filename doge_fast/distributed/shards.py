@@ -46,11 +46,11 @@ class ShardExchange(Exchange):
         """The sum over shards; replicated columns count once."""
         own, _ = columns.split(self._counted)
         if own.rows:
-            own_CC = super().gram(own, metric)
+            matrices = super().gram(own, metric)
         else:
-            num_rows = len(columns.rows[0])
-            own_CC = columns.rows[0].new_zeros(num_rows, num_rows, dtype=torch.float64)
-        return self._communicator.sum(own_CC)
+            # Of no columns: zeros.
+            matrices = super().gram(Columns([], [columns.rows[0][:, :0]]))
+        return self._communicator.sum(matrices)
 
     def norm(self, blocks: Sequence[Block]) -> Tensor:
         """Over all shards; replicated gradients count once."""

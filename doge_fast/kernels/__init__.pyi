@@ -27,6 +27,7 @@ def gram(
     *,
     second_moments: Tensor | Sequence[Tensor | None] | None = None,
     eps: float = 0.0,
+    halves: bool = False,
     implementation: str | None = None,
 ) -> Tensor: ...
 def scale_rows(

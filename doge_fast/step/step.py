@@ -643,11 +643,11 @@ def _matrices(
                 "parameters that the domains touch."
             )
     metric = Metric(optimizer) if rule.is_preconditioned else None
-    gram_CC = exchange.gram(inside, metric)
+    gram = exchange.gram(inside, metric)
     if not outside.rows:
-        return Matrices(gram_CC, gram_CC)
+        return Matrices(gram, gram)
     # The other parameters may be on another device.
-    return Matrices(gram_CC, gram_CC + exchange.gram(outside, metric).to(gram_CC.device))
+    return Matrices(gram, gram + exchange.gram(outside, metric).to(gram.device))
 
 
 def loss_scale(

@@ -18,7 +18,7 @@ decides alone. The model's steps follow the weights half-way: what a model at un
 learned already looks useless to it, and what one at the weights alone has learned looks useless
 too soon. docs/evidence.md has what was measured.
 
-Axis letters: K training domains, R names of the objective, B = R rows of the step, C = 2 B halves.
+Axis letters: K training domains, R names of the objective, B = R rows of the step.
 
 As `reweight`, `align` is one launch of a Triton kernel on a GPU, and plain torch elsewhere.
 """
@@ -129,8 +129,8 @@ def align(
 ) -> LastStep:
     """Move the domain weights one step of the aligned rule, in one launch.
 
-    c        =  1 / mean_r <g_r, g_r>
-    G_ij     =  c <g_i, g_j>,    G_jj  =  c <a_j, b_j> / (w_j (1 - w_j)),   g_j = a_j + b_j
+    c        =  1 / mean_r <g_r, g_r>,   g_j = a_j + b_j
+    G_ij     =  c <g_i, g_j>,    G_jj  =  c <a_j, b_j> / (w_j (1 - w_j))
     mean     =  mean over steps of G;  W = mean tau
     slope_j  =  W_j / W.a  -  (mean a)_j / a' mean a
     alpha'_j ∝  max(alpha_j exp(RATE slope_j) / sum_i alpha_i exp(RATE slope_i), 0.01 / K)
@@ -140,7 +140,7 @@ def align(
     in c. Arithmetic is float64, and nothing is read on the host.
 
     Args:
-        matrices: [C, C] float64, symmetric to the bit.
+        matrices: [B + 1, B] each: <g_i, g_j>, symmetric to the bit, and then <a_j, b_j>.
         state_S: [3 K + 2] float64, made by `new_state`; updated in place.
         mean_RR: [R, R] float64, the mean of all steps before; updated in place.
         names: every name has a row.
@@ -168,14 +168,10 @@ def align_torch(
     num_domains = num_domains_of(state_S)
     state, settings = state_views(state_S), AlignedSettings(*settings_F.unbind())
     scale_square = settings.grad_scale**2
-    halves_RR = _halves(matrices.gram_CC, names.row_R) / scale_square
-    whole_RR = halves_RR.sum((0, 1))
-    full_RR = whole_RR
-    if matrices.full_CC is not matrices.gram_CC:
-        full_RR = _halves(matrices.full_CC, names.row_R).sum((0, 1)) / scale_square
-    # Of halves that cancel, a square may come out below zero.
-    norms_R = full_RR.diagonal().clamp(min=0).sqrt()
-    products_R = halves_RR[0, 1].diagonal() / (names.first_R * (1 - names.first_R))
+    row_R = names.row_R.long()
+    whole_RR = matrices.gram[row_R][:, row_R] / scale_square
+    products_R = matrices.gram[-1, row_R] / scale_square / (names.first_R * (1 - names.first_R))
+    norms_R = (matrices.full.diagonal()[row_R] / scale_square).sqrt()
     gram_RR = whole_RR - torch.diag(whole_RR.diagonal()) + torch.diag(products_R)
     mean_square = whole_RR.diagonal().mean()
     finite = norms_R.isfinite().all() & whole_RR.isfinite().all() & products_R.isfinite().all()
@@ -197,7 +193,7 @@ def align_torch(
     coefficients_R[:num_domains] = FOLLOWED * alpha_K
     coefficients_R[:num_domains] += (1 - FOLLOWED) * is_trained_K / is_trained_K.sum()
     coefficients_B = torch.empty_like(coefficients_R)
-    coefficients_B[names.row_R.long()] = torch.where(finite, coefficients_R, torch.nan)
+    coefficients_B[row_R] = torch.where(finite, coefficients_R, torch.nan)
 
     gain_K = scores.gain(gram_RR, names.tau_R, num_domains)
     difficulty_K = scores.difficulty(gram_RR, names.tau_R, num_domains)
@@ -218,13 +214,6 @@ def align_torch(
     )
 
 
-def _halves(matrix_CC: Tensor, row_R: Tensor) -> Tensor:
-    """[2, 2, R, R]: products of halves of the names."""
-    num_rows, index_R = len(matrix_CC) // 2, row_R.long()
-    halves_22BB = matrix_CC.view(num_rows, 2, num_rows, 2).permute(1, 3, 0, 2)
-    return halves_22BB[:, :, index_R][:, :, :, index_R]
-
-
 def _slope(mean_RR: Tensor, tau_R: Tensor, alpha_K: Tensor) -> Tensor:
     """[K] the gradient of log(W.a / sqrt(a'Ga)), bounded; zero where a'Ga is noise."""
     num_domains = len(alpha_K)
@@ -242,13 +231,13 @@ def _slope(mean_RR: Tensor, tau_R: Tensor, alpha_K: Tensor) -> Tensor:
 
 # Through Triton: one program for any number of names.
 #
-# Reads the C x C matrix and the mean, writes the mean and the R x R matrix, and reads that once
+# Reads the B x B matrix and the mean, writes the mean and the R x R matrix, and reads that once
 # more: nothing may change before all entries are known to be finite. The matrices are processed in
 # slabs of BLOCK_R rows. Vectors that later slabs need are stored in the output, and loaded from
 # there after a barrier.
 
-# Float64 elements of a slab; 128 threads then load 8 each of the four products of halves.
-SLAB = 1024
+# Float64 elements of a slab; 128 threads then load 16 each. With 8 each, 64 names spill on sm_90.
+SLAB = 2048
 NUM_WARPS = 4
 
 
@@ -257,11 +246,12 @@ def align_triton(
 ) -> LastStep:
     """As `align_torch`."""
     sizes = len(names.tau_R), num_domains_of(state_S)
-    outputs = new_outputs(*sizes, len(matrices.gram_CC), state_S.device)
+    num_rows = 2 * sizes[0]
+    outputs = new_outputs(*sizes, num_rows, state_S.device)
     tensors = (*matrices, state_S, mean_RR, *names, settings_F, *outputs)
     with launching_on(state_S.device):
         align_once[(1,)](*tensors, **constants_of(*sizes), num_warps=NUM_WARPS)
-    return last_step_of(outputs, *sizes, len(matrices.gram_CC))
+    return last_step_of(outputs, *sizes, num_rows)
 
 
 def constants_of(num_names: int, num_domains: int) -> dict[str, int | float]:
@@ -324,9 +314,8 @@ def align_once(
     MOST_SLOPE: tl.constexpr,
 ):
     """Update `state` and `mean`; write `values`, `skipped` and `found_inf`."""
-    C: tl.constexpr = 2 * R
     coefficients = values + R * R
-    norms = coefficients + C
+    norms = coefficients + 2 * R
     gains = norms + R
     influences = gains + K
     difficulties = influences + K
@@ -339,19 +328,13 @@ def align_once(
     is_row = r < R
     is_domain = r < K
     row_R = tl.load(row + r, mask=is_row, other=0)
-    # The products of the halves a and b of a name: [aa, ab] in one row, [ba, bb] in the next.
-    corner_R = 2 * row_R * (C + 1)
-    ab_R = tl.load(gram + corner_R + 1, mask=is_row, other=0.0) * unit
+    # Of the halves of a name, the last row of the matrix.
+    products_R = tl.load(gram + R * R + row_R, mask=is_row, other=0.0) * unit
     w_R = tl.load(first_share + r, mask=is_row, other=0.5)
-    products_R = ab_R / (w_R * (1 - w_R))
-    aa_R = tl.load(gram + corner_R, mask=is_row, other=0.0) * unit
-    bb_R = tl.load(gram + corner_R + C + 1, mask=is_row, other=0.0) * unit
-    mean_square = tl.sum(aa_R + ab_R + ab_R + bb_R, axis=0) / R
-    full_R = tl.load(full + corner_R, mask=is_row, other=0.0)
-    full_R += 2 * tl.load(full + corner_R + 1, mask=is_row, other=0.0)
-    full_R += tl.load(full + corner_R + C + 1, mask=is_row, other=0.0)
-    # Of halves that cancel, a square may come out below zero.
-    norms_R = tl.sqrt(at_least(full_R * unit, 0.0))
+    products_R = products_R / (w_R * (1 - w_R))
+    squares_R = tl.load(gram + row_R * (R + 1), mask=is_row, other=0.0) * unit
+    mean_square = tl.sum(squares_R, axis=0) / R
+    norms_R = tl.sqrt(tl.load(full + row_R * (R + 1), mask=is_row, other=0.0) * unit)
     tl.store(norms + r, norms_R, mask=is_row)
     tau_R = tl.load(tau + r, mask=is_row, other=0.0)
     is_wrong_R = (is_finite(norms_R) == 0) | (is_finite(products_R) == 0)
@@ -363,12 +346,9 @@ def align_once(
         # [BLOCK_R, PADDED_R]
         is_entry = is_slab[:, None] & is_row[None, :]
         row_i = tl.load(row + i, mask=is_slab, other=0)
-        halves = gram + 2 * row_i[:, None] * C + 2 * row_R[None, :]
-        square = tl.load(halves, mask=is_entry, other=0.0)
-        square += tl.load(halves + 1, mask=is_entry, other=0.0)
-        square += tl.load(halves + C, mask=is_entry, other=0.0)
-        square += tl.load(halves + C + 1, mask=is_entry, other=0.0)
-        square *= unit
+        square = (
+            tl.load(gram + row_i[:, None] * R + row_R[None, :], mask=is_entry, other=0.0) * unit
+        )
         is_wrong = (is_finite(square) == 0).to(tl.int32)
         is_skipped = tl.maximum(is_skipped, tl.max(tl.max(is_wrong, axis=1), axis=0))
         square = tl.where(i[:, None] == r[None, :], products_R[None, :], square)

@@ -103,8 +103,7 @@ class MirrorStep(UpdateRule):
     ) -> LastStep:
         """As `reweight`."""
         return reweight(
-            matrices.gram_CC,
-            matrices.full_CC,
+            *matrices,
             state_S,
             tau_R=names.tau_R,
             row_R=names.row_R,

@@ -15,12 +15,16 @@ from torch import Tensor
 
 
 class Matrices(NamedTuple):
-    """The Gram matrices of a step; C rows of the buffer, which are 2 B with halves, else B."""
+    """The Gram matrices of a step with B rows, float64; in AdamW's metric if the rule asks for it.
 
-    gram_CC: Tensor
-    """[C, C] float64, over the columns that enter W; in AdamW's metric if the rule asks for it."""
-    full_CC: Tensor
-    """[C, C] float64, over all columns, in the same metric; may be `gram_CC`."""
+    [B, B], symmetric to the bit. With a rule that has halves [B + 1, B]: of their sums, and in the
+    last row the product of the two halves of each.
+    """
+
+    gram: Tensor
+    """Over the columns that enter W."""
+    full: Tensor
+    """Over all columns; may be `gram`."""
 
 
 class Names(NamedTuple):

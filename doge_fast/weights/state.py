@@ -142,7 +142,7 @@ class DomainWeights:
         Raises:
             ValueError: `lr` < 0 or NaN.
         """
-        rule, device = self.rule, matrices.gram_CC.device
+        rule, device = self.rule, matrices.gram.device
         # A tensor is not checked: that would wait for its device.
         if not isinstance(lr, Tensor) and not lr >= 0:
             raise ValueError(f"the learning rate must be >= 0 to move the weights; got {lr}.")

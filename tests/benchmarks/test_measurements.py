@@ -28,7 +28,9 @@ def arena() -> Arena:
     return Arena(torch.float32, 4_000_000, "cpu")
 
 
-@pytest.mark.parametrize("make", [cases.gram_case, cases.metric_case, cases.weighted_sum_case])
+@pytest.mark.parametrize(
+    "make", [cases.gram_case, cases.metric_case, cases.halves_case, cases.weighted_sum_case]
+)
 @pytest.mark.parametrize("shape", problems.SHAPES)
 def test_plain_formulations_compute_the_same(make, shape, arena):
     case = make(arena, arena.problem(7, shape), ["torch"])

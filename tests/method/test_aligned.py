@@ -238,7 +238,7 @@ def test_on_the_same_matrix_it_goes_to_the_exact_maximum(seed):
     factor += factor[-1] * torch.rand(num_domains + 1, 1, generator=generator)
     gram_RR = factor @ factor.T
     # Equal halves without noise: <a, b> is a quarter of the square of the sum.
-    gram_CC = (gram_RR / 4).repeat_interleave(2, 0).repeat_interleave(2, 1)
+    gram = torch.cat([gram_RR, gram_RR.diagonal()[None] / 4])
     tau_R = torch.tensor([0.0] * num_domains + [1.0], dtype=torch.float64)
     state_S = new_state(torch.full((num_domains,), 1 / num_domains, dtype=torch.float64))
     names = Names(
@@ -247,7 +247,7 @@ def test_on_the_same_matrix_it_goes_to_the_exact_maximum(seed):
     settings_F = torch.tensor(AlignedSettings(1.0, 0.0), dtype=torch.float64)
     mean_RR = torch.zeros_like(gram_RR)
     for _ in range(2000):
-        align(Matrices(gram_CC, gram_CC), state_S, mean_RR, names, settings_F)
+        align(Matrices(gram, gram), state_S, mean_RR, names, settings_F)
     best_K = exact_mixture(gram_RR[:-1, :-1], gram_RR[:-1, -1])
     found_K = state_views(state_S).alpha
     # No weight is below a hundredth of uniform ones.

@@ -91,7 +91,7 @@ def test_parameters_of_a_selection_may_be_on_another_device(other):
     params = [torch.zeros(3, device=device) for device in (other, "meta")]
     for row, param in itertools.product(range(2), params):
         buffer.receive_all(row, [param], [torch.ones_like(param)])
-    alone = exchange.Exchange()
+    alone = exchange.Exchange(1)
     columns = alone.complete(buffer.touched(params), ())
     grams = _matrices(columns, alone, {id(params[1])}, MirrorStep(mu=1.0), torch.optim.SGD(params))
     assert [gram_CC.device.type for gram_CC in grams] == ["meta", "meta"]

@@ -57,11 +57,13 @@ class Problem:
         return self.halves_2RN
 
     def gram(self, columns: slice, scale: float) -> Tensor:
-        """[C, C]: halves of one name are neighbours, names in the order of the buffer."""
+        """[B + 1, B]: of sums of halves, then of halves; names in the order of the buffer."""
         name_B = self.row_R.long().argsort()
-        rows_CN = self.halves_2RN[:, name_B].transpose(0, 1).flatten(0, 1)[:, columns]
-        gram_CC = scale**2 * (rows_CN * self.metric_N[columns]) @ rows_CN.T
-        return gram_CC.tril() + gram_CC.tril(-1).T
+        first_BN, second_BN = scale * self.halves_2RN[:, name_B][:, :, columns]
+        rows_BN = first_BN + second_BN
+        gram_BB = (rows_BN * self.metric_N[columns]) @ rows_BN.T
+        products_B = (first_BN * self.metric_N[columns] * second_BN).sum(1)
+        return torch.cat([gram_BB.tril() + gram_BB.tril(-1).T, products_B[None]])
 
     def step(
         self,
@@ -71,11 +73,11 @@ class Problem:
         selected: slice = slice(None),
         smoothing: float = 0.0,
     ) -> LastStep:
-        full_CC = self.gram(slice(None), scale)
-        gram_CC = full_CC if selected == slice(None) else self.gram(selected, scale)
+        full = self.gram(slice(None), scale)
+        gram = full if selected == slice(None) else self.gram(selected, scale)
         settings = AlignedSettings(scale, smoothing)
         return align(
-            Matrices(gram_CC, full_CC),
+            Matrices(gram, full),
             self.state_S,
             self.mean_RR,
             Names(self.tau_R, self.row_R, self.first_R),

@@ -328,6 +328,128 @@ def test_compiled_metric_over_several_tiles_and_a_rest(num_rows, dtype, compiled
     assert all(map(torch.equal, grams[:2], grams[2:]))
 
 
+def exact_halves(rows_CN: Tensor, moments_N: Tensor | None, eps: float) -> Tensor:
+    """[K + 1, K]: of sums of two rows, and then of these two, in float64."""
+    metric_N = 1.0 if moments_N is None else exact_metric(moments_N, eps)
+    first_KN, second_KN = rows_CN[0::2].double(), rows_CN[1::2].double()
+    sums_KN = first_KN + second_KN
+    products_K = (first_KN * metric_N * second_KN).sum(1)
+    return torch.cat([(sums_KN * metric_N) @ sums_KN.T, products_K[None]])
+
+
+def error_of_halves(actual: Tensor, rows_CN: Tensor, moments_N: Tensor | None, eps: float) -> float:
+    """The largest error of a cosine, of sums or of halves."""
+    assert actual.dtype == torch.float64
+    gram_KK, products_K = actual[:-1], actual[-1]
+    assert torch.equal(gram_KK, gram_KK.T)
+    exact = exact_halves(rows_CN, moments_N, eps)
+    metric_N = 1.0 if moments_N is None else exact_metric(moments_N, eps)
+    norms_C = (rows_CN.double().square() * metric_N).sum(1).sqrt()
+    error_K = (products_K - exact[-1]).abs() / norms_C.view(-1, 2).prod(1)
+    return max(normalised_error(gram_KK, exact[:-1]), float(error_K.max()))
+
+
+@pytest.mark.parametrize(
+    "num_sums",
+    [
+        *(1, 2, 3, 7, 8, 11, 12, 17, 33),
+        *(pytest.param(sums, marks=pytest.mark.soak) for sums in (5, 16, 22, 64, 65, 129)),
+    ],
+)
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
+def test_halves_in_every_kind_of_launch(num_sums, dtype, implementation, device):
+    """With a metric and without; rows in wider memory, aligned and not."""
+    for first, columns in ((16, 160), (5, 150)):
+        memory = torch.full((2 * num_sums, 192), math.nan, dtype=dtype, device=device)
+        rows_CN = memory[:, first : first + columns]
+        rows_CN.copy_(torch.randn(2 * num_sums, columns, device=device))
+        for moments_N in (None, sample_moments(columns, torch.float32, device)):
+            found = gram(
+                *(rows_CN,),
+                second_moments=moments_N,
+                eps=1e-8,
+                halves=True,
+                implementation=implementation,
+            )
+            assert found.shape == (num_sums + 1, num_sums)
+            error = error_of_halves(found, rows_CN, moments_N, 1e-8)
+            assert error <= rounding_of_metric(rows_CN)
+
+
+@pytest.mark.parametrize("num_sums", [4, 7, 8, 9, 22, 49, 81, 129])
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
+def test_compiled_halves_over_several_tiles_and_a_rest(num_sums, dtype, compiled):
+    memory = torch.full((2 * num_sums, 6144), math.nan, dtype=dtype)
+    rows_CN = memory[:, 5:5555]
+    rows_CN.copy_(torch.randn(2 * num_sums, 5550))
+    moments_N = sample_moments(5550, dtype, rows_CN.device)
+    cut = (1029, 2, 4519)
+    blocks, moments = list(rows_CN.split(cut, dim=1)), list(moments_N.split(cut))
+    run = functools.partial(gram, eps=1e-8, halves=True, implementation=compiled)
+    for of_rows, of_blocks in ((None, None), (moments_N, moments)):
+        found = run(rows_CN, second_moments=of_rows)
+        assert error_of_halves(found, rows_CN, of_rows, 1e-8) <= rounding_of_metric(rows_CN)
+        found = run(blocks, second_moments=of_blocks)
+        assert error_of_halves(found, rows_CN, of_rows, 1e-8) <= rounding_of_metric(rows_CN)
+
+
+@pytest.mark.parametrize("num_sums", [3, 20, 66])
+def test_halves_in_programs_of_several_chunks(num_sums, implementation, device, monkeypatch):
+    file = importlib.import_module("doge_fast.kernels.gram")
+    pick, few = file.pick, functools.partial(dataclasses.replace, program_doublings=2)
+    monkeypatch.setattr(file, "pick", lambda *args, **options: few(pick(*args, **options)))
+    rows_CN = torch.randn(2 * num_sums, 16 * 11, device=device)
+    blocks = list(rows_CN.split(16, dim=1))
+    found = gram(blocks, halves=True, implementation=implementation)
+    assert error_of_halves(found, rows_CN, None, 0) <= rounding(rows_CN)
+    assert torch.equal(found, gram(blocks, halves=True, implementation=implementation))
+
+
+def test_halves_that_cancel_leave_what_is_left(implementation, device):
+    """The square of a sum is not a difference of large numbers."""
+    rows_CN = torch.randn(2, 300, device=device) * 1e-3
+    rows_CN[0] += 1024
+    rows_CN[1] -= 1024
+    gram_1, product_1 = gram(rows_CN, halves=True, implementation=implementation)
+    exact_1, exact_product_1 = exact_halves(rows_CN, None, 0)
+    torch.testing.assert_close(gram_1, exact_1, rtol=1e-5, atol=0)
+    torch.testing.assert_close(product_1, exact_product_1, rtol=1e-5, atol=0)
+
+
+def test_halves_of_all_dtypes_and_some_moments_at_once(implementation, device):
+    blocks, moments, exact = [], [], []
+    for index, dtype in enumerate(STORAGE_DTYPES * 2):
+        blocks.append(torch.randn(6, 33 + index, device=device).to(dtype))
+        v_N = sample_moments(33 + index, torch.float32, device)
+        moments.append(None if index % 3 else v_N)
+        exact.append(exact_halves(blocks[-1], moments[-1], 1e-4))
+    blocks.append(torch.empty(6, 0, device=device))
+    moments.append(None)
+    run = functools.partial(gram, halves=True, implementation=implementation)
+    found = run(blocks, second_moments=moments, eps=1e-4)
+    exact_KK = torch.stack(exact).sum(0)
+    torch.testing.assert_close(found, exact_KK, rtol=0, atol=2e-6 * exact_KK.abs().max().item())
+    assert torch.equal(run(blocks[-1:]), torch.zeros(4, 3, dtype=torch.float64, device=device))
+
+
+# NumPy, under Triton's interpreter, warns of inf - inf.
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("num_sums", [3, 20])
+def test_a_half_that_is_not_finite_shows(num_sums, implementation, device):
+    rows_CN = torch.randn(2 * num_sums, 100, device=device)
+    rows_CN[2, 50] = math.inf
+    rows_CN[3, 50] = -math.inf
+    found = gram(rows_CN, halves=True, implementation=implementation)
+    is_finite = [row != 1 for row in range(num_sums)]
+    assert found.diagonal().isfinite().tolist() == is_finite
+    assert found[-1].isfinite().tolist() == is_finite
+
+
+def test_halves_need_an_even_number_of_rows(implementation, device):
+    with pytest.raises(ValueError, match="halves"):
+        gram(torch.ones(3, 8, device=device), halves=True, implementation=implementation)
+
+
 def test_plain_torch_keeps_float64(device):
     grads_KN = torch.randn(7, 5000, dtype=torch.float64, device=device)
     moments_N = torch.rand(5000, dtype=torch.float64, device=device)
@@ -372,6 +494,8 @@ def test_torch_knows_it(implementation, device):
     assert_torch_knows("gram", (blocks,), implementation)
     moments = [torch.rand(20, device=device), None]
     assert_torch_knows("gram", (blocks, moments, 1e-8), implementation)
+    halves = [block[:2] for block in blocks]
+    assert_torch_knows("gram", (halves, moments, 1e-8, True), implementation)
 
 
 @pytest.mark.skipif(implementations("cpu")["cpp"] is not None, reason="C++ cannot run here")
