@@ -304,13 +304,15 @@ class _StackedLayer:
 
         None if the first dimension does not hold the examples, which `SortedBatch.note` refuses.
         """
-        if tensors[0].shape[0] % num_examples:
+        grad = tensors[0]
+        if grad.dim() == 1 or grad.shape[0] % num_examples:
             return [], []
         terms = self.rule.terms(self.module, *tensors)
+        wanted = [tracks and needs for tracks, needs in zip(self._tracked, needs_grad, strict=True)]
         places = [
             place
             for place, name in enumerate(self._names)
-            if name in terms and self._tracked[place] and needs_grad[place]
+            if name in terms and wanted[place] and self._params[place].numel()
         ]
         sums = []
         for place in places:

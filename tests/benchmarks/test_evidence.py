@@ -167,3 +167,23 @@ def test_variants_of_the_rule_are_trained_and_judged(tmp_path, capsys):
     assert len(set(weights)) == len(weights)
     first, second = capsys.readouterr().out.split("weights ")[-2:]
     assert first.splitlines()[:6] == second.splitlines()[:6]
+
+
+@pytest.mark.exhaustive
+def test_weights_of_a_record_are_judged_again_and_by_longer_models(tmp_path):
+    known.main([str(tmp_path / "known")])
+    words = ["--data", str(tmp_path / "known" / "hidden"), "--target", "eta", "--seeds", "0"]
+    words += ["--domains", "alpha", "beta", "gamma", "--model", "micro", "--vocab-size", "300"]
+
+    def losses(*arguments: str) -> dict[str, float]:
+        out = tmp_path / arguments[0]
+        assert temperature.main([str(out), *words, *arguments[1:]]) == 0
+        (seed,) = json.loads((out / temperature.RECORD).read_text(encoding="utf-8"))["seeds"]
+        return {name: each["loss"] for name, each in seed["methods"].items()}
+
+    own = losses("own", "--steps", "24", "--one-proxy", "--no-others")
+    assert own.keys() == {"uniform", temperature.ALIGNED}
+    record = str(tmp_path / "own" / temperature.RECORD)
+    assert losses("again", "--steps", "24", "--weights", record) == own
+    longer = losses("longer", "--steps", "48", "--weights", record)
+    assert all(longer[name] < own[name] for name in own)

@@ -151,6 +151,17 @@ def test_compiled_as_one_graph(kind, backend, custom_rules):
     assert num_graphs() == 1
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Initializing zero-element")
+def test_a_compiled_layer_without_outputs():
+    """Its bias has no elements, so there is nothing to sum."""
+    model = nn.Sequential(nn.Linear(4, 0), nn.Linear(0, 3)).double()
+    optimizer = DoGEOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), domains=["a", "b"])
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with optimizer.stacked(model, {"a": 2, "b": 3}):
+        compiled(torch.randn(5, 4).double()).square().sum().backward()
+    assert optimizer.last.gram.shape == (2, 2)
+
+
 def num_graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
@@ -408,8 +419,13 @@ def test_batch_statistics_are_refused():
         ([LINEAR, LINEAR], [(6, 2, 4), (12, 6, 4)]),
         # Indices of another length are no flattened batch.
         ([nn.Embedding(9, 4), nn.Embedding(9, 4)], [(6, 2), (12, 3)]),
+        # As many outputs as twice the examples.
+        ([nn.Linear(4, 12)], [(4,)]),
     ],
-    ids=["batch", "no length", "another length", "a rest", "features", "time first", "indices"],
+    ids=[
+        *("batch", "no length", "another length", "a rest", "features", "time first", "indices"),
+        "a vector",
+    ],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("dynamic", [None, False, True], ids=["eager", "compiled", "dynamic"])
