@@ -59,6 +59,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     for module, limit in limits:
         monkeypatch.setattr(module, limit, getattr(module, limit) // SCALE**2)
+    # Plain torch makes float32 copies of the logits, which Triton's kernel changes in place.
+    monkeypatch.setattr(losses, "CHUNK_BYTES_ELSEWHERE", losses.CHUNK_BYTES_ELSEWHERE // 4)
     monkeypatch.setattr(linear, "multiply_wide", wide_product)
     # Sums of so few terms are less exact in bfloat16 than the check allows.
     monkeypatch.setattr(steps, "check", lambda *_: 0.0)
