@@ -199,8 +199,8 @@ class TrainingConfig:
         rates = (self.min_learning_rate, self.learning_rate)
         if None not in rates and self.min_learning_rate > self.learning_rate:
             raise UserError(
-                "min_learning_rate (--min-learning-rate) must be at most the learning_rate; got "
-                f"{self.min_learning_rate} and {self.learning_rate}."
+                "min_learning_rate (--min-learning-rate) must be at most learning_rate "
+                f"(--learning-rate); got {self.min_learning_rate:g} and {self.learning_rate:g}."
             )
         if self.warmup_steps is not None and self.warmup_steps >= self.steps:
             raise UserError(
