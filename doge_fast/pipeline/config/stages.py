@@ -91,6 +91,8 @@ def check_place(what: str, value: str, words: Collection[str]) -> None:
 
 def check_is_run(what: str, run: Path) -> None:
     """Raise UserError unless `run` is a run directory."""
+    if not run.exists():
+        raise UserError(f"{what}: {run} does not exist.")
     if not (run / "config.json").exists():
         raise UserError(f"{what}: {run} is not a run directory: it holds no config.json.")
 
