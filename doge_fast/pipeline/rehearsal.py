@@ -39,8 +39,7 @@ def rehearse(config: ProxyConfig | BaseConfig | TemperatureConfig) -> str:
     """Check and build a command's inputs, time a few steps, write no run; return tables as text."""
     out, models, told = config.out, 1, list[tuple[str, str]]()
     if isinstance(config, TemperatureConfig):
-        config, out, models, what = temperature.example(config)
-        told = [("models", what)]
+        config, out, models, told = temperature.example(config)
     config = stage.resolved(replace(config, dry_run=False))
     existing = stage.existing_run(config)
     if existing.is_complete:
@@ -55,21 +54,23 @@ def rehearse(config: ProxyConfig | BaseConfig | TemperatureConfig) -> str:
         for name in sizes
         for epochs in [f"{read[name] / sizes[name]:.2f}" if name in read else "not read"]
     ]
-    header = ("domain", "tokens", "documents", "held-out blocks", "epochs")
+    epochs = "epochs" if models == 1 else "epochs of one model"
+    header = ("domain", "tokens", "documents", "held-out blocks", epochs)
     parameters = cast(PreTrainedModel, trainer.model).num_parameters(only_trainable=True)
     if isinstance(config, ProxyConfig):
         # The aligned rule has no mu.
         mu = cast(proxy.ProxyTrainer, trainer).mu
         rule = ("mu", f"{mu:g}") if mu else ("score", config.score)
         told += [("target", ", ".join(config.target)), rule]
-    else:
-        told += [("weights", config.weights)]
+    elif not told:
+        told = [("weights", config.weights)]
     seconds = seconds_per_step(trainer)
     device, dtype = trainer.args.device.type, config.training.dtype
     total = timedelta(seconds=round(seconds * steps * models))
+    each = "" if models == 1 else f"{of_step * steps:,} each, "
     plan = [
         ("model", f"{config.model.model}, {parameters:,} parameters"),
-        ("steps", f"{steps:,} of {of_step:,} tokens, {of_step * steps:,} in all"),
+        ("steps", f"{steps:,} of {of_step:,} tokens, {each}{of_step * steps * models:,} in all"),
         *told,
         ("writes", f"{out}{'' if existing.record is None else ', which is resumed'}"),
         ("time", f"{total} at {seconds:.3g} s a step on {device} in {dtype}, and evaluations"),

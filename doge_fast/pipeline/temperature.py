@@ -128,16 +128,21 @@ def plan_lines(config: TemperatureConfig, command: str) -> list[str]:
     return [*lines, f"{command}  # {next_step}"]
 
 
-def example(config: TemperatureConfig) -> tuple[BaseConfig, Path, int, str]:
+def example(config: TemperatureConfig) -> tuple[BaseConfig, Path, int, list[tuple[str, str]]]:
     """A base model for a dry run, at uniform weights: every mixture costs the same.
 
     Returns:
-        (the base model, directory of the search, its largest number of models, that in words).
+        (the base model, directory of the search, its largest number of models, lines on it).
     """
     search = _Search.of(replace(config, dry_run=False))
     base = search.base(1.0, config.seeds[0])
     own = replace(base, out=base.out.with_name("dry-run"), weights="uniform")
-    return own, search.out, search.most_runs, search.number_text
+    told = [
+        ("models", search.number_text),
+        ("weights", f"{config.proxy} at up to {plural(config.most_runs, 'temperature')}"),
+        ("target", held_out_text(search.aim, search.alpha)),
+    ]
+    return own, search.out, search.most_runs, told
 
 
 def sharpened(weights: Mapping[str, float], inverse: float) -> dict[str, float]:

@@ -143,3 +143,10 @@ def test_a_report_does_not_believe_a_run_that_diverged(tmp_path):
     told = " ".join(" ".join(remarks_on(run)).split())
     assert "16 of 20 logged steps were skipped because a gradient was not finite" in told
     assert "smaller mu" not in told
+
+
+def test_of_uniform_weights_no_domain_gets_most(tmp_path):
+    run = write_proxy(tmp_path / "run", steps=20, logits=[0.0] * 7, noise=0.0)
+    told = " ".join(" ".join(remarks_on(run)).split())
+    assert "the weights are uniform; effectively 7.0 of 7 domains" in told
+    assert "most goes to" not in told

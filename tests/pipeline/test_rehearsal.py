@@ -82,9 +82,10 @@ def test_a_dry_run_of_a_search_writes_nothing(proxy, monkeypatch, capsys):
     told = said_in(capsys.readouterr().out)
     assert "models at most 6 base models (3 temperatures, 2 seeds)" in told
     # Blocks of 16 tokens, two of each of the three domains.
-    assert "steps 9 of 96 tokens, 864 in all" in told
+    assert "steps 9 of 96 tokens, 864 each, 5,184 in all" in told
+    assert "epochs of one model" in told
     assert f"writes {source}-temperature" in told
-    assert "verse" in told
+    assert f"weights {source} at up to 3 temperatures target held-out text of verse" in told
     # Of all models.
     seconds = float(told.split(" s a step")[0].split()[-1])
     days = told.split("time ")[1].split(" at ")[0].split(":")

@@ -71,6 +71,7 @@ def write_proxy(
     is_finished: bool = True,
     score: str = "paper",
     tokens: Mapping[str, int] = TOKENS,
+    noise: float = 0.15,
 ) -> Path:
     """A proxy run whose weights go from uniform to softmax(logits) within a third of its steps."""
     names = tuple(domains)
@@ -95,7 +96,7 @@ def write_proxy(
     alpha = average
     for step in range(1, (last_step or steps) + 1):
         pushed = np.asarray(logits[: len(names)]) * min(1.0, 3 * step / steps)
-        pushed = pushed + 0.15 * draw.standard_normal(len(names))
+        pushed = pushed + noise * draw.standard_normal(len(names))
         alpha = np.exp(pushed) / np.exp(pushed).sum()
         total += alpha
         average = total / step

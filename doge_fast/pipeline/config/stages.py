@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Le
-from pydantic import StringConstraints
 from pydantic.dataclasses import dataclass
 
 from doge_fast.pipeline import named
@@ -33,7 +32,6 @@ from doge_fast.pipeline.sizes import SIZES, Settings, settings_of
 from doge_fast.weights.defaults import DOMAIN_MAX_GRAD_NORM
 
 Target = str | dict[str, float]
-Strategy = Annotated[str, StringConstraints(pattern=r"^(low|high)[1-9][0-9]*$")]
 Reading = Literal["norms-over-change", "sum-over-change", "change-over-sum", "change-over-norms"]
 
 # Keywords of a target.
@@ -91,6 +89,8 @@ def check_place(what: str, value: str, words: Collection[str]) -> None:
 
 def check_is_run(what: str, run: Path) -> None:
     """Raise UserError unless `run` is a run directory."""
+    if not run.exists():
+        raise UserError(f"{what}: {run} does not exist.")
     if not (run / "config.json").exists():
         raise UserError(f"{what}: {run} is not a run directory: it holds no config.json.")
 
@@ -199,8 +199,8 @@ class TrainingConfig:
         rates = (self.min_learning_rate, self.learning_rate)
         if None not in rates and self.min_learning_rate > self.learning_rate:
             raise UserError(
-                "min_learning_rate (--min-learning-rate) must be at most the learning_rate; got "
-                f"{self.min_learning_rate} and {self.learning_rate}."
+                "min_learning_rate (--min-learning-rate) must be at most learning_rate "
+                f"(--learning-rate); got {self.min_learning_rate:g} and {self.learning_rate:g}."
             )
         if self.warmup_steps is not None and self.warmup_steps >= self.steps:
             raise UserError(
@@ -433,7 +433,7 @@ class SelectConfig(_Stage):
     stage: ClassVar[Literal["select"]] = "select"
 
     training: TrainingConfig = field(default_factory=lambda: TrainingConfig(steps=1000))
-    strategies: tuple[Strategy, ...] = ("low10", "low30", "low50", "high30", "high10")
+    strategies: tuple[str, ...] = ("low10", "low30", "low50", "high30", "high10")
     """lowN or highN: select the N parameters with the lowest or highest scores."""
     reading: Reading = "norms-over-change"
     """How the score is computed. norms-over-change (the paper's words): the sum of the examples'
@@ -447,6 +447,15 @@ class SelectConfig(_Stage):
     for others."""
     log_every: Count = 10
     """Steps between lines of metrics.jsonl."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        wrong = [s for s in self.strategies if not re.fullmatch("(low|high)[1-9][0-9]*", s)]
+        if wrong:
+            raise UserError(
+                "strategies (--strategies) must be lowN or highN, N from 1; got "
+                f"{', '.join(wrong)}."
+            )
 
 
 StageConfig = ProxyConfig | BaseConfig | DoReMiConfig | SelectConfig

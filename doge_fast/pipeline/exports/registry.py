@@ -4,6 +4,7 @@ export(weights, to=name, paths=...)  ->  what the framework takes, as text
 """
 
 import functools
+import math
 import string
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -115,7 +116,11 @@ def export(
     entries = {entry["name"]: entry for entry in record["domains"]}
     parts = normalised({name: float(entry["weight"]) for name, entry in entries.items()})
     lengths, given_lengths = dict[str, float](), mean_doc_tokens or {}
-    named.check_known("mean_doc_tokens (--mean-doc-tokens)", given_lengths, entries, "the weights")
+    option = "mean_doc_tokens (--mean-doc-tokens)"
+    named.check_known(option, given_lengths, entries, "the weights")
+    for name, length in given_lengths.items():
+        if not 0 < length < math.inf:
+            raise UserError(f"{option} must be a number above 0; that of {name} is {length:g}.")
     if rows == "documents":
         lengths = _lengths(parts, entries, given_lengths)
         parts = by_document(parts, lengths)

@@ -190,12 +190,14 @@ class Proxy:
             for name, stat in most
         )
         least = f", least to {ranked[-1][0]} {share_text(ranked[-1][1])}" if ranked[1:] else ""
+        is_uniform = most[0][1].mean - ranked[-1][1].mean < 1e-9 and len(ranked) > 1
+        where = "the weights are uniform" if is_uniform else f"most goes to {top}{least}"
         count = effective_domains(stat.mean for stat in self.weights.values())
         moved = self.movement
         seeds = "" if moved.spread is None else f", and seeds differ by {_share(moved.spread)}"
         state = "has settled" if moved.is_settled else "is still moving"
         return (
-            f"{self.label}, for {self.target}: most goes to {top}{least}; effectively "
+            f"{self.label}, for {self.target}: {where}; effectively "
             f"{count:.1f} of {plural(len(self.domains), 'domain')}. The result "
             f"{state if self.has_moved else 'has hardly moved'}: the last fifth of the "
             f"{int(moved.steps[-1])} steps moved {_share(moved.drift)} of the tokens between "
