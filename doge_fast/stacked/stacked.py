@@ -302,7 +302,8 @@ class _StackedLayer:
     ) -> tuple[list[int], list[Tensor]]:
         """The places of parameters whose rule has terms, and each example's sum, [B, *shape].
 
-        None if the first dimension does not hold the examples, which `SortedBatch.note` refuses.
+        Both are empty if the first dimension does not hold the examples: `SortedBatch.note` refuses
+        that.
         """
         grad = tensors[0]
         if grad.dim() == 1 or grad.shape[0] % num_examples:
@@ -410,13 +411,5 @@ def fill_rows_(
 
 
 @fill_rows_.register_fake
-def _(
-    x: Tensor,
-    tensors: list[Tensor],
-    sums: list[Tensor],
-    token: Tensor,
-    number: int,
-    places: list[int],
-    needs_grad: list[bool],
-) -> None:
+def _(*arguments: Any) -> None:
     return None
