@@ -20,6 +20,7 @@ from doge_fast.kernels import (
     accumulate,
     cross_entropy,
     gram,
+    gram_and_sum,
     implementations,
     segment_sum,
     weighted_sum,
@@ -228,6 +229,52 @@ def weighted_sum_case(arena: Arena, problem: OperatorProblem, names: Sequence[st
         },
         plain=_plain_sums(blocks, c_K, outs),
     )
+
+
+def gram_and_sum_case(arena: Arena, problem: OperatorProblem, names: Sequence[str]) -> Case:
+    """`halves_case`, and the combined gradient of the same sums."""
+    case = halves_case(arena, problem, names)
+    blocks = [block[: problem.num_rows // 2 * 2] for block in arena.blocks(problem)]
+    moments = arena.outputs(problem.sizes)
+    outs = [torch.zeros_like(v) for v in moments]
+    num_sums = problem.num_rows // 2
+    c_K = coefficients(num_sums, arena.device)
+    c_R = c_K.repeat_interleave(2)
+    gram_error, (products,) = case.error, case.plain.values()
+    sums = _plain_sums(blocks, c_R, outs)["a @ x"]
+
+    def error(call: Call) -> float:
+        for out in outs:
+            out.fill_(math.nan)
+        of_gram = gram_error(call)
+        pairs = [
+            (_ends(out), _ends(block).double().T @ c_R)
+            for block, out in zip(blocks, outs, strict=True)
+        ]
+        of_sum = relative_error([found for found, _ in pairs], [exact for _, exact in pairs])
+        # As large as the other where both are as large as they may be.
+        return largest([of_gram, of_sum * GRAM_TOLERANCE / _sum_tolerance(problem)])
+
+    def plain() -> object:
+        sums()
+        return products()
+
+    case.operator, case.label, case.error = "gram_and_sum", "halves", error
+    case.plain = {"(x + y) * d, mm, a @ x": plain}
+    case.num_bytes += problem.num_columns * problem.dtype.itemsize
+    case.flops += 3 * num_sums * problem.num_columns
+    case.ours = {
+        name: functools.partial(
+            *(gram_and_sum, blocks, c_K),
+            out=outs,
+            second_moments=moments,
+            eps=METRIC_EPS,
+            halves=True,
+            implementation=name,
+        )
+        for name in names
+    }
+    return case
 
 
 def accumulate_case(

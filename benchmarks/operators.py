@@ -50,6 +50,7 @@ MIN_FLOPS_PER_BYTE = 1.0
 BY_SHAPE = {
     "gram": (cases.gram_case, cases.metric_case, cases.halves_case),
     "weighted_sum": (cases.weighted_sum_case,),
+    "gram_and_sum": (cases.gram_and_sum_case,),
 }
 BY_NUMBER = {"segment_sum": cases.segment_sum_case}
 # The K x K steps, float64 alone.

@@ -87,4 +87,28 @@ inline int64_t check_blocks(const TensorList& blocks, const char* op) {
   return num_rows;
 }
 
+// An output per block: contiguous, and as long as a row.
+inline void check_outs(const TensorList& blocks, const TensorList& outs, const char* op) {
+  DOGE_CHECK(blocks.size() == outs.size(), op, " needs one output per block; received ", outs.size(), " for ",
+             blocks.size(), " blocks.");
+  for (size_t p = 0; p < blocks.size(); ++p) {
+    check_contiguous(outs[p], op, "outs", p);
+    DOGE_CHECK(outs[p].numel() == blocks[p].size(1), op, " needs an output as long as its block; outs[", p,
+               "] has ", outs[p].numel(), " elements, blocks[", p, "] ", blocks[p].size(1), " columns.");
+  }
+}
+
+// The values of [num_rows] float64 coefficients.
+inline std::vector<double> values_of(const Tensor& coefficients_R, int64_t num_rows, const char* op) {
+  DOGE_CHECK(coefficients_R.is_cpu() && coefficients_R.scalar_type() == ScalarType::Double, op,
+             " needs float64 coefficients on the CPU; received ", name(coefficients_R.scalar_type()),
+             coefficients_R.is_cpu() ? "." : " on another device.");
+  DOGE_CHECK(coefficients_R.dim() == 1 && coefficients_R.size(0) == num_rows, op,
+             " needs one coefficient per row, shape [", num_rows, "]; received shape ", shape(coefficients_R), ".");
+  const double* first = static_cast<const double*>(coefficients_R.const_data_ptr());
+  std::vector<double> values;
+  for (int64_t row = 0; row < num_rows; ++row) values.push_back(first[row * coefficients_R.stride(0)]);
+  return values;
+}
+
 }  // namespace doge_fast

@@ -91,10 +91,7 @@ def gram(
     """
     blocks = [grads] if isinstance(grads, Tensor) else grads
     moments = [second_moments] if isinstance(second_moments, Tensor) else second_moments
-    if moments is not None and not eps >= 0:
-        raise ValueError(f"gram() adds eps >= 0 to the roots of second moments; got {eps}.")
-    if halves and len(blocks[0]) % 2:
-        raise ValueError(f"gram(halves=True) adds rows in pairs; got {len(blocks[0])} rows.")
+    check_options(blocks, moments, eps, halves)
     gram_KK: Tensor = _op(blocks, moments, eps, halves, implementation=implementation)
     return gram_KK
 
@@ -981,6 +978,16 @@ def check_gram(blocks: Sequence[Tensor], moments: Moments | None = None) -> None
         sizes = [block.shape[1] for block in blocks]
         check_pairs("gram", "blocks", sizes, "second_moments", moments)
         check_readable("gram", "second_moments", moments, blocks[0].device)
+
+
+def check_options(
+    blocks: Sequence[Tensor], moments: Moments | None, eps: float, halves: bool
+) -> None:
+    """Raise ValueError unless `eps` >= 0 and, with halves, the number of rows is even."""
+    if moments is not None and not eps >= 0:
+        raise ValueError(f"gram() adds eps >= 0 to the roots of second moments; got {eps}.")
+    if halves and len(blocks[0]) % 2:
+        raise ValueError(f"gram(halves=True) adds rows in pairs; got {len(blocks[0])} rows.")
 
 
 def _run(

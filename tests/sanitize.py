@@ -22,7 +22,10 @@ from tests.processes import printed_by, shell_script
 ROOT = Path(__file__).resolve().parents[1]
 HERE = ROOT / "tests" / "sanitizers"
 CACHE = ROOT / "build" / "sanitize"
-TESTS = [f"tests/operators/test_{name}.py" for name in ("gram", "weighted_sum", "accumulate")]
+TESTS = [
+    f"tests/operators/test_{name}.py"
+    for name in ("gram", "weighted_sum", "gram_and_sum", "accumulate")
+]
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ def correctness(session: Session) -> Iterator[Row]:
                     yield checked(cases.metric_case(arena, problem, [name]), name)
                     yield checked(cases.halves_case(arena, problem, [name]), name)
                     yield checked(cases.weighted_sum_case(arena, problem, [name]), name)
+                    yield checked(cases.gram_and_sum_case(arena, problem, [name]), name)
     for dtype in dtypes:
         problem = OperatorProblem(2, dtype, BLOCKS, blocks)
         arena = Rows(problem, session.device)

@@ -1,9 +1,10 @@
 // gram_RR = sum over blocks of block D block^T, in one pass over memory; D is diagonal, a metric of columns or 1.
-// With halves, of the sums of two rows each; a last row has the products of these two.
+// With halves, of the sums of two rows each; a last row has the products of these two. gram_and_sum writes the sum
+// of these sums, each times its coefficient, in the same pass.
 //
-// Reads every block and its second moments once (R*N and N elements); writes R*R doubles. The columns of a partial sum and the order of
-// additions depend on the sizes and the CPU alone: on one kind of CPU the result is bitwise the same for any
-// number of threads.
+// Reads every block and its second moments once (R*N and N elements); writes R*R doubles, and N elements of the
+// weighted sum. The columns of a partial sum and the order of additions depend on the sizes and the CPU alone: on
+// one kind of CPU the result is bitwise the same for any number of threads.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -12,6 +13,7 @@
 #include <memory>
 #include <new>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "gram.h"
@@ -37,8 +39,8 @@ class Worker {
 
   void begin() { std::memset(sums_.get(), 0, sum_bytes_); }
 
-  void add(const Rows& rows, const Moments& moments, int64_t first, int64_t last) {
-    gram_add(rows, moments, has_halves_, first, last - first, scratch_.get(), sums_.get());
+  void add(const Rows& rows, const Moments& moments, const WeightedSum& weighted, int64_t first, int64_t last) {
+    gram_add(rows, moments, has_halves_, weighted, first, last - first, scratch_.get(), sums_.get());
   }
 
   void end(double* products) const { gram_end(sums_.get(), num_rows_, has_halves_, products); }
@@ -85,13 +87,16 @@ void check_moments(const TensorList& blocks, const Optionals& moments) {
   }
 }
 
-Tensor gram(TensorList blocks, std::optional<Optionals> second_moments, double eps, bool has_halves) {
+// `weighted`: of each block, or of none.
+Tensor gram_of(const TensorList& blocks, const std::optional<Optionals>& second_moments, double eps, bool has_halves,
+               std::vector<WeightedSum> weighted) {
   const int64_t num_read = check_blocks(blocks, "gram");
   if (second_moments) check_moments(blocks, *second_moments);
   DOGE_CHECK(1 <= num_read && num_read <= MAX_ROWS, "gram needs 1 to ", MAX_ROWS, " rows; received ", num_read, ".");
   DOGE_CHECK(!has_halves || num_read % 2 == 0, "gram needs two rows for each sum of halves; received ", num_read,
              " rows.");
   const int64_t num_rows = has_halves ? num_read / 2 : num_read;
+  weighted.resize(blocks.size());
   std::vector<Rows> table;
   std::vector<Moments> moments(blocks.size());
   std::vector<int64_t> lengths;
@@ -115,8 +120,9 @@ Tensor gram(TensorList blocks, std::optional<Optionals> second_moments, double e
       [&](int64_t piece, Worker& worker) {
         worker.begin();
         columns.for_each_span(piece, num_pieces, [&](const Columns::Span& span) {
-          worker.add(table[span.tensor], moments[span.tensor], span.first, span.last);
+          worker.add(table[span.tensor], moments[span.tensor], weighted[span.tensor], span.first, span.last);
         });
+        if (weighted[0].past_cache) finish_streaming();
         worker.end(partial_sums.data() + piece * num_products);
       });
 
@@ -136,13 +142,36 @@ Tensor gram(TensorList blocks, std::optional<Optionals> second_moments, double e
   return gram_RR;
 }
 
+Tensor gram(TensorList blocks, std::optional<Optionals> second_moments, double eps, bool has_halves) {
+  return gram_of(blocks, second_moments, eps, has_halves, {});
+}
+
+// With halves; coefficients_K is of their sums.
+Tensor gram_and_sum(TensorList blocks, Tensor coefficients_K, TensorList outs, std::optional<Optionals> second_moments,
+                    double eps) {
+  const int64_t num_read = check_blocks(blocks, "gram_and_sum");
+  check_outs(blocks, outs, "gram_and_sum");
+  const std::vector<double> coefficients = values_of(coefficients_K, num_read / 2, "gram_and_sum");
+  int64_t out_bytes = 0;
+  for (const Tensor& out : outs) out_bytes += out.numel() * static_cast<int64_t>(out.element_size());
+  const bool past_cache = is_larger_than_cache(out_bytes);
+  std::vector<WeightedSum> weighted;
+  for (const Tensor& out : outs)
+    weighted.push_back({coefficients.data(), out.mutable_data_ptr(), out.scalar_type(), past_cache});
+  return gram_of(blocks, second_moments, eps, true, std::move(weighted));
+}
+
 STABLE_TORCH_LIBRARY_FRAGMENT(doge_fast_cpp, library) {
   library.def("gram(Tensor[] blocks, Tensor?[]? second_moments=None, float eps=0., bool halves=False) -> Tensor");
+  library.def(
+      "gram_and_sum(Tensor[] blocks, Tensor coefficients_K, Tensor(a!)[] outs, Tensor?[]? second_moments=None, "
+      "float eps=0.) -> Tensor");
 }
 // For every device, so that a tensor on another device and an empty list fail with our message, not the
 // dispatcher's.
 STABLE_TORCH_LIBRARY_IMPL(doge_fast_cpp, CompositeExplicitAutograd, library) {
   library.impl("gram", TORCH_BOX(&gram));
+  library.impl("gram_and_sum", TORCH_BOX(&gram_and_sum));
 }
 
 }  // namespace

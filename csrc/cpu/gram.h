@@ -7,7 +7,7 @@
 // loads that products wait for. float32 products are summed in registers over a tile, in float32 memory over
 // some tiles, and then in float64. With a metric, a tile's rows are scaled by its root into a contiguous tile in
 // the first-level cache, and that is multiplied. Rows in halves are added into that tile, on the way of which the
-// two halves of each row are multiplied.
+// two halves of each row are multiplied, and all rows are added up, each times its coefficient, if that is asked for.
 #pragma once
 
 #include <limits>
@@ -77,10 +77,10 @@ constexpr int64_t tile_columns(int64_t num_rows) {
   return fit < least ? least : fit > most ? most : fit;
 }
 
-// The bytes of a tile of copied rows and the roots of their metric, in float64 or narrower. There is a cache line
-// between rows, so that the same column of all rows does not fall into one cache set.
+// The bytes of a tile of copied rows, the roots of their metric and their weighted sum, in float64 or narrower.
+// There is a cache line between rows, so that the same column of all rows does not fall into one cache set.
 constexpr int64_t gram_scratch_bytes(int64_t num_rows) {
-  return (num_rows + 1) * (tile_columns(num_rows) * static_cast<int64_t>(sizeof(double)) + 64);
+  return (num_rows + 2) * (tile_columns(num_rows) * static_cast<int64_t>(sizeof(double)) + 64);
 }
 
 // Per product a register of float32 sums and one of float64 sums.
@@ -471,45 +471,81 @@ inline void scale_rows(const A* roots, const T* from, int64_t row_stride, int64_
     for (int64_t r = 0; r < num_rows; ++r) to[r * stride + i] = widened(from[r * row_stride + i]) * roots[i];
 }
 
-// The same of ROWS sums of rows 2 r and 2 r + 1, whose product in the metric is added to products[r].
-template <int64_t ROWS, typename T, typename A>
+// Where the sum of all rows in halves goes, each times its coefficient, and its dtype. Without coefficients it is
+// not asked for.
+struct WeightedSum {
+  const double* coefficients = nullptr;
+  void* out = nullptr;
+  ScalarType dtype = ScalarType::Float;
+  bool past_cache = false;
+};
+
+// The same on a tile, to which some rows after others are added.
+template <typename A>
+struct Totals {
+  const double* coefficients;
+  A* run;
+  bool is_first;
+};
+
+// The same of ROWS sums of rows 2 r and 2 r + 1, whose product in the metric is added to products[r]. IS_SUMMED:
+// the sums, each times its coefficient, are added to the totals.
+template <bool IS_SUMMED, int64_t ROWS, typename T, typename A>
 inline void add_halves(const A* roots, const T* from, int64_t row_stride, A* to, int64_t stride, Vector<A>* products,
-                       int64_t n) {
+                       int64_t n, [[maybe_unused]] const Totals<A>& totals) {
   Vector<A> sums[ROWS] = {};
+  [[maybe_unused]] A c[ROWS];
+  if constexpr (IS_SUMMED)
+    for (int64_t r = 0; r < ROWS; ++r) c[r] = static_cast<A>(totals.coefficients[r]);
+  // Local copies, because the compiler must assume that a store changes what a reference refers to.
+  [[maybe_unused]] const auto [coefficients, run, is_first] = totals;
   int64_t i = 0;
   for (; i + LANES<A> <= n; i += LANES<A>) {
     const Vector<A> root = load(roots + i);
     const T* row = from + i;
     A* out = to + i;
+    [[maybe_unused]] Vector<A> total{};
+    if constexpr (IS_SUMMED)
+      if (!is_first) total = load(run + i);
 #pragma GCC unroll 8
     for (int64_t r = 0; r < ROWS; ++r, row += 2 * row_stride, out += stride) {
       // The next tile, into the second level: so many rows would not stay in the first.
       __builtin_prefetch(row + n, 0, 2);
       __builtin_prefetch(row + row_stride + n, 0, 2);
-      const Vector<A> first = load(row) * root, second = load(row + row_stride) * root;
-      store(out, first + second);
-      sums[r] += first * second;
+      const Vector<A> first = load(row), second = load(row + row_stride);
+      const Vector<A> first_scaled = first * root, second_scaled = second * root;
+      store(out, first_scaled + second_scaled);
+      sums[r] += first_scaled * second_scaled;
+      if constexpr (IS_SUMMED) total += broadcast(c[r]) * (first + second);
     }
+    if constexpr (IS_SUMMED) store(run + i, total);
   }
-  for (; i < n; ++i)
+  for (; i < n; ++i) {
+    [[maybe_unused]] A total{};
+    if constexpr (IS_SUMMED)
+      if (!is_first) total = run[i];
     for (int64_t r = 0; r < ROWS; ++r) {
       const T* row = from + 2 * r * row_stride + i;
-      const A first = widened(row[0]) * roots[i], second = widened(row[row_stride]) * roots[i];
-      to[r * stride + i] = first + second;
-      sums[r][0] += first * second;
+      const A first = widened(row[0]), second = widened(row[row_stride]);
+      const A first_scaled = first * roots[i], second_scaled = second * roots[i];
+      to[r * stride + i] = first_scaled + second_scaled;
+      sums[r][0] += first_scaled * second_scaled;
+      if constexpr (IS_SUMMED) total += c[r] * (first + second);
     }
+    if constexpr (IS_SUMMED) run[i] = total;
+  }
 #pragma GCC unroll 8
   for (int64_t r = 0; r < ROWS; ++r) products[r] += sums[r];
 }
 
-template <int64_t ROWS, typename T, typename A>
+template <bool IS_SUMMED, int64_t ROWS, typename T, typename A>
 inline void add_halves_of(int64_t num_rows, const A* roots, const T* from, int64_t row_stride, A* to, int64_t stride,
-                          Vector<A>* products, int64_t n) {
+                          Vector<A>* products, int64_t n, const Totals<A>& totals) {
   if constexpr (ROWS > 1) {
     if (num_rows < ROWS)
-      return add_halves_of<ROWS - 1>(num_rows, roots, from, row_stride, to, stride, products, n);
+      return add_halves_of<IS_SUMMED, ROWS - 1>(num_rows, roots, from, row_stride, to, stride, products, n, totals);
   }
-  add_halves<ROWS>(roots, from, row_stride, to, stride, products, n);
+  add_halves<IS_SUMMED, ROWS>(roots, from, row_stride, to, stride, products, n, totals);
 }
 
 using FloatSum = Vector<float>;
@@ -529,12 +565,14 @@ inline void flush(FloatSum* parts, DoubleSum* wholes, int64_t num_products) {
 template <typename T>
 class Gram {
  public:
-  Gram(const Rows& rows, const Moments& moments, bool has_halves, void* scratch, void* sums)
+  Gram(const Rows& rows, const Moments& moments, bool has_halves, const WeightedSum& weighted, void* scratch,
+       void* sums)
       : rows_RN_(static_cast<const T*>(rows.data)),
         row_stride_(rows.row_stride),
         num_rows_(rows.num_rows / (has_halves ? 2 : 1)),
         has_halves_(has_halves),
         moments_(moments),
+        weighted_(weighted),
         num_products_(num_products_of(num_rows_, has_halves)),
         tile_(scratch),
         wholes_(static_cast<DoubleSum*>(sums)),
@@ -637,20 +675,34 @@ class Gram {
     Scaled* roots = tile + num_rows_ * stride;
     roots_of(moments_, at - rows_RN_, roots, columns);
     const bool are_few = !has_halves_ && num_rows_ <= MOST_SCALED_AT_ONCE;
-    if (has_halves_) {
-      auto* products = sums() + pair_index(num_rows_, 0);
-      const int64_t num_shares = (num_rows_ + HALVES_AT_ONCE - 1) / HALVES_AT_ONCE;
-      for (int64_t share = 0; share < num_shares; ++share) {
-        const int64_t row = num_rows_ * share / num_shares;
-        add_halves_of<HALVES_AT_ONCE>(num_rows_ * (share + 1) / num_shares - row, roots, at + 2 * row * row_stride_,
-                                      row_stride_, tile + row * stride, stride, products + row, columns);
-      }
+    if (has_halves_ && weighted_.coefficients != nullptr) {
+      Scaled* totals = roots + stride;
+      add_all_halves<true>(roots, at, tile, stride, totals, columns);
+      with_type(weighted_.dtype, [&](auto zero) {
+        narrow(totals, static_cast<decltype(zero)*>(weighted_.out) + (at - rows_RN_), columns, weighted_.past_cache);
+      });
+    } else if (has_halves_) {
+      add_all_halves<false>(roots, at, tile, stride, nullptr, columns);
     } else if (are_few) {
       scale_rows<true>(roots, at, row_stride_, num_rows_, tile, stride, columns);
     } else {
       scale_rows<false>(roots, at, row_stride_, num_rows_, tile, stride, columns);
     }
     add_filled(tile, stride, columns, are_few ? Ahead{} : ahead_of<Scaled>(at + columns, left));
+  }
+
+  template <bool IS_SUMMED>
+  void add_all_halves(const Scaled* roots, const T* at, Scaled* tile, int64_t stride, Scaled* totals,
+                      int64_t columns) {
+    auto* products = sums() + pair_index(num_rows_, 0);
+    const int64_t num_shares = (num_rows_ + HALVES_AT_ONCE - 1) / HALVES_AT_ONCE;
+    for (int64_t share = 0; share < num_shares; ++share) {
+      const int64_t row = num_rows_ * share / num_shares;
+      add_halves_of<IS_SUMMED, HALVES_AT_ONCE>(
+          num_rows_ * (share + 1) / num_shares - row, roots, at + 2 * row * row_stride_, row_stride_,
+          tile + row * stride, stride, products + row, columns,
+          Totals<Scaled>{IS_SUMMED ? weighted_.coefficients + row : nullptr, totals, share == 0});
+    }
   }
 
   template <typename O>
@@ -669,6 +721,7 @@ class Gram {
   int64_t num_rows_;
   bool has_halves_;
   Moments moments_;
+  WeightedSum weighted_;
   int64_t num_products_;
   void* tile_;
   DoubleSum* wholes_;
@@ -677,11 +730,11 @@ class Gram {
   int64_t num_tiles_ = 0;
 };
 
-inline void gram_add(const Rows& rows, const Moments& moments, bool has_halves, int64_t first, int64_t columns,
-                     void* scratch, void* sums) {
+inline void gram_add(const Rows& rows, const Moments& moments, bool has_halves, const WeightedSum& weighted,
+                     int64_t first, int64_t columns, void* scratch, void* sums) {
   with_type(rows.dtype, [&](auto zero) {
     using T = decltype(zero);
-    Gram<T>(rows, moments, has_halves, scratch, sums).add(first, columns);
+    Gram<T>(rows, moments, has_halves, weighted, scratch, sums).add(first, columns);
   });
 }
 

@@ -31,25 +31,17 @@ struct Block {
 };
 
 std::vector<Term> nonzero_terms(const Tensor& coefficients_R, int64_t num_rows) {
-  DOGE_CHECK(coefficients_R.is_cpu() && coefficients_R.scalar_type() == ScalarType::Double,
-             "weighted_sum needs float64 coefficients on the CPU; received ",
-             name(coefficients_R.scalar_type()), coefficients_R.is_cpu() ? "." : " on another device.");
-  DOGE_CHECK(coefficients_R.dim() == 1 && coefficients_R.size(0) == num_rows,
-             "weighted_sum needs one coefficient per row, shape [", num_rows, "]; received shape ",
-             shape(coefficients_R), ".");
-  const double* values = static_cast<const double*>(coefficients_R.const_data_ptr());
-  const int64_t stride = coefficients_R.stride(0);
+  const std::vector<double> values = values_of(coefficients_R, num_rows, "weighted_sum");
   std::vector<Term> terms;
   for (int64_t row = 0; row < num_rows; ++row)
-    if (values[row * stride] != 0) terms.push_back({row, values[row * stride]});
+    if (values[row] != 0) terms.push_back({row, values[row]});
   return terms;
 }
 
 void weighted_sum(TensorList blocks, Tensor coefficients_R, TensorList outs) {
-  DOGE_CHECK(blocks.size() == outs.size(), "weighted_sum needs one output per block; received ",
-             outs.size(), " for ", blocks.size(), " blocks.");
-  if (blocks.empty()) return;
+  if (blocks.empty() && outs.empty()) return;
   const int64_t num_rows = check_blocks(blocks, "weighted_sum");
+  check_outs(blocks, outs, "weighted_sum");
   const std::vector<Term> terms = nonzero_terms(coefficients_R, num_rows);
   std::vector<Block> table;
   std::vector<int64_t> lengths;
@@ -57,9 +49,6 @@ void weighted_sum(TensorList blocks, Tensor coefficients_R, TensorList outs) {
   for (size_t p = 0; p < blocks.size(); ++p) {
     const Tensor& block = blocks[p];
     const Tensor& out = outs[p];
-    check_contiguous(out, "weighted_sum", "outs", p);
-    DOGE_CHECK(out.numel() == block.size(1), "weighted_sum needs an output as long as its block; outs[",
-               p, "] has ", out.numel(), " elements, blocks[", p, "] ", block.size(1), " columns.");
     table.push_back({Rows::of(block), out.scalar_type(), out.mutable_data_ptr()});
     lengths.push_back(block.size(1));
     num_bytes += block.numel() * static_cast<int64_t>(block.element_size());

@@ -16,6 +16,7 @@ from doge_fast.kernels.accumulate import accumulate, fill  # noqa: E402
 from doge_fast.kernels.cross_entropy import cross_entropy  # noqa: E402
 from doge_fast.kernels.dispatch import chosen, implementations  # noqa: E402
 from doge_fast.kernels.gram import gram  # noqa: E402
+from doge_fast.kernels.gram_and_sum import gram_and_sum  # noqa: E402
 from doge_fast.kernels.scale_rows import scale_rows  # noqa: E402
 from doge_fast.kernels.segment_sum import segment_sum  # noqa: E402
 from doge_fast.kernels.weighted_sum import weighted_sum  # noqa: E402
@@ -26,6 +27,7 @@ __all__ = [
     "cross_entropy",
     "fill",
     "gram",
+    "gram_and_sum",
     "implementations",
     "scale_rows",
     "segment_sum",

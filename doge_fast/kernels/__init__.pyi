@@ -30,6 +30,16 @@ def gram(
     halves: bool = False,
     implementation: str | None = None,
 ) -> Tensor: ...
+def gram_and_sum(
+    grads: Tensor | Sequence[Tensor],
+    coefficients_R: Tensor,
+    *,
+    out: Tensor | Sequence[Tensor],
+    second_moments: Tensor | Sequence[Tensor | None] | None = None,
+    eps: float = 0.0,
+    halves: bool = False,
+    implementation: str | None = None,
+) -> Tensor: ...
 def scale_rows(
     values_RN: Tensor, factors_R: Tensor, *, implementation: str | None = None
 ) -> None: ...

@@ -29,7 +29,7 @@ def arena() -> Arena:
 
 
 @pytest.mark.parametrize(
-    "make", [cases.gram_case, cases.metric_case, cases.halves_case, cases.weighted_sum_case]
+    "make", [make for operator in operators.BY_SHAPE.values() for make in operator]
 )
 @pytest.mark.parametrize("shape", problems.SHAPES)
 def test_plain_formulations_compute_the_same(make, shape, arena):

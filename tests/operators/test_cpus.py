@@ -28,7 +28,8 @@ MARCHES = {
     "x86-64-v4": ("avx512f", "avx512bw", "avx512vl", "avx512dq"),
     "cooperlake": ("avx512f", "avx512_bf16"),
 }
-TESTS = [f"tests/operators/test_{name}.py" for name in ("accumulate", "gram", "weighted_sum")]
+ROWS = ("gram", "weighted_sum", "gram_and_sum")
+TESTS = [f"tests/operators/test_{name}.py" for name in ("accumulate", *ROWS)]
 # Equal terms are all rounded the same way: the most that float32 sums go astray.
 TESTS.append("tests/operators/test_accuracy.py::test_many_rows_of_equal_terms_lose_nothing")
 

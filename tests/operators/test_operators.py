@@ -8,6 +8,7 @@ from doge_fast.kernels import (
     accumulate,
     cross_entropy,
     gram,
+    gram_and_sum,
     implementations,
     scale_rows,
     segment_sum,
@@ -20,6 +21,7 @@ VALUES_TD, OUT_GRD = torch.ones(6, 4), torch.ones(2, 1, 4)
 SEGMENTS = (VALUES_TD, OUT_GRD)
 STATISTICS = {"mean_T": torch.zeros(6), "rstd_T": torch.ones(6)}
 LOGITS_TV, TARGETS_T, SHARES_T = torch.ones(3, 4), torch.ones(3).long(), torch.ones(3)
+ONE, HALVES, WRONG = torch.ones(1), {"halves": True, "out": [GRAD]}, {"second_moments": [GRAD[:4]]}
 BIAS = {"factor_TD": VALUES_TD}
 
 
@@ -43,6 +45,13 @@ BIAS = {"factor_TD": VALUES_TD}
         (weighted_sum, ([ROWS], torch.ones(2)), {"out": [torch.ones(4)]}, "5 elements.* 4"),
         (weighted_sum, ([ROWS], torch.ones(2)), {"out": [GRAD.int()]}, r"outs\[0\] is torch.int32"),
         (weighted_sum, ([ROWS], torch.ones(2)), {"out": [torch.ones(10)[::2]]}, "strides"),
+        (gram_and_sum, ([ROWS.long()], ONE), {"out": [GRAD]}, "torch.int64"),
+        (gram_and_sum, ([ROWS], ONE), HALVES | {"out": []}, "1 blocks and 0 outs"),
+        (gram_and_sum, ([ROWS], ONE), HALVES | {"out": [torch.ones(4)]}, "5 elements.* 4"),
+        (gram_and_sum, ([ROWS], ONE), HALVES | {"out": [GRAD.int()]}, r"outs\[0\] is torch.int32"),
+        (gram_and_sum, ([ROWS], torch.ones(3)), {"out": [GRAD]}, r"shape \[2\] on cpu; .* \[3\]"),
+        (gram_and_sum, ([ROWS], ONE), HALVES | WRONG, "5 elements.* 4"),
+        (gram_and_sum, ([ROWS], torch.ones(2)), {"out": [GRAD]} | WRONG, "5 elements.* 4"),
         (accumulate, ([GRAD], []), {"add": True}, "1 grads and 0 rows"),
         (accumulate, ([], [GRAD]), {"add": True}, "0 grads and 1 rows"),
         (accumulate, ([GRAD], [torch.ones(4)]), {"add": True}, r"accumulate\(\) .*5 elements.* 4"),
