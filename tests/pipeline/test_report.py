@@ -296,6 +296,35 @@ def test_base_models_that_differ_in_more_are_refused_by_name(tmp_path):
         page_of(*apart)
 
 
+@pytest.mark.parametrize(
+    ("others", "label", "shares"),
+    [
+        ((), "weighted average", (0.75, 0.25)),
+        # Learned for all domains, it has no say; with other weights it has.
+        (("universal",), "weighted average", (0.75, 0.25)),
+        (("tests=1", "reference=2"), "average", (0.5, 0.5)),
+    ],
+)
+def test_targets_count_as_the_weights_were_learned_for_them(tmp_path, others, label, shares):
+    targets = ("tests", "reference")
+    out: dict[str, Any] = {"domains": without(*targets), "targets": targets}
+    for name, target in {"proxy": ("tests=3", "reference=1"), "other": others}.items():
+        if target:
+            write_proxy(tmp_path / name, domains=without(*targets), target=target)
+    write_base(tmp_path / "uniform", **out)
+    loss = {name: UNIFORM_LOSS[name] for name in DOMAINS} | {"tests": 2.75}
+    write_base(tmp_path / "learned", weights=str(tmp_path / "proxy"), loss=loss, **out)
+    table = cells(
+        page_of(tmp_path).source, "Perplexity per domain: Base models on tests and reference"
+    )
+    mean = sum(share * loss[name] for name, share in zip(targets, shares, strict=True))
+    assert table[label][1] == f"{math.exp(mean):.2f}"
+    told = f"{100 * (1 - math.exp(-0.2 * shares[0])):.1f} % lower than uniform on held-out text of"
+    words = words_of(tmp_path)
+    assert told in words
+    assert ("tests (0.75) and reference (0.25)" in words.split("undecided")[0]) == (not others[1:])
+
+
 def test_two_runs_of_one_arm_and_seed_are_refused(tmp_path):
     """One of them would stand for both."""
     write_base(tmp_path / "uniform")
