@@ -120,10 +120,12 @@ def held_out_perplexity(run: Path) -> list[str]:
     try:
         losses = records.read_metrics(run, kind="eval")[-1]["loss"]
         targets = records.load_config(run)[0].corpus.targets
+        known = records.target_shares(records.read_weights(run), targets)
+        shares = known or dict.fromkeys(targets, 1.0)
     except (ValueError, IndexError):
         return []
-    found = perplexity_on(losses, targets).items()
-    return [f"held-out perplexity: {', '.join(f'{value:.2f} on {text}' for text, value in found)}"]
+    told = (f"{value:.2f} on {text}" for text, value in perplexity_on(losses, shares).items())
+    return [f"held-out perplexity: {', '.join(told)}"]
 
 
 def _used(config: BaseConfig, phases: Sequence[Phase]) -> tuple[dict[str, float], list[Json]]:

@@ -1,10 +1,9 @@
 """Per-domain perplexity of a run's model, on held-out documents of its corpus or on other text."""
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 
 import datasets
 import torch
@@ -16,14 +15,14 @@ from doge_fast.pipeline.domains import load_corpus
 from doge_fast.pipeline.failures import Diverged, UserError
 from doge_fast.pipeline.model import open_model
 from doge_fast.pipeline.progress import tell_once
-from doge_fast.pipeline.records import CorpusRecord, Json, exp_or_inf
+from doge_fast.pipeline.records import CorpusRecord, Json, exp_or_inf, weighted_mean
 from doge_fast.pipeline.trainer import (
     device_of,
     held_out_losses,
     not_finite,
     wait_for_ranks,
 )
-from doge_fast.pipeline.wording import first_few
+from doge_fast.pipeline.wording import first_few, is_even, shares_text
 
 
 def evaluate(config: EvaluateConfig) -> Json:
@@ -70,6 +69,9 @@ def evaluate(config: EvaluateConfig) -> Json:
     model = open_model(config.run / records.MODEL)
     torch.nn.Module.to(model, wait_for_ranks(device_of(config.device)))
     names = config.domains or tuple(held_out)
+    # The run's weights.json repeats the target that its weights were learned for.
+    told = records.read_weights(config.run)
+    shares = records.target_shares(told, corpus.targets) or dict.fromkeys(corpus.targets, 1.0)
     loss, blocks = held_out_losses(
         model,
         {name: held_out[name] for name in names},
@@ -82,7 +84,7 @@ def evaluate(config: EvaluateConfig) -> Json:
         blocks=blocks,
         loss=loss,
         block_size=corpus.block_size,
-        targets=[*corpus.targets] if config.data is None else (),
+        targets=shares if config.data is None else {},
     )
     if lost := not_finite(result["perplexity"]):
         losses = ", ".join(f"{name} {loss[name]:g}" for name in lost)
@@ -105,18 +107,22 @@ def perplexity_table(result: Json) -> str:
     return tables.text(tables.table_of(("held-out text", "perplexity"), rows))
 
 
-def perplexity_on(loss: Mapping[str, float], targets: Collection[str]) -> dict[str, float]:
+def perplexity_on(loss: Mapping[str, float], targets: Mapping[str, float]) -> dict[str, float]:
     """{a text in words: the exponential of its mean loss}: the targets, then the other domains.
 
-    The words are "the target ca" or "the 2 targets", and "the 7 training domains".
+    The words are "the target ca", "the 2 targets" or, of unequal weights, "the targets ca (0.70)
+    and nl (0.30)"; and "the 7 training domains". `targets` has the weights in their mean.
     """
-    aims = {name: value for name, value in loss.items() if name in targets}
-    others = {name: value for name, value in loss.items() if name not in targets}
+    aims = {name: weight for name, weight in targets.items() if name in loss}
+    others = dict.fromkeys((name for name in loss if name not in targets), 1.0)
     found = {}
-    for kind, losses in (("target", aims), ("training domain" if aims else "domain", others)):
-        if losses:
-            text = f"{len(losses)} {kind}s" if len(losses) > 1 else f"{kind} {next(iter(losses))}"
-            found[f"the {text}"] = exp_or_inf(fmean(losses.values()))
+    for kind, weights in (("target", aims), ("training domain" if aims else "domain", others)):
+        if weights:
+            first, *more = weights
+            text = f"{len(weights)} {kind}s" if more else f"{kind} {first}"
+            if not is_even(weights):
+                text = f"{kind}s {shares_text(weights)}"
+            found[f"the {text}"] = exp_or_inf(weighted_mean(loss, weights))
     return found
 
 

@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from doge_fast.pipeline import hub
+from doge_fast.pipeline import hub, named
 from doge_fast.pipeline.config import ModelConfig
 from doge_fast.pipeline.failures import FileFailure, UserError, one_line, reading
 from doge_fast.pipeline.sizes import SIZES, Size
@@ -216,9 +216,10 @@ def load_architecture(name: str) -> Any:
     except Exception as error:
         # Any exception: its cause lies in the file.
         reason, kind = one_line(error), FileFailure if is_here else UserError
+        near = "" if is_here else named.nearest(name, SIZES)
         raise kind(
             f"model must be a size of the family ({', '.join(SIZES)}), or a folder or Hub id whose "
-            f"config.json AutoConfig opens; got {name!r} ({reason})."
+            f"config.json AutoConfig opens; got {name!r} ({reason}). {near}".rstrip()
         ) from error
 
 

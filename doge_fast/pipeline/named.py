@@ -82,10 +82,10 @@ def apart(names: Iterable[str], known: Iterable[str]) -> list[str]:
 def nearest(word: str, known: Iterable[str], otherwise: str = "") -> str:
     """A sentence that suggests known words close to `word`; `otherwise` if none is close.
 
-    It suggests those that begin with `word`, or else the one with the most similar spelling. The
-    leading dashes of options do not count.
+    It suggests those that begin with `word`, or else the one with the most similar spelling. Case
+    and the leading dashes of options do not count.
     """
-    bare = {each.lstrip("-"): each for each in known}
+    word, bare = word.casefold(), {each.lstrip("-").casefold(): each for each in known}
     near = [each for name, each in bare.items() if word and name.startswith(word)]
     near = near or [bare[name] for name in difflib.get_close_matches(word, bare, n=1)]
     return f"Did you mean {' or '.join(near[:3])}?" if near else otherwise

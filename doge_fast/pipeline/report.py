@@ -48,7 +48,7 @@ def write_report(config: ReportConfig) -> Path:
 
 
 def terminal_table(runs: Sequence[Path]) -> str:
-    """The same page as aligned plain text: ASCII except for names, with * for bold.
+    """The same page as aligned plain text, without drawings: ASCII except for names.
 
     Raises:
         UserError: as `write_report`.
@@ -56,9 +56,10 @@ def terminal_table(runs: Sequence[Path]) -> str:
     page = page_of(runs)
     blocks = [f"{page.title}\n{wrapped(page.question)}", wrapped(page.headline)]
     for section in page.sections:
-        tables = [f"{table.title}\n\n{text(table)}" for table in section.tables]
+        for table in section.tables:
+            blocks += [f"{table.title}\n\n{text(table)}", wrapped(table.note)]
         lines = [*(f"  {command}" for command in section.commands), *map(wrapped, section.remarks)]
-        blocks += [*tables, "\n".join([*([] if tables else [section.title]), *lines])]
+        blocks.append("\n".join([*([] if section.tables else [section.title]), *lines]))
     return as_ascii("\n\n".join(block for block in blocks if block))
 
 

@@ -83,9 +83,10 @@ def terminal_width() -> int:
 def text(table: Table, *, width: int | None = None, left: Sequence[int] = ()) -> str:
     """The table as aligned text, without title and note: labels to the left, cells to the right.
 
-    A strong cell ends in `*`. Columns that do not fit `width` (None: the terminal's) follow below,
-    with the labels repeated. A label longer than half of `width` is shortened. `left` has the
-    indices of columns of words, not counting the labels: these are left-aligned and wrapped.
+    A strong cell ends in `*`, a warning in `!`. Columns that do not fit `width` (None: the
+    terminal's) follow below, with the labels repeated. A label longer than half of `width` is
+    shortened. `left` has the indices of columns of words, not counting the labels: these are
+    left-aligned and wrapped.
     """
     width = terminal_width() if width is None else width
     labels = [table.corner, *(row.label for row in table.rows)]
@@ -94,10 +95,11 @@ def text(table: Table, *, width: int | None = None, left: Sequence[int] = ()) ->
     parts: list[list[list[str]]] = [[]]
     room = first
     for i, (head, _) in enumerate(table.columns):
-        cells = [row.cells[i] for row in table.rows]
-        mark = "  " if any(cell.is_strong for cell in cells) else ""
-        texts = [as_ascii(cell.text) + (" *" if cell.is_strong else mark) for cell in cells]
-        texts = [head + mark, *texts]
+        cells = [Cell(head), *(row.cells[i] for row in table.rows)]
+        marks = [" *" if cell.is_strong else " !" if cell.is_warning else "" for cell in cells]
+        blank = "  " if any(marks) else ""
+        pairs = zip(cells, marks, strict=True)
+        texts = [as_ascii(cell.text) + (mark or blank) for cell, mark in pairs]
         size = max(map(cell_len, texts))
         if i in left:
             size = min(size, max(_NARROWEST, width - first - 2))

@@ -48,8 +48,17 @@ def held_out_text(aim: Mapping[str, float], trained: Collection[str]) -> str:
         aim: {name: share in the mean}.
         trained: the training domains.
     """
-    is_even = max(aim.values()) - min(aim.values()) < 1e-9
-    if len(aim) > 1 and is_even and aim.keys() == set(trained):
+    if len(aim) > 1 and is_even(aim) and aim.keys() == set(trained):
         return f"held-out text of all {len(aim)} training domains"
-    names = list(aim) if is_even else [f"{name} ({share:.2f})" for name, share in aim.items()]
-    return f"held-out text of {first_few(names)}"
+    return f"held-out text of {first_few([*aim]) if is_even(aim) else shares_text(aim)}"
+
+
+def is_even(aim: Mapping[str, float]) -> bool:
+    """Whether all have the same share in a mean."""
+    return max(aim.values()) - min(aim.values()) < 1e-9
+
+
+def shares_text(aim: Mapping[str, float]) -> str:
+    """ca (0.70) and nl (0.30), whatever the weights sum to."""
+    total = sum(aim.values())
+    return first_few([f"{name} ({value / total:.2f})" for name, value in aim.items()])

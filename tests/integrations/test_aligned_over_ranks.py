@@ -1,5 +1,7 @@
 """The aligned rule on several ranks gives what one process gives, when the halves are the same."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -24,7 +26,12 @@ NAMES, STEPS, SIZE = "abcd", 26, 8
 INNER = {"adamw": adamw, "muon and adamw": muon_and_adamw}
 
 
-def trained(wrap: Wrap, inner: str, halves: tuple[tuple[int, ...], ...]) -> tuple[Tensor, ...]:
+def trained(
+    wrap: Wrap,
+    inner: str,
+    halves: tuple[tuple[int, ...], ...],
+    selection: Sequence[str] | None = None,
+) -> tuple[Tensor, ...]:
     """As `over_ranks.trained`; `halves` are those that each rank runs, in its order."""
     rank, num_ranks = 0, 1
     if torch.distributed.is_initialized():
@@ -40,6 +47,7 @@ def trained(wrap: Wrap, inner: str, halves: tuple[tuple[int, ...], ...]) -> tupl
         target={"d": 1.0, "a": 0.2},
         score="aligned",
         micro_batches=len(halves[0]),
+        selection=selection,
     )
     for step in range(STEPS):
         for half in mine:
@@ -68,3 +76,19 @@ def trained(wrap: Wrap, inner: str, halves: tuple[tuple[int, ...], ...]) -> tupl
 def test_ranks_align_as_one_process(ranks, wrap, inner, halves):
     one = trained(bare, inner, ((0, 1),))
     assert_ranks_are(one, ranks.run(len(halves), trained, wrap, inner, halves))
+
+
+@pytest.mark.parametrize(
+    ("wrap", "halves"),
+    [
+        pytest.param(ddp, ((0, 1), (1, 0)), id="ranks"),
+        pytest.param(sharded, ((0, 1), (0, 1)), id="shards"),
+    ],
+)
+def test_ranks_align_by_the_gradients_of_a_selection(ranks, wrap, halves):
+    """One process is held to the reference in `tests/method/test_aligned.py`."""
+    selection = ["0.weight", "3.bias"]
+    one = trained(bare, "adamw", ((0, 1),), selection)
+    assert_ranks_are(one, ranks.run(len(halves), trained, wrap, "adamw", halves, selection))
+    # The rule without a selection goes another way.
+    assert (one[1] - trained(bare, "adamw", ((0, 1),))[1]).abs().max() > 1e-5

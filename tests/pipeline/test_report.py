@@ -3,6 +3,7 @@
 Records are written here by hand, so that every number on the page has a known cause.
 """
 
+import html
 import math
 import re
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from doge_fast.pipeline import records, report, tables
 from doge_fast.pipeline.config import ReportConfig
 from doge_fast.pipeline.reporting.proxies import Movement, movement_of, remarks_on
 from doge_fast.pipeline.reporting.statistics import change_text, paired_difference
+from doge_fast.pipeline.wording import as_ascii
 from tests.pipeline.written_runs import (
     DOMAINS,
     STEPS,
@@ -162,6 +164,10 @@ def test_the_terminal_gets_the_same_tables_as_aligned_ascii(runs, page):
     titles = re.findall(r'role="region" aria-label="(.*?)"', page.source)[1:]
     assert len(titles) == 6
     assert all(title in lines for title in titles)
+    notes = re.findall(r'</div>\s*<p class="note">(.*?)</p>', page.source)
+    assert len(notes) == 5
+    told = " ".join(text.split())
+    assert all(as_ascii(html.unescape(note)) in told for note in notes)
     stdlib = [line.split()[1:] for line in lines if line.startswith("stdlib")]
     assert ["24.78", "22.42", "23.34"] in stdlib
     assert ["-9.5", "%", "-5.8", "%"] in stdlib
@@ -288,6 +294,35 @@ def test_base_models_that_differ_in_more_are_refused_by_name(tmp_path):
     apart = [write_base(tmp_path / folder / "base") for folder in ("one", "two")]
     with pytest.raises(ValueError, match="names"):
         page_of(*apart)
+
+
+@pytest.mark.parametrize(
+    ("others", "label", "shares"),
+    [
+        ((), "weighted average", (0.75, 0.25)),
+        # Learned for all domains, it has no say; with other weights it has.
+        (("universal",), "weighted average", (0.75, 0.25)),
+        (("tests=1", "reference=2"), "average", (0.5, 0.5)),
+    ],
+)
+def test_targets_count_as_the_weights_were_learned_for_them(tmp_path, others, label, shares):
+    targets = ("tests", "reference")
+    out: dict[str, Any] = {"domains": without(*targets), "targets": targets}
+    for name, target in {"proxy": ("tests=3", "reference=1"), "other": others}.items():
+        if target:
+            write_proxy(tmp_path / name, domains=without(*targets), target=target)
+    write_base(tmp_path / "uniform", **out)
+    loss = {name: UNIFORM_LOSS[name] for name in DOMAINS} | {"tests": 2.75}
+    write_base(tmp_path / "learned", weights=str(tmp_path / "proxy"), loss=loss, **out)
+    table = cells(
+        page_of(tmp_path).source, "Perplexity per domain: Base models on tests and reference"
+    )
+    mean = sum(share * loss[name] for name, share in zip(targets, shares, strict=True))
+    assert table[label][1] == f"{math.exp(mean):.2f}"
+    told = f"{100 * (1 - math.exp(-0.2 * shares[0])):.1f} % lower than uniform on held-out text of"
+    words = words_of(tmp_path)
+    assert told in words
+    assert ("tests (0.75) and reference (0.25)" in words.split("undecided")[0]) == (not others[1:])
 
 
 def test_two_runs_of_one_arm_and_seed_are_refused(tmp_path):
@@ -547,6 +582,10 @@ def test_columns_are_two_blanks_apart_and_no_line_is_too_wide():
     rows = [[f"{'long/' * i}name", *(f"{i * j}" for j in range(20))] for i in range(20)]
     small = tables.table_of(["a", "b", "c"], [["x", "1", "2"]])
     assert tables.text(small, width=80) == "a  b  c\n-------\nx  1  2"
+    marked = tables.table_of(
+        "ab", [["x", tables.Cell("1", True)], ["y", tables.Cell("2", False, True)]]
+    )
+    assert tables.text(marked, width=80) == "a  b\n------\nx  1 *\ny  2 !"
     for width in (40, 61, 100):
         printed = tables.text(tables.table_of(header, rows), width=width)
         assert max(map(len, printed.splitlines())) <= width

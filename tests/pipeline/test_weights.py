@@ -125,6 +125,18 @@ def test_an_average_is_of_the_same_thing():
     summary.average({"a": record(tokenizer_sha256="aa"), "b": record()})
 
 
+def test_an_average_over_different_scores_says_so(tmp_path, capsys):
+    scores = {"a": "aligned", "b": "paper", "c": "aligned"}
+    files = [write(tmp_path / f"{name}.json", record(score=s)) for name, s in scores.items()]
+    out = tmp_path / "mean.json"
+    assert said(capsys, "average", *files, "--out", out).count("Warning:") == 1
+    found = records.read_weights(out)
+    assert "score" not in found
+    (warning,) = found["warnings"]
+    assert {"aligned", "paper"} <= set(warning.split())
+    assert "Warning:" not in said(capsys, "average", files[0], files[2])
+
+
 def test_bounds_hold_and_free_domains_keep_their_ratios():
     found = bounds.constrain(record(), floor={"verse": 0.3}, source="w.json")
     moved, about = records.weights_by_name(found), found["constraints"]

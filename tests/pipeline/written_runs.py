@@ -15,6 +15,7 @@ from doge_fast.pipeline.config import (
     ModelConfig,
     ProxyConfig,
     TrainingConfig,
+    parse_target,
 )
 
 
@@ -118,7 +119,7 @@ def write_proxy(
         for j, name in enumerate(names)
     ]
     record = {"method": "doge", "score": score, "domains": entries, "model": "tiny"}
-    record |= {"target": dict.fromkeys(targets, 1.0) if targets else "universal"}
+    record |= {"target": parse_target(target)}
     records.write_weights(out, record | {"steps": steps, "seed": seed})
     return out
 

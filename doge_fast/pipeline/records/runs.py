@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -347,7 +347,7 @@ def evaluation(
     blocks: Mapping[str, int],
     loss: Mapping[str, float],
     block_size: int,
-    targets: Collection[str] = (),
+    targets: Mapping[str, float] | None = None,
 ) -> Json:
     """What evaluation.json holds, from the held-out loss of every domain.
 
@@ -355,30 +355,37 @@ def evaluation(
     average_perplexity  =  exp(mean_d loss_d)      not the mean of the perplexities
     worst               =  max_d perplexity_d
 
-    Both are over the training domains, or over the targets where nothing else was measured.
+    Both are over the training domains, or over the targets where nothing else was measured; these
+    have their weights in the mean.
 
     Args:
         step: optimizer steps the model has made.
         blocks: held-out blocks measured, per domain.
         loss: mean loss per predicted token in nats, per domain.
         block_size: tokens in a block; the first of each is not predicted.
-        targets: domains that the run measures and does not train on.
+        targets: {domain that the run measures and does not train on: its weight in their mean}.
 
     Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), caption of tab:universal_ppl.
     """
     assert loss.keys() == blocks.keys()
     perplexity = {name: exp_or_inf(value) for name, value in loss.items()}
-    averaged = [name for name in loss if name not in targets] or [*loss]
+    aims = {name: weight for name, weight in (targets or {}).items() if name in loss}
+    averaged = dict.fromkeys((name for name in loss if name not in aims), 1.0) or aims
     return {
         "step": step,
         "blocks": dict(blocks),
         "loss": dict(loss),
         "perplexity": perplexity,
-        "targets": [name for name in loss if name in targets],
-        "average_perplexity": exp_or_inf(fmean(loss[name] for name in averaged)),
+        "targets": aims,
+        "average_perplexity": exp_or_inf(weighted_mean(loss, averaged)),
         "worst": max(perplexity[name] for name in averaged),
         "tokens": {name: count * (block_size - 1) for name, count in blocks.items()},
     }
+
+
+def weighted_mean(loss: Mapping[str, float], weights: Mapping[str, float]) -> float:
+    """sum_d weight_d loss_d / sum_d weight_d."""
+    return fmean([loss[name] for name in weights], [*weights.values()])
 
 
 def exp_or_inf(value: float) -> float:

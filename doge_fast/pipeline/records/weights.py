@@ -7,7 +7,7 @@ may write more. docs/weights.md says what each means and who writes it.
 import math
 import os
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +163,18 @@ def held_out_targets(record: Mapping[str, Any]) -> list[str]:
     target, weights = record.get("target"), weights_by_name(record)
     names = target if isinstance(target, Mapping) else ()
     return [name for name in names if name != MIX and name not in weights]
+
+
+def target_shares(record: Mapping[str, Any], names: Collection[str]) -> dict[str, float]:
+    """{name: its share in the mean over these targets}, as the record's target weighs them.
+
+    Empty where it has no weight for one of them.
+    """
+    target = record.get("target")
+    if not isinstance(target, Mapping) or not all(target.get(name) for name in names):
+        return {}
+    total = math.fsum(target[name] for name in names)
+    return {name: target[name] / total for name in names}
 
 
 def is_same_mixture(one: Mapping[str, float], other: Mapping[str, float]) -> bool:

@@ -33,7 +33,10 @@ from doge_fast.pipeline.tables import Cell, Table, table_of
 from doge_fast.pipeline.wording import count_text, first_few, held_out_text, listed, plural
 from doge_fast.weights.projection import effective_domains
 
-MARKS = "Bold: lower, and the 95 % interval over paired seeds leaves out zero; with a !: higher."
+MARKS = (
+    "Bold, or with a * on a terminal: lower, and the 95 % interval over paired seeds leaves out "
+    "zero; with a !: higher."
+)
 ONE_SEED = " One seed has no interval: undecided."
 ERRORS = " ±: standard error over seeds."
 # Largest number of mixtures in a bar chart.

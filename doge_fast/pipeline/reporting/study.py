@@ -15,7 +15,7 @@ from doge_fast.pipeline.failures import UserError
 from doge_fast.pipeline.reporting.proxies import Proxy
 from doge_fast.pipeline.reporting.runs import LEARNING, RecordedRun, open_runs
 from doge_fast.pipeline.reporting.statistics import Line, Losses
-from doge_fast.pipeline.wording import count_text, listed, plural
+from doge_fast.pipeline.wording import count_text, is_even, listed, plural
 
 GroupKind = TypeVar("GroupKind")
 _BASELINES, _GIVEN = {"uniform": "baseline", "natural": "by tokens"}, "from a file"
@@ -95,10 +95,23 @@ class Study:
         measured = [each for losses in arms.values() for each in losses.values()]
         names = [name for name in group.aim if measured and all(name in each for each in measured)]
         lines = [Line(name, arms, {name: 1}) for name in names]
-        # In a search the average is its objective.
-        aim = next((each.aim for each in self.of(records.TemperatureGroup)), {})
-        total = Line("average", arms, {name: aim.get(name, 1) for name in names}, is_total=True)
-        return [*lines, total] if len(names) > 1 else lines
+        if len(names) < 2:
+            return lines
+        aim = self._aim(names)
+        label = "average" if is_even(aim) else "weighted average"
+        return [*lines, Line(label, arms, aim, is_total=True)]
+
+    def _aim(self, names: Collection[str]) -> dict[str, float]:
+        """{domain: its weight in the average}: a search's objective, or the target of the weights.
+
+        Equal where the runs were made for no such target, or for several.
+        """
+        if searched := self.of(records.TemperatureGroup):
+            return {name: searched[0].aim.get(name, 1) for name in names}
+        aims = [records.target_shares(run.weights or {}, names) for run in self.shown]
+        known = [aim for aim in aims if aim]
+        is_one = known and all(aim == known[0] for aim in known)
+        return known[0] if is_one else dict.fromkeys(names, 1.0)
 
 
 def open_study(runs: Sequence[Path]) -> Study:

@@ -231,7 +231,8 @@ def average(mixtures: Mapping[str, Mapping[str, Any]]) -> Json:
     weight_std_j  =  sqrt( sum_s (weight_sj - weight_j)^2 / (S - 1) )
 
     The standard error of the mean is weight_std / sqrt(S). Other fields are kept where all records
-    agree, of the whole and of each domain; a schedule of weights is not averaged.
+    agree, of the whole and of each domain; a schedule of weights is not averaged. A record warns of
+    different scores.
 
     Args:
         mixtures: {where it was read: record}, at least two, of the same domains in any order.
@@ -268,7 +269,11 @@ def average(mixtures: Mapping[str, Mapping[str, Any]]) -> Json:
     ]
     of_each = ("domains", "seed", "average", "constraints", "stages", "is_decided", "warnings")
     kept = _common(all_records, of_each)
-    warnings = (text for record in all_records for text in record.get("warnings") or ())
+    warnings = [text for record in all_records for text in record.get("warnings") or ()]
+    scores = {r["score"]: source for source, r in mixtures.items() if r.get("score") is not None}
+    if len(scores) > 1:
+        told = listed(f"{score} in {source}" for score, source in scores.items())
+        warnings.append(f"The mean is over weights of different scores: {told}.")
     made = {"domains": entries, "warnings": [*dict.fromkeys(warnings)]}
     return {**kept, **made, "average": {"count": len(all_records), "of": members}}
 

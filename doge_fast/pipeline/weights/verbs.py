@@ -42,14 +42,13 @@ def show_files(config: WeightsShowConfig) -> list[str]:
     for source, record in by_source.items():
         mixture = summary.describe(record, budget_tokens=budget, tokens=tokens)
         lines += map(_wrapped, filter(None, (f"{source}: {story(record)}", origin(record))))
-        warnings = (f"Warning: {each}" for each in record.get("warnings") or ())
         lines.append(text(mixture.table()))
-        lines += map(_wrapped, (*_remarks(mixture, budget, tokens), *warnings))
+        lines += map(_wrapped, (*_remarks(mixture, budget, tokens), *_warnings(record)))
     return lines
 
 
 def average_files(config: WeightsAverageConfig) -> list[str]:
-    """Write the mean over files; the lines show mean and spread."""
+    """Write the mean over files; the lines show mean, spread and warnings."""
     by_source = summary.read_all(config.files)
     record = summary.average(by_source)
     written = _write(config.out, record, config.files)
@@ -65,8 +64,8 @@ def average_files(config: WeightsAverageConfig) -> list[str]:
         "most": map(max, values),
     }
     texts = {title: map(weight_text, column) for title, column in columns.items()}
-    total = _total(summary.describe(record))
-    return [text(by_domain(means, texts)), _wrapped(total), *written]
+    told = (_total(summary.describe(record)), *_warnings(record))
+    return [text(by_domain(means, texts)), *map(_wrapped, told), *written]
 
 
 def constrain_file(config: WeightsConstrainConfig) -> list[str]:
@@ -155,6 +154,10 @@ def _remarks(
         names = first_few(unknown)
         lines.append(f"No epochs without a number of tokens: {names}. Pass --tokens NAME=NUMBER.")
     return lines
+
+
+def _warnings(record: Mapping[str, Any]) -> list[str]:
+    return [f"Warning: {each}" for each in record.get("warnings") or ()]
 
 
 def _total(mixture: WeightsSummary) -> str:
