@@ -32,7 +32,7 @@ ALIGNED_ELEMENTS = 16
 
 
 class Span(NamedTuple):
-    """Addresses and sizes of a block [R, n], and of a vector [n] that goes with it, if any."""
+    """Addresses and sizes of a block [R, n], and of vectors [n] that go with it, if any."""
 
     source: int
     source_itemsize: int
@@ -40,14 +40,14 @@ class Span(NamedTuple):
     length: int
     vector: int = 0
     vector_itemsize: int = 1
+    out: int = 0
+    out_itemsize: int = 1
 
     @classmethod
-    def of(cls, block: Tensor, vector: Tensor | None = None) -> "Span":
-        """The span of a block and its vector: an output, or second moments."""
+    def of(cls, block: Tensor, *vectors: Tensor) -> "Span":
+        """The span of a block and its vectors: an output, or second moments and then an output."""
         of_block = (block.data_ptr(), block.itemsize, block.stride(0), block.shape[1])
-        if vector is None:
-            return cls(*of_block)
-        return cls(*of_block, vector.data_ptr(), vector.itemsize)
+        return cls(*of_block, *(part for v in vectors for part in (v.data_ptr(), v.itemsize)))
 
 
 class Spans(tuple[Span, ...]):
@@ -99,16 +99,16 @@ _uploaded: defaultdict[tuple[str, ...], OrderedDict[_Key, _Uploaded]] = defaultd
 _costs: defaultdict[tuple[str, ...], int] = defaultdict(int)
 # Tables that a CUDA graph reads.
 _captured: dict[_Key, _Uploaded] = {}
-_SpansByDtype = tuple[tuple[tuple[torch.dtype, ...], Spans], ...]
+SpansByDtype = tuple[tuple[tuple[torch.dtype, ...], Spans], ...]
 # By the layout of the lists, least recently used first.
-_spans: OrderedDict[_Key, _SpansByDtype] = OrderedDict()
+_spans: OrderedDict[_Key, SpansByDtype] = OrderedDict()
 _shape_of, _dtype_of = attrgetter("shape"), attrgetter("dtype")
 _is_none = partial(is_, None)
 
 
 def spans_by_dtype(
     check: Callable[[], None], blocks: Sequence[Tensor], *vectors: Sequence[Tensor | None]
-) -> _SpansByDtype:
+) -> SpansByDtype:
     """The spans of blocks, or of blocks and vectors, for each tuple of dtypes: one launch each.
 
     Args:
@@ -116,7 +116,7 @@ def spans_by_dtype(
             only sizes, strides, dtypes and devices.
         blocks: [R, n] each.
         vectors: none, or one list with a vector [n] for each block; None for a block without one,
-            whose tuple has one dtype.
+            whose tuple has one dtype. Or two lists, without None.
     """
     # Not the tensors' identities: a tensor may be moved, resized or cast in place.
     layout = tuple(
@@ -148,7 +148,7 @@ def chunk_tables(
 ) -> tuple[ChunkTable, ...]:
     """The tables of `spans`: one of aligned chunks and one of the others, without empty tables.
 
-    The columns of a table are `fields`: some of "source", "row_stride", "length" and "vector".
+    The columns of a table are `fields`: of "source", "row_stride", "length", "vector" and "out".
     There are two tables so that a bias of ten elements does not cost all others their wide loads.
 
     Raises:
@@ -220,10 +220,12 @@ def _columns_of_chunks(
     start_C = (torch.arange(len(span_C)) - first_S[span_C]) * chunk_columns
     of["source"] = of["source"] + start_C * of["source_itemsize"]
     of["vector"] = of["vector"] + start_C * of["vector_itemsize"]
+    of["out"] = of["out"] + start_C * of["out_itemsize"]
     of["length"] = (of["length"] - start_C).clamp(max=chunk_columns)
     is_aligned_C = (
         (of["source"] % (ALIGNED_ELEMENTS * of["source_itemsize"]) == 0)
         & (of["vector"] % (ALIGNED_ELEMENTS * of["vector_itemsize"]) == 0)
+        & (of["out"] % (ALIGNED_ELEMENTS * of["out_itemsize"]) == 0)
         & (of["row_stride"] % ALIGNED_ELEMENTS == 0)
         & (of["length"] % ALIGNED_ELEMENTS == 0)
     )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from doge_fast.kernels import build
-from doge_fast.kernels.chunks import ChunkTable, chunk_tables, spans_by_dtype
+from doge_fast.kernels.chunks import ChunkTable, SpansByDtype, chunk_tables, spans_by_dtype
 from doge_fast.kernels.dispatch import (
     Operator,
     by_device,
@@ -216,8 +216,9 @@ MAX_CUDA_ROWS = 64
 # The kernel in C++ takes at most this many rows.
 MAX_CPP_ROWS = 2048
 FIELDS = ("source", "row_stride", "length")
-# With a metric.
+# With a metric; and with the output of a weighted sum.
 SCALED_FIELDS = (*FIELDS, "vector")
+SUMMED_FIELDS = (*SCALED_FIELDS, "out")
 
 
 def gram_cpp(
@@ -408,12 +409,25 @@ HALVES_TUNINGS: dict[torch.dtype, dict[float, Pairs | Tiles]] = {
     torch.float16: {**TILES_OF_SUMS, **PAIRS_HALF},
     torch.float64: TUNINGS[torch.float64],
 }
+# The weighted sum beside it leaves registers for 16 columns of 32 rows.
+SUMMED_TUNINGS: dict[torch.dtype, dict[float, Pairs | Tiles]] = {
+    **HALVES_TUNINGS,
+    torch.float32: {
+        **HALVES_TUNINGS[torch.float32],
+        32: Tiles(tile=16, block=16, num_stages=6, tiles=2, **ONE_WARP),
+    },
+}
 # Float64 entries of all partial results: 128 MiB.
 MAX_PARTIAL_ENTRIES = 1 << 24
 
 
 def pick(
-    num_rows: int, dtype: torch.dtype, *, is_scaled: bool = False, halves: bool = False
+    num_rows: int,
+    dtype: torch.dtype,
+    *,
+    is_scaled: bool = False,
+    halves: bool = False,
+    is_summed: bool = False,
 ) -> Pairs | Tiles:
     """Pairs while they are memory-bound and fit in registers, else tiles.
 
@@ -438,7 +452,8 @@ def pick(
         tiles of halves,      0.29 (R=22)    0.22
         float32               0.44 (R=50)    0.45
     """
-    tunings = (HALVES_TUNINGS if halves else SCALED_TUNINGS if is_scaled else TUNINGS)[dtype]
+    of_halves = SUMMED_TUNINGS if is_summed else HALVES_TUNINGS
+    tunings = (of_halves if halves else SCALED_TUNINGS if is_scaled else TUNINGS)[dtype]
     fitting = (
         most
         for most, tuning in tunings.items()
@@ -496,32 +511,69 @@ def gram_triton(
 ) -> Tensor:
     """As `gram_torch`, through Triton's kernels."""
     vectors = () if moments is None else (moments,)
-    groups = spans_by_dtype(partial(check_gram, blocks, *vectors), blocks, *vectors)
+    check = partial(check_gram, blocks, *vectors)
+    return _launched(blocks, spans_by_dtype(check, blocks, *vectors), eps, halves, None)
+
+
+def gram_and_sum_by_triton(
+    blocks: Sequence[Tensor],
+    coefficients_K: Tensor,
+    outs: Sequence[Tensor],
+    moments: Sequence[Tensor],
+    eps: float,
+    check: Callable[[], None],
+) -> Tensor:
+    """With halves; also outs[p] = sum_k c_k g_k of the sums of halves, which are read once.
+
+    Every block has second moments. `can_sum` says for how many sums; `check` is that of the lists.
+    """
+    groups = spans_by_dtype(check, blocks, moments, outs)
+    return _launched(blocks, groups, eps, True, coefficients_K)
+
+
+def can_sum(num_sums: int) -> bool:
+    """Whether a program has all rows of its columns."""
+    options = {"is_scaled": True, "halves": True, "is_summed": True}
+    sizes = (pick(num_sums, dtype, **options) for dtype in SUMMED_TUNINGS)
+    return all(isinstance(each, Pairs) or num_sums <= each.tile * each.tiles for each in sizes)
+
+
+def _launched(
+    blocks: Sequence[Tensor],
+    groups: SpansByDtype,
+    eps: float,
+    halves: bool,
+    coefficients_K: Tensor | None,
+) -> Tensor:
     result = _empty_result(blocks, halves)
     is_first = True
     for dtypes, spans in groups:
         is_scaled = len(dtypes) > 1
-        tuning = pick(result.shape[1], dtypes[0], is_scaled=is_scaled, halves=halves)
-        fields = SCALED_FIELDS if is_scaled else FIELDS
+        is_summed = coefficients_K is not None
+        options = {"is_scaled": is_scaled, "halves": halves, "is_summed": is_summed}
+        tuning = pick(result.shape[1], dtypes[0], **options)
+        fields = (FIELDS, SCALED_FIELDS, SUMMED_FIELDS)[len(dtypes) - 1]
         tables = chunk_tables(spans, fields, tuning.chunk_columns, result.device)
         if tables:
+            launch: Any = _add_pairs if isinstance(tuning, Pairs) else _add_tiles
             with launching_on(result.device):
-                if isinstance(tuning, Pairs):
-                    _add_pairs(tuning, tables, dtypes, eps, result, is_first)
-                else:
-                    _add_tiles(tuning, tables, dtypes, eps, result, is_first)
+                launch(tuning, tables, dtypes, eps, result, is_first, coefficients_K)
             is_first = False
     return result.zero_() if is_first else result
 
 
-def metric_constants(dtypes: tuple[torch.dtype, ...], eps: float) -> dict[str, Any]:
-    """Compile-time arguments of the metric, if rows come with moments; eps rarely changes."""
-    if len(dtypes) == 1:
-        return {"MOMENT": None, "METRIC": None, "EPS": None}
+def vector_constants(dtypes: tuple[torch.dtype, ...], eps: float) -> dict[str, Any]:
+    """Compile-time arguments of what comes with rows: moments, and an output; eps rarely changes.
+
+    WIDTH is that of the chunk table.
+    """
+    moment, out = (*dtypes[1:], None, None)[:2]
     return {
-        "MOMENT": triton_dtype(dtypes[1]),
-        "METRIC": triton_dtype(sum_dtype(*dtypes)),
-        "EPS": eps,
+        "WIDTH": len(FIELDS) + len(dtypes) - 1,
+        "MOMENT": None if moment is None else triton_dtype(moment),
+        "METRIC": None if moment is None else triton_dtype(sum_dtype(dtypes[0], moment)),
+        "EPS": None if moment is None else eps,
+        "OUT": None if out is None else triton_dtype(out),
     }
 
 
@@ -532,6 +584,7 @@ def _add_pairs(
     eps: float,
     result: Tensor,
     is_first: bool,
+    coefficients_K: Tensor | None,
 ) -> None:
     (height, num_rows), dtype = result.shape, dtypes[0]
     square = square_entries(result.numel())
@@ -540,6 +593,7 @@ def _add_pairs(
     for table, part in zip(tables, torch.split(partials, programs), strict=True):
         gram_pairs[(len(part),)](
             table.table,
+            coefficients_K,
             part,
             table.num_chunks,
             R=num_rows,
@@ -547,7 +601,7 @@ def _add_pairs(
             PROGRAM_DOUBLINGS=tuning.program_doublings,
             SQUARE=square,
             **columns_of(tuning, dtype, table.is_aligned),
-            **metric_constants(dtypes, eps),
+            **vector_constants(dtypes, eps),
             STORAGE=triton_dtype(dtype),
             SUM=triton_dtype(sum_dtype(dtype)),
             ALIGNED=table.is_aligned,
@@ -564,6 +618,7 @@ def _add_tiles(
     eps: float,
     result: Tensor,
     is_first: bool,
+    coefficients_K: Tensor | None,
 ) -> None:
     (height, num_rows), dtype = result.shape, dtypes[0]
     halves = height > num_rows
@@ -577,6 +632,7 @@ def _add_tiles(
     for table, part in zip(tables, torch.split(partials, programs), strict=True):
         gram_tiles[(len(part), 1 if is_whole else num_tiles * (num_tiles + 1) // 2)](
             table.table,
+            coefficients_K,
             part,
             table.num_chunks,
             R=num_rows,
@@ -585,7 +641,7 @@ def _add_tiles(
             TILES=num_tiles,
             TILE=tuning.tile,
             BLOCK=tuning.block,
-            **metric_constants(dtypes, eps),
+            **vector_constants(dtypes, eps),
             STORAGE=triton_dtype(dtype),
             PRODUCT=triton_dtype(product_dtype),
             SUM=triton_dtype(sum_dtype(dtype)),
@@ -619,9 +675,9 @@ def _reduce(partials: Tensor, result: Tensor, *, side: int, is_first: bool) -> N
 
 
 @kernel
-def load_chunk(table, chunk, STORAGE: tl.constexpr, MOMENT: tl.constexpr, ALIGNED: tl.constexpr):
+def load_chunk(table, chunk, WIDTH: tl.constexpr, STORAGE: tl.constexpr, ALIGNED: tl.constexpr):
     """The address, row stride and length of one chunk; ALIGNED allows 16-byte loads."""
-    entry = table + chunk * (3 if MOMENT is None else 4)
+    entry = table + chunk * WIDTH
     address = tl.load(entry)
     row_stride = tl.load(entry + 1)
     length = tl.load(entry + 2)
@@ -635,9 +691,11 @@ def load_chunk(table, chunk, STORAGE: tl.constexpr, MOMENT: tl.constexpr, ALIGNE
 
 
 @kernel
-def load_moments(table, chunk, MOMENT: tl.constexpr, ALIGNED: tl.constexpr):
-    """The address of a chunk's second moments."""
-    pointer = tl.load(table + chunk * 4 + 3).to(tl.pointer_type(MOMENT))
+def load_vector(
+    table, chunk, WIDTH: tl.constexpr, PLACE: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """The address of a chunk's second moments, in place 3, or of its output, in place 4."""
+    pointer = tl.load(table + chunk * WIDTH + PLACE).to(tl.pointer_type(TYPE))
     return tl.multiple_of(pointer, 16) if ALIGNED else pointer
 
 
@@ -684,6 +742,7 @@ def lanes(row_B, DOUBLINGS: tl.constexpr):
 @kernel
 def gram_pairs(
     table,
+    coefficients,
     partials,
     num_chunks,
     R: tl.constexpr,
@@ -696,13 +755,16 @@ def gram_pairs(
     MOMENT: tl.constexpr,
     METRIC: tl.constexpr,
     EPS: tl.constexpr,
+    OUT: tl.constexpr,
+    WIDTH: tl.constexpr,
     SUM: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
     """One multiply-add per column and pair of rows: memory-bound while R is small.
 
     Without a metric MOMENT is None; with one, a row is multiplied by it once for all its pairs.
-    With HALVES a row is the sum of two, whose products are entries R * R and on.
+    With HALVES a row is the sum of two, whose products are entries R * R and on. With a dtype OUT
+    the weighted sum of these rows is written, in their order, by the coefficients [R].
 
     A thread adds the 2 ** DOUBLINGS columns of one load to one sum per pair, in column order: a sum
     per column would need 2 ** DOUBLINGS times the registers.
@@ -714,9 +776,11 @@ def gram_pairs(
     first = first_chunk(program, num_chunks, PROGRAM_DOUBLINGS)
     last = first_chunk(program + 1, num_chunks, PROGRAM_DOUBLINGS)
     for chunk in range(first, last):
-        pointer, row_stride, length = load_chunk(table, chunk, STORAGE, MOMENT, ALIGNED)
+        pointer, row_stride, length = load_chunk(table, chunk, WIDTH, STORAGE, ALIGNED)
         if MOMENT is not None:
-            moments = load_moments(table, chunk, MOMENT, ALIGNED)
+            moments = load_vector(table, chunk, WIDTH, 3, MOMENT, ALIGNED)
+        if OUT is not None:
+            out = load_vector(table, chunk, WIDTH, 4, OUT, ALIGNED)
         sums = ()
         for _ in tl.static_range(R * (R + 1) // 2 + (R if HALVES else 0)):
             sums = sums + (tl.zeros([BLOCK // LANES], SUM),)  # noqa: RUF005
@@ -724,13 +788,23 @@ def gram_pairs(
         for start in range(0, length, BLOCK):
             columns_B = start + tl.arange(0, BLOCK)
             rows = ()
+            if OUT is not None:
+                total_B = tl.zeros([BLOCK], SUM)
             for i in tl.static_range(2 * R if HALVES else R):
                 # [BLOCK]; columns past the chunk add nothing
                 row_B = tl.load(
                     pointer + i * row_stride + columns_B, mask=columns_B < length, other=0
                 )
+                if OUT is not None:
+                    if i % 2 == 0:
+                        first_B = row_B.to(SUM)
+                    else:
+                        both_B = first_B + row_B.to(SUM)
+                        total_B += tl.load(coefficients + i // 2).to(SUM) * both_B
                 # LANES of [BLOCK / LANES]
                 rows = rows + lanes(row_B.to(SUM), DOUBLINGS)
+            if OUT is not None:
+                tl.store(out + columns_B, total_B.to(OUT), mask=columns_B < length)
             if MOMENT is not None:
                 moment_B = tl.load(moments + columns_B, mask=columns_B < length, other=0)
                 metric_B = 1.0 / divisor_of(moment_B, METRIC, EPS)
@@ -810,6 +884,7 @@ def split_dot(left_TB, right_TB, IS_SQUARE: tl.constexpr):
 @kernel
 def gram_tiles(
     table,
+    coefficients,
     partials,
     num_chunks,
     R: tl.constexpr,
@@ -822,6 +897,8 @@ def gram_tiles(
     MOMENT: tl.constexpr,
     METRIC: tl.constexpr,
     EPS: tl.constexpr,
+    OUT: tl.constexpr,
+    WIDTH: tl.constexpr,
     PRODUCT: tl.constexpr,
     SUM: tl.constexpr,
     IS_WHOLE: tl.constexpr,
@@ -834,6 +911,7 @@ def gram_tiles(
     Matrix units truncate sums, so they add BLOCK columns only (`Tiles`). The sums of a chunk are
     float32, rounded to nearest, and those across chunks float64. With a metric, rows are multiplied
     by its root. With HALVES a row is the sum of two, whose products are a last row of the square.
+    With IS_WHOLE and a dtype OUT the weighted sum of these rows is written, by the coefficients [R].
     """
     program = tl.program_id(0)
     tiles = ()
@@ -853,9 +931,11 @@ def gram_tiles(
     first = first_chunk(program, num_chunks, PROGRAM_DOUBLINGS)
     last = first_chunk(program + 1, num_chunks, PROGRAM_DOUBLINGS)
     for chunk in range(first, last):
-        pointer, row_stride, length = load_chunk(table, chunk, STORAGE, MOMENT, ALIGNED)
+        pointer, row_stride, length = load_chunk(table, chunk, WIDTH, STORAGE, ALIGNED)
         if MOMENT is not None:
-            moments = load_moments(table, chunk, MOMENT, ALIGNED)
+            moments = load_vector(table, chunk, WIDTH, 3, MOMENT, ALIGNED)
+        if OUT is not None:
+            out = load_vector(table, chunk, WIDTH, 4, OUT, ALIGNED)
         sums = ()
         for _ in tl.static_range(len(tiles) * (len(tiles) + 1) // 2):
             sums = sums + (tl.zeros([TILE, TILE], SUM),)  # noqa: RUF005
@@ -872,6 +952,8 @@ def gram_tiles(
                 root_1B = tl.rsqrt(divisor_of(moment_1B, METRIC, EPS)).to(PRODUCT)
             rows = ()
             longer = ()
+            if OUT is not None:
+                total_B = tl.zeros([BLOCK], SUM)
             for i in tl.static_range(len(tiles)):
                 i_T = tiles[i] * TILE + row_T
                 # [TILE, BLOCK]; rows past R and columns past the chunk add nothing
@@ -880,19 +962,26 @@ def gram_tiles(
                 row_TB = tl.load(
                     pointer + first_T[:, None] * row_stride + columns, mask=is_inside_TB, other=0
                 ).to(PRODUCT)
-                if MOMENT is not None:
-                    row_TB *= root_1B
                 if HALVES:
                     second_TB = tl.load(
                         pointer + (first_T[:, None] + 1) * row_stride + columns,
                         mask=is_inside_TB,
                         other=0,
                     ).to(PRODUCT)
+                    product_TB = row_TB * second_TB
                     if MOMENT is not None:
-                        second_TB *= root_1B
-                    longer = longer + (products[i] + tl.sum(row_TB * second_TB, axis=1),)  # noqa: RUF005
+                        product_TB *= root_1B * root_1B
+                    longer = longer + (products[i] + tl.sum(product_TB, axis=1),)  # noqa: RUF005
                     row_TB += second_TB
+                    if OUT is not None:
+                        c_T = tl.load(coefficients + i_T, mask=i_T < R, other=0.0).to(SUM)
+                        total_B += tl.sum(c_T[:, None] * row_TB, axis=0)
+                if MOMENT is not None:
+                    row_TB *= root_1B
                 rows = rows + (row_TB,)  # noqa: RUF005
+            if OUT is not None:
+                columns_B = start + tl.arange(0, BLOCK)
+                tl.store(out + columns_B, total_B.to(OUT), mask=columns_B < length)
             products = longer
             longer = ()
             for i in tl.static_range(len(tiles)):

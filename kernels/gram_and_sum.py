@@ -15,9 +15,11 @@ from doge_fast.kernels.dispatch import Operator, Run, register, requested_backen
 from doge_fast.kernels.gram import (
     MAX_CPP_ROWS,
     Moments,
+    can_sum,
     check_gram,
     check_options,
     gram,
+    gram_and_sum_by_triton,
     gram_cpp,
     gram_cuda,
     gram_torch,
@@ -45,10 +47,11 @@ def gram_and_sum(
 ) -> Tensor:
     """`gram` and `weighted_sum` of the same rows; the sum does not wait for the matrix.
 
-    G as `gram` returns it, to the bit, and
+    G as `gram` returns it, and
     out_n  =  sum_r c_r g_rn     or, with `halves`, sum_k c_k (a_kn + b_kn)
 
-    With halves, `cpp` reads each row once for both. Otherwise one operator runs after the other.
+    With halves, `cpp` reads each row once for both, and so does `triton` with second moments of all
+    blocks, up to 64 sums of two rows. Otherwise one operator runs after the other.
 
     A row whose coefficient is exactly zero adds nothing if it is finite. If it is not, the sum may
     be NaN, unlike that of `weighted_sum`; then G is not finite either. The metric has no part in
@@ -88,7 +91,7 @@ def _of_rows(coefficients_R: Tensor, halves: bool) -> Tensor:
     return coefficients_R.repeat_interleave(2) if halves else coefficients_R
 
 
-# One operator after the other: plain torch, Triton and CUDA, and C++ without halves.
+# One operator after the other: plain torch and CUDA, and the others where they cannot do both.
 #
 # Reads each row twice.
 
@@ -136,6 +139,33 @@ def gram_and_sum_cpp(
         check_weighted_sum(blocks, _of_rows(coefficients_R, halves), outs)
         raise
     return gram_RR
+
+
+# Through Triton: the kernels of gram.py.
+
+_triton_in_turn = _in_turn(gram_triton, weighted_sum_triton)
+
+
+def gram_and_sum_triton(
+    blocks: Sequence[Tensor],
+    coefficients_R: Tensor,
+    outs: Sequence[Tensor],
+    moments: Moments | None = None,
+    eps: float = 0.0,
+    halves: bool = False,
+) -> Tensor:
+    """Rows in halves that all have second moments are read once, where a program has all rows."""
+    vectors = [] if moments is None else [v for v in moments if v is not None]
+    can_fuse = halves and len(vectors) == len(blocks) and can_sum(len(blocks[0]) // 2)
+    if not can_fuse:
+        gram_RR: Tensor = _triton_in_turn(blocks, coefficients_R, outs, moments, eps, halves)
+        return gram_RR
+
+    def check() -> None:
+        check_gram(blocks, vectors)
+        check_weighted_sum(blocks, _of_rows(coefficients_R, halves), outs)
+
+    return gram_and_sum_by_triton(blocks, coefficients_R, outs, vectors, eps, check)
 
 
 def _run(
@@ -186,7 +216,7 @@ _op = register(
         {
             "cpp": gram_and_sum_cpp,
             "cuda": _in_turn(gram_cuda, weighted_sum_cuda),
-            "triton": _in_turn(gram_triton, weighted_sum_triton),
+            "triton": gram_and_sum_triton,
             "torch": _in_turn(gram_torch, weighted_sum_torch),
         },
     ),

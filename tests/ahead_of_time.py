@@ -49,6 +49,7 @@ POINTERS = {
     **{"table": "*i64", "skipped": "*i1", "row": "*i32", "found_inf": "*fp32"},
     **dict.fromkeys(["partials", "gram", "full", "state", "tau", "settings"], "*fp64"),
     **dict.fromkeys(["values", "coefficients_R", "mean", "first_share"], "*fp64"),
+    **dict.fromkeys(["coefficients", "mixture"], "*fp64"),
 }
 # Numbers that Triton finds to be multiples of 16 at a launch on a flat buffer's rows, and on padded
 # rows of logits.
@@ -82,6 +83,12 @@ SOME_HALVES = (
     *itertools.product((7, 11, 22, 50, 64, 128, 129), (FLOAT32,), (FLOAT32,)),
     *itertools.product((7, 22, 50), (BFLOAT16,), (FLOAT32,)),
     (22, FLOAT32, None),
+    (7, FLOAT64, FLOAT64),
+)
+# The same with a weighted sum: of pairs, of one tile, of rows and gradients in 16 bits.
+SOME_SUMS = (
+    *itertools.product((1, 7, 11, 22, 50, 64), (FLOAT32,), (FLOAT32,)),
+    *itertools.product((7, 22, 50), (BFLOAT16,), (FLOAT32, BFLOAT16)),
     (7, FLOAT64, FLOAT64),
 )
 # Those with the most registers, for GPUs of all kinds: A100, A40, L40, H100, RTX of Blackwell.
@@ -118,15 +125,20 @@ def gram_case(
     is_aligned: bool,
     moment: torch.dtype | None = None,
     halves: bool = False,
+    out: torch.dtype | None = None,
 ) -> Case:
-    """As gram.py launches them; `moment` is the dtype of second moments, if there are any."""
+    """As gram.py launches them; `moment` and `out` are dtypes of vectors, if there are any."""
     is_scaled = moment is not None
-    dtypes = (dtype,) if moment is None else (dtype, moment)
-    sizes = gram.pick(num_rows, dtype, is_scaled=is_scaled, halves=halves)
+    dtypes = tuple(each for each in (dtype, moment, out) if each is not None)
+    sizes = gram.pick(
+        *(num_rows, dtype), is_scaled=is_scaled, halves=halves, is_summed=out is not None
+    )
     rows = "pairs of rows" if halves else "rows"
     of_metric = f" by {moment}" if is_scaled else ""
+    of_metric += "" if out is None else f" with a sum in {out}"
     name = f"gram of {num_rows} {rows}, {dtype}{of_metric}, {'aligned' if is_aligned else 'ragged'}"
-    constants = gram.metric_constants(dtypes, 1e-8) | {
+    constants = gram.vector_constants(dtypes, 1e-8) | {
+        **({} if out else {"coefficients": None}),
         "R": num_rows,
         "HALVES": halves,
         "STORAGE": triton_dtype(dtype),
@@ -285,6 +297,10 @@ def cases() -> Iterator[Case]:
     for num_rows, dtype, moment in SOME_HALVES:
         yield gram_case(num_rows, dtype, True, moment, halves=True)
     yield gram_case(22, FLOAT32, False, FLOAT32, halves=True)
+    for num_rows, dtype, out in SOME_SUMS:
+        moment = FLOAT64 if dtype == FLOAT64 else FLOAT32
+        yield gram_case(num_rows, dtype, True, moment, halves=True, out=out)
+    yield gram_case(7, FLOAT32, False, FLOAT32, halves=True, out=FLOAT32)
     yield reduce_case(22)
     for num_rows, (dtype, out_dtype) in itertools.product((1, 7, 22), SOME_PAIRS):
         yield weighted_sum_case(num_rows, dtype, out_dtype)
