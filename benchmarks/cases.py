@@ -385,6 +385,7 @@ def align_case(num_rows: int, device: torch.device | str, names: Sequence[str]) 
         metric_N=ones_K.new_ones(64),
     )
     start_S, mean_KK = new_state(alpha_K).to(device), zeros_KK.to(device)
+    mixture_K = alpha_K.to(device)
     start_S[-2] = WAITING_STEPS
     state_S = start_S.clone()
     products_1K = halves_2KN.prod(0).sum(1)[None]
@@ -406,7 +407,7 @@ def align_case(num_rows: int, device: torch.device | str, names: Sequence[str]) 
     runs = {
         name: functools.partial(
             align,
-            *(Matrices(matrix, matrix), state_S, mean_KK, of_names, settings_F),
+            *(Matrices(matrix, matrix), state_S, mean_KK, mixture_K, of_names, settings_F),
             implementation=name,
         )
         for name in {*names, "torch"}

@@ -81,8 +81,14 @@ def rows_traffic(
     rows = num_domains * row_bytes * (2 if rule.has_halves else 1)
     # Second moments for `gram`; the combined gradient, read again for its norm, for `weighted_sum`.
     more = gradient_bytes if rule.is_preconditioned else 0
-    return {
-        "accumulate": Traffic(0, rows),
+    phases = {"accumulate": Traffic(0, rows)}
+    if rule.mixture is not UpdateRule.mixture:
+        # Both in one pass.
+        return phases | {
+            "gram": Traffic(rows + more, gradient_bytes),
+            "weighted_sum": Traffic(more, 0),
+        }
+    return phases | {
         "gram": Traffic(rows + more, 0),
         "weighted_sum": Traffic(rows + more, gradient_bytes),
     }

@@ -11,7 +11,8 @@ and the gradients of a whole domain never exist twice.
 """
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import compress
 from operator import attrgetter
 from typing import Any
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from doge_fast import tracing
-from doge_fast.kernels import accumulate, fill, weighted_sum
+from doge_fast.kernels import accumulate, fill
 from doge_fast.kernels.dispatch import by_device
 from doge_fast.kernels.schema import STORAGE_DTYPES
 
@@ -381,16 +382,17 @@ class FlatBuffer:
         return block
 
 
-def weighted_gradients(blocks: Sequence[Block], coefficients_B: Tensor) -> list[Tensor]:
-    """sum_r c_r g_r for every block, in the memory that becomes `p.grad`."""
+@contextmanager
+def combined_gradients(blocks: Sequence[Block]) -> Iterator[list[Tensor]]:
+    """Memory for the weighted sum of every block, which is in `p.grad` afterwards."""
     gradients = [block.gradient() for block in blocks]
     # Rows have logical order: a gradient with other strides is copied from a contiguous sum.
     outs = [g if g.is_contiguous() else g.new_empty(g.shape) for g in gradients]
-    weighted_sum([block.rows_BN for block in blocks], coefficients_B, out=outs)
-    for gradient, values in zip(gradients, outs, strict=True):
+    yield outs
+    for block, gradient, values in zip(blocks, gradients, outs, strict=True):
         if values is not gradient:
             gradient.copy_(values)
-    return gradients
+        block.give(gradient)
 
 
 def combined_norm(blocks: Sequence[Block]) -> Tensor:

@@ -152,6 +152,8 @@ def aligned_step(
     """
     num_domains = len(alpha_K)
     rows_RN = halves_2RN.sum(0)
+    # The model follows the weights of the step before half-way.
+    gradient_N = (alpha_K + 1 / num_domains) / 2 @ rows_RN[:num_domains]
     gram_RR = (rows_RN * metric_N) @ rows_RN.T
     scale = 1 / gram_RR.diagonal().mean()
     # <a, b> of independent halves is w (1 - w) |g|^2 without their noise.
@@ -168,6 +170,4 @@ def aligned_step(
         slope_K = slope_K.clamp(-10, 10) * (own_K @ alpha_K > 0.01 * at_right_angles)
         alpha_K = mirror_step(alpha_K, slope_K, 0.1, 1.0).clamp(min=0.01 / num_domains)
         alpha_K = alpha_K / alpha_K.sum()
-    # The model follows half-way.
-    mixture_K = (alpha_K + 1 / num_domains) / 2
-    return alpha_K, mixture_K @ rows_RN[:num_domains], mean_RR
+    return alpha_K, gradient_N, mean_RR

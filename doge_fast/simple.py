@@ -149,6 +149,7 @@ class SimpleAligned(SimpleDoGE):
     def _move(self, parts_TRN: Tensor) -> bool:
         """One mirror step on log(W.a / sqrt(a'Ga)) of the mean matrix, after twenty steps."""
         grads_RN = parts_TRN.sum(0)
+        self._before_K = self.alpha_K
         eps = self.optimizer.param_groups[0].get("eps", 0.0)
         moments = [
             self.optimizer.state.get(param, {}).get("exp_avg_sq", torch.full_like(param, torch.nan))
@@ -182,5 +183,5 @@ class SimpleAligned(SimpleDoGE):
 
     @property
     def mixture_K(self) -> Tensor:
-        """Half-way from uniform weights to alpha."""
-        return (self.alpha_K + 1 / len(self.domains)) / 2
+        """Half-way from uniform weights to alpha of the step before."""
+        return (self._before_K + 1 / len(self.domains)) / 2

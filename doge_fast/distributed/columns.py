@@ -2,8 +2,9 @@
 
 The Gram matrix is a sum over columns and needs all rows of a column on one rank. So an all-to-all
 sends each rank all rows of its section of the columns. The rank computes the Gram matrix of its
-section; these are gathered and added in the order of the ranks. With the new weights each rank sums
-the rows of its section, and an all-gather delivers the sums. With P pieces of rows over n ranks a
+section; these are gathered and added in the order of the ranks. Each rank sums the rows of its
+section, with the new weights or, where the rule has a mixture before, on the way of the Gram
+matrix, and an all-gather delivers the sums. With P pieces of rows over n ranks a
 rank sends (1 + P / n) (n - 1) / n N elements; plain data parallelism sends 2 (n - 1) / n N.
 
 A domain that several ranks entered has one piece on each of them, or two if the rule has halves.
@@ -13,7 +14,8 @@ the pieces are A^T c. If the rule has halves, A is a sum F + S of those of first
 halves, whose products are the diagonal of F G_PP S^T.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +31,7 @@ from doge_fast.distributed.process_group import (
     first_shares_of,
 )
 from doge_fast.flat_buffer import ALIGNMENT, Block, grad_dtype_of, on_device
-from doge_fast.kernels import gram, weighted_sum
+from doge_fast.kernels import gram, gram_and_sum, weighted_sum
 from doge_fast.metric import Metric
 
 # Columns sent in one call; sender and receiver each hold a copy meanwhile.
@@ -72,8 +74,9 @@ class ColumnExchange(Exchange):
     def __init__(self, num_halves: int, communicator: Communicator) -> None:
         super().__init__(num_halves, communicator)
         self.first_half = communicator.rank % num_halves
-        # [n, columns of a section] of each bucket: memory of the sums, which p.grad views.
-        self._sums: list[Tensor] = []
+        # {id of a bucket's first parameter: [n, columns of a section]}: memory of the sums, which
+        # p.grad views.
+        self._sums: dict[int, Tensor] = {}
 
     def agree(self, names: Sequence[str], report: Report) -> Agreement:
         """As `Exchange.agree`; the first time, the parameters' values must be the same too."""
@@ -126,6 +129,8 @@ class ColumnExchange(Exchange):
             )
         for work in works:
             work.wait()
+        firsts = {id(bucket.blocks[0].param) for bucket in buckets}
+        self._sums = {first: sums for first, sums in self._sums.items() if first in firsts}
         return Columns([bucket.blocks for bucket in buckets], received)
 
     def _second_moments(self, columns: Columns, metric: Metric | None) -> dict[str, Any]:
@@ -139,9 +144,17 @@ class ColumnExchange(Exchange):
         ]
         return {"second_moments": moments, "eps": metric.eps}
 
-    def gram(self, columns: Columns, metric: Metric | None = None) -> Tensor:
+    def gram(
+        self, columns: Columns, metric: Metric | None = None, mixture_B: Tensor | None = None
+    ) -> Tensor:
         """The sum of the sections' Gram matrices."""
-        gram_PP = gram(columns.rows, **self._second_moments(columns, metric))
+        moments = self._second_moments(columns, metric)
+        if mixture_B is None:
+            gram_PP = gram(columns.rows, **moments)
+        else:
+            coefficients_P = self._of_pieces(mixture_B.repeat_interleave(self._num_halves))
+            with self._sections(columns) as mine:
+                gram_PP = gram_and_sum(columns.rows, coefficients_P, out=mine, **moments)
         shares_CP = on_device(self._shares_CP, gram_PP.device, torch.float64)
         # [B, P] of each half
         halves = [shares_CP[half :: self._num_halves] for half in range(self._num_halves)]
@@ -157,34 +170,50 @@ class ColumnExchange(Exchange):
         gram_BB.copy_(gram_BB.tril() + gram_BB.tril(-1).T)
         return matrices
 
-    def deliver(self, columns: Columns, coefficients_C: Tensor, state_S: Tensor) -> None:
+    def deliver(self, columns: Columns, coefficients_C: Tensor) -> None:
         """An all-gather of the sections' weighted sums."""
-        # Memory for the sums, unless shapes, dtypes and devices are those of the step before.
-        likes = [blocks[0].param for blocks in columns.blocks]
-        shapes = [(self.num_ranks, rows_PC.shape[1]) for rows_PC in columns.rows]
-        kinds = [
-            (grad_dtype_of(p), p.device, shape) for p, shape in zip(likes, shapes, strict=True)
-        ]
-        if kinds != [(each.dtype, each.device, each.shape) for each in self._sums]:
-            self._sums = [
-                torch.empty(shape, dtype=dtype, device=device) for dtype, device, shape in kinds
-            ]
-        # A rank writes its section at its place in the memory of all sections.
-        mine = [whole_nC[self._communicator.rank] for whole_nC in self._sums]
-        shares_CP = on_device(self._shares_CP, coefficients_C.device, torch.float64)
-        weighted_sum(columns.rows, shares_CP.T @ coefficients_C, out=mine)
+        with self._sections(columns) as mine:
+            weighted_sum(columns.rows, self._of_pieces(coefficients_C), out=mine)
+
+    def share(self, state_S: Tensor) -> None:
+        """A broadcast."""
         self._communicator.broadcast(state_S)
-        for whole_nC, mine_C in zip(self._sums, mine, strict=True):
+
+    def _of_pieces(self, coefficients_C: Tensor) -> Tensor:
+        """[P]"""
+        shares_CP = on_device(self._shares_CP, coefficients_C.device, torch.float64)
+        return shares_CP.T @ coefficients_C
+
+    @contextmanager
+    def _sections(self, columns: Columns) -> Iterator[list[Tensor]]:
+        """Memory for this rank's sections of the sums; all sections are in `p.grad` afterwards."""
+        sums = [
+            self._memory(blocks[0].param, rows_PC.shape[1])
+            for blocks, rows_PC in zip(columns.blocks, columns.rows, strict=True)
+        ]
+        # A rank writes its section at its place in the memory of all sections.
+        mine = [whole_nC[self._communicator.rank] for whole_nC in sums]
+        yield mine
+        for whole_nC, mine_C in zip(sums, mine, strict=True):
             all_gather(whole_nC.view(-1), mine_C, group=self._communicator.group)
-        for blocks, whole_nC in zip(columns.blocks, self._sums, strict=True):
+        for blocks, whole_nC in zip(columns.blocks, sums, strict=True):
             sizes = [block.num_columns for block in blocks]
             parts = torch.split(whole_nC.view(-1)[: sum(sizes)], sizes)
             for block, values_N in zip(blocks, parts, strict=True):
                 block.give(block.combined_as(values_N))
 
+    def _memory(self, param: Tensor, num_columns: int) -> Tensor:
+        """For the sums of a bucket; the same as in the step before, unless its kind has changed."""
+        kind = (self.num_ranks, num_columns), grad_dtype_of(param), param.device
+        sums = self._sums.get(id(param))
+        if sums is None or (sums.shape, sums.dtype, sums.device) != kind:
+            shape, dtype, device = kind
+            sums = self._sums[id(param)] = torch.empty(shape, dtype=dtype, device=device)
+        return sums
+
     def release(self) -> None:
         """Free the memory of the sums."""
-        self._sums = []
+        self._sums = {}
 
 
 def _in_two_halves(counts_nB2: Tensor) -> Tensor:

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from doge_fast.distributed.process_group import Agreement, Communicator, Report
-from doge_fast.flat_buffer import Block, combined_norm, weighted_gradients
-from doge_fast.kernels import gram
+from doge_fast.flat_buffer import Block, combined_gradients, combined_norm
+from doge_fast.kernels import gram, gram_and_sum, weighted_sum
 from doge_fast.metric import Metric
 
 
@@ -32,8 +32,8 @@ class Columns(NamedTuple):
 class Exchange:
     """One process, which has all rows and all columns; base class of the others.
 
-    A step calls `agree`, `complete`, `gram` and `deliver`, in this order, and `norm` if its rule
-    needs it.
+    A step calls `agree`, `complete`, `gram`, `deliver` unless `gram` has done so, and `share`, in
+    this order, and `norm` if its rule needs it.
     """
 
     has_shards = False
@@ -69,14 +69,19 @@ class Exchange:
         """
         return Columns([(block,) for block in blocks], [block.rows_BN for block in blocks])
 
-    def gram(self, columns: Columns, metric: Metric | None = None) -> Tensor:
+    def gram(
+        self, columns: Columns, metric: Metric | None = None, mixture_B: Tensor | None = None
+    ) -> Tensor:
         """One of `Matrices`, over the columns of all ranks, in a metric or Euclidean.
 
-        `columns` are some of those that `complete` returned, at least one.
+        `columns` are some of those that `complete` returned, at least one. With a mixture it writes
+        sum_b x_b g_b into their `p.grad` on all ranks, too.
         """
-        moments = self._second_moments(columns, metric)
-        found: Tensor = gram(columns.rows, halves=self._num_halves == 2, **moments)
-        return found
+        options = self._second_moments(columns, metric) | {"halves": self._num_halves == 2}
+        if mixture_B is None:
+            return gram(columns.rows, **options)
+        with combined_gradients([block for (block,) in columns.blocks]) as outs:
+            return gram_and_sum(columns.rows, mixture_B, out=outs, **options)
 
     def _second_moments(self, columns: Columns, metric: Metric | None) -> dict[str, Any]:
         """Arguments of the operator: a metric's second moments of each tensor's columns."""
@@ -85,14 +90,16 @@ class Exchange:
         moments = [metric.moment_of(block.param) for (block,) in columns.blocks]
         return {"second_moments": moments, "eps": metric.eps}
 
-    def deliver(self, columns: Columns, coefficients_C: Tensor, state_S: Tensor) -> None:
-        """Write sum_c x_c g_c into `p.grad` on all ranks, and rank 0's weights into `state_S`."""
-        blocks = [block for (block,) in columns.blocks]
-        for block, gradient in zip(blocks, weighted_gradients(blocks, coefficients_C), strict=True):
-            block.give(gradient)
+    def deliver(self, columns: Columns, coefficients_C: Tensor) -> None:
+        """Write sum_c x_c g_c into `p.grad` on all ranks."""
+        with combined_gradients([block for (block,) in columns.blocks]) as outs:
+            weighted_sum(columns.rows, coefficients_C, out=outs)
+
+    def share(self, state_S: Tensor) -> None:
+        """Write rank 0's weights into `state_S`: machines may round differently."""
 
     def norm(self, blocks: Sequence[Block]) -> Tensor:
-        """Float64 scalar: the norm of what `deliver` has written, of all ranks' columns."""
+        """Float64 scalar: the norm of what is in `p.grad`, of all ranks' columns."""
         return combined_norm(blocks)
 
     def release(self) -> None:

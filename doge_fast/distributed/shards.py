@@ -42,14 +42,18 @@ class ShardExchange(Exchange):
                 self._counted.add(id(block.param))
         return super().complete(blocks, apart)
 
-    def gram(self, columns: Columns, metric: Metric | None = None) -> Tensor:
+    def gram(
+        self, columns: Columns, metric: Metric | None = None, mixture_B: Tensor | None = None
+    ) -> Tensor:
         """The sum over shards; replicated columns count once."""
-        own, _ = columns.split(self._counted)
+        own, others = columns.split(self._counted)
         if own.rows:
-            matrices = super().gram(own, metric)
+            matrices = super().gram(own, metric, mixture_B)
         else:
             # Of no columns: zeros.
             matrices = super().gram(Columns([], [columns.rows[0][:, :0]]))
+        if mixture_B is not None and others.rows:
+            super().deliver(others, mixture_B.repeat_interleave(self._num_halves))
         return self._communicator.sum(matrices)
 
     def norm(self, blocks: Sequence[Block]) -> Tensor:
@@ -59,10 +63,9 @@ class ShardExchange(Exchange):
         device = local_of(blocks[0].param).device
         return self._communicator.sum(square.to(device)).sqrt()
 
-    def deliver(self, columns: Columns, coefficients_C: Tensor, state_S: Tensor) -> None:
-        """The weighted sums of this rank's shards."""
+    def share(self, state_S: Tensor) -> None:
+        """A broadcast."""
         self._communicator.broadcast(state_S)
-        super().deliver(columns, coefficients_C, state_S)
 
 
 def ranks_of_mesh(params: Sequence[Any]) -> list[int]:

@@ -376,8 +376,9 @@ class Step:
     def _combine(self, grad_scale: float | Tensor | None) -> None:
         """Move the domain weights and write sum_j alpha'_j g_j into `p.grad`.
 
-        Reads the rows twice and writes N elements, all on the device; nothing waits for it. A
-        gradient that is not finite moves nothing and makes `p.grad` NaN.
+        Reads the rows twice, or once with a rule that knows its mixture before, and writes N
+        elements, all on the device; nothing waits for it. A gradient that is not finite moves
+        nothing, and `p.grad` is not finite either.
 
         Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), Algorithms 1 and 2, eq. (update_dw).
         """
@@ -391,14 +392,17 @@ class Step:
         # [B, columns] tensors: all rows of this rank's columns.
         columns = exchange.complete(blocks, selected or ())
 
+        # A rule that knows it before has `p.grad` written on the way of the Gram matrices.
+        mixture_R = self._weights.mixture_R
         with tracing.phase("doge_fast.gram"):
             # The same on all ranks, to the bit. They are two matrices only if there is a selection.
             matrices = _matrices(
-                columns, exchange, selected, self._weights.rule, self.parameters.optimizer
+                *(columns, exchange, selected, self._weights.rule),
+                *(self.parameters.optimizer, mixture_R),
             )
 
         with tracing.phase("doge_fast.reweight"):
-            # From here on B coefficients; the rows are read once more, for the weighted sum.
+            # From here on numbers of domains; else the rows are read once more, for their sum.
             last = self._weights.move(
                 matrices,
                 names_B=self.subset.names,
@@ -414,9 +418,9 @@ class Step:
             self._read_skipped = skip_reader(last.skipped, self.parameters.optimizer)
 
         with tracing.phase("doge_fast.weighted_sum"):
-            # Into `p.grad`, on all ranks. Rank 0's weights go to the others too, since machines may
-            # round differently.
-            exchange.deliver(columns, last.coefficients, self._weights.state_S)
+            if mixture_R is None:
+                exchange.deliver(columns, last.coefficients)
+            exchange.share(self._weights.state_S)
             if self._weights.rule.is_preconditioned:
                 norm = exchange.norm(blocks).to(last.combined_norm.device) / scale
                 if (max_grad_norm := self._weights.rule.max_grad_norm) is not None:
@@ -632,8 +636,12 @@ def _matrices(
     selected: Collection[int] | None,
     rule: UpdateRule,
     optimizer: Optimizer,
+    mixture_R: Tensor | None = None,
 ) -> Matrices:
-    """Gram matrices over the columns that enter W, and over all for clipping."""
+    """Gram matrices over the columns that enter W, and over all for clipping.
+
+    With a mixture the weighted sums are in `p.grad` afterwards.
+    """
     inside, outside = columns, Columns([], [])
     if selected is not None:
         inside, outside = columns.split(selected)
@@ -643,11 +651,11 @@ def _matrices(
                 "parameters that the domains touch."
             )
     metric = Metric(optimizer) if rule.is_preconditioned else None
-    gram = exchange.gram(inside, metric)
+    gram = exchange.gram(inside, metric, mixture_R)
     if not outside.rows:
         return Matrices(gram, gram)
     # The other parameters may be on another device.
-    return Matrices(gram, gram + exchange.gram(outside, metric).to(gram.device))
+    return Matrices(gram, gram + exchange.gram(outside, metric, mixture_R).to(gram.device))
 
 
 def loss_scale(

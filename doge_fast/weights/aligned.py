@@ -16,7 +16,9 @@ independent halves, and the diagonal is their product. Noise in the other entrie
 the mean over all steps so far, each divided by the mean squared norm of its rows, so that no step
 decides alone. The model's steps follow the weights half-way: what a model at uniform weights has
 learned already looks useless to it, and what one at the weights alone has learned looks useless
-too soon. docs/evidence.md has what was measured.
+too soon. They follow those of the step before, which are known before the step's gradients: so the
+rows are read once, for the Gram matrix and the weighted sum together. docs/evidence.md has what was
+measured.
 
 Axis letters: K training domains, R names of the objective, B = R rows of the step.
 
@@ -82,9 +84,14 @@ class Aligned(UpdateRule):
     is_preconditioned: ClassVar[bool] = True
     name: ClassVar[str] = "aligned"
 
-    def memory(self, num_names: int) -> int:
-        """The mean matrix, [R, R]."""
-        return num_names * num_names
+    def new_memory(self, alpha_K: Tensor, num_names: int) -> Tensor:
+        """The mean matrix [R, R], and then the mixture of the next step [R]."""
+        mixture_R = _mixture(alpha_K, num_names)
+        return torch.cat([alpha_K.new_zeros(num_names * num_names), mixture_R])
+
+    def mixture(self, memory_S: Tensor, num_names: int) -> Tensor:
+        """Half-way from uniform weights to those of the step before."""
+        return memory_S[-num_names:]
 
     def settings(self, lr: float | Tensor, grad_scale: float | Tensor) -> AlignedSettings:
         """Those of `align`; the learning rate moves no weights here."""
@@ -95,7 +102,9 @@ class Aligned(UpdateRule):
     ) -> LastStep:
         """As `align`."""
         num_names = len(names.tau_R)
-        return align(matrices, state_S, memory_S.view(num_names, num_names), names, settings)
+        mean_RR, mixture_R = memory_S.split([num_names * num_names, num_names])
+        mean_RR = mean_RR.view(num_names, num_names)
+        return align(matrices, state_S, mean_RR, mixture_R, names, settings)
 
 
 def refuse_settings(
@@ -122,6 +131,7 @@ def align(
     matrices: Matrices,
     state_S: Tensor,
     mean_RR: Tensor,
+    mixture_R: Tensor,
     names: Names,
     settings_F: Tensor,
     *,
@@ -134,15 +144,17 @@ def align(
     mean     =  mean over steps of G;  W = mean tau
     slope_j  =  W_j / W.a  -  (mean a)_j / a' mean a
     alpha'_j ∝  max(alpha_j exp(RATE slope_j) / sum_i alpha_i exp(RATE slope_i), 0.01 / K)
-    c_j      =  FOLLOWED alpha'_j + (1 - FOLLOWED) / K
+    c'_j     =  FOLLOWED alpha'_j + (1 - FOLLOWED) / K,    of the next step
 
     w_j is the share of the first half. A weight of zero stays zero, and then K counts the others
-    in c. Arithmetic is float64, and nothing is read on the host.
+    in c'. Arithmetic is float64, and nothing is read on the host.
 
     Args:
         matrices: [B + 1, B] each: <g_i, g_j>, symmetric to the bit, and then <a_j, b_j>.
         state_S: [3 K + 2] float64, made by `new_state`; updated in place.
         mean_RR: [R, R] float64, the mean of all steps before; updated in place.
+        mixture_R: [R] float64, the coefficients of this step, which the record has; those of the
+            next one are written there.
         names: every name has a row.
         settings_F: [2] float64, the fields of `AlignedSettings`.
         implementation: "torch" or "triton"; None: the dispatcher chooses.
@@ -154,7 +166,7 @@ def align(
         RuntimeError: the requested implementation cannot run.
     """
     run = runs["align", state_S.device, implementation, requested_backend()]
-    last: LastStep = run(matrices, state_S, mean_RR, names, settings_F)
+    last: LastStep = run(matrices, state_S, mean_RR, mixture_R, names, settings_F)
     return last
 
 
@@ -162,7 +174,12 @@ def align(
 
 
 def align_torch(
-    matrices: Matrices, state_S: Tensor, mean_RR: Tensor, names: Names, settings_F: Tensor
+    matrices: Matrices,
+    state_S: Tensor,
+    mean_RR: Tensor,
+    mixture_R: Tensor,
+    names: Names,
+    settings_F: Tensor,
 ) -> LastStep:
     """An equation a line."""
     num_domains = num_domains_of(state_S)
@@ -188,12 +205,9 @@ def align_torch(
     raised_K = scores.smooth(raised_K / raised_K.sum(), settings.smoothing)
     alpha_K = torch.where(num_steps > WAITING_STEPS, raised_K, state.alpha)
 
-    coefficients_R = torch.zeros_like(names.tau_R)
-    is_trained_K = (alpha_K > 0).to(alpha_K)
-    coefficients_R[:num_domains] = FOLLOWED * alpha_K
-    coefficients_R[:num_domains] += (1 - FOLLOWED) * is_trained_K / is_trained_K.sum()
-    coefficients_B = torch.empty_like(coefficients_R)
-    coefficients_B[row_R] = torch.where(finite, coefficients_R, torch.nan)
+    coefficients_B = torch.empty_like(mixture_R)
+    coefficients_B[row_R] = torch.where(finite, mixture_R, torch.nan)
+    mixture_R.copy_(torch.where(finite, _mixture(alpha_K, len(mixture_R)), mixture_R))
 
     gain_K = scores.gain(gram_RR, names.tau_R, num_domains)
     difficulty_K = scores.difficulty(gram_RR, names.tau_R, num_domains)
@@ -212,6 +226,13 @@ def align_torch(
         skipped=~finite,
         found_inf=(~finite).to(torch.float32),
     )
+
+
+def _mixture(alpha_K: Tensor, num_names: int) -> Tensor:
+    """[R] the mixture that the model moves by; zero for held-out targets."""
+    is_trained_K = (alpha_K > 0).to(alpha_K)
+    followed_K = FOLLOWED * alpha_K + (1 - FOLLOWED) * is_trained_K / is_trained_K.sum()
+    return torch.cat([followed_K, followed_K.new_zeros(num_names - len(alpha_K))])
 
 
 def _slope(mean_RR: Tensor, tau_R: Tensor, alpha_K: Tensor) -> Tensor:
@@ -242,13 +263,18 @@ NUM_WARPS = 4
 
 
 def align_triton(
-    matrices: Matrices, state_S: Tensor, mean_RR: Tensor, names: Names, settings_F: Tensor
+    matrices: Matrices,
+    state_S: Tensor,
+    mean_RR: Tensor,
+    mixture_R: Tensor,
+    names: Names,
+    settings_F: Tensor,
 ) -> LastStep:
     """As `align_torch`."""
     sizes = len(names.tau_R), num_domains_of(state_S)
     num_rows = 2 * sizes[0]
     outputs = new_outputs(*sizes, num_rows, state_S.device)
-    tensors = (*matrices, state_S, mean_RR, *names, settings_F, *outputs)
+    tensors = (*matrices, state_S, mean_RR, mixture_R, *names, settings_F, *outputs)
     with launching_on(state_S.device):
         align_once[(1,)](*tensors, **constants_of(*sizes), num_warps=NUM_WARPS)
     return last_step_of(outputs, *sizes, num_rows)
@@ -292,6 +318,7 @@ def align_once(
     full,
     state,
     mean,
+    mixture,
     tau,
     row,
     first_share,
@@ -313,7 +340,7 @@ def align_once(
     LEAST_SQUARE: tl.constexpr,
     MOST_SLOPE: tl.constexpr,
 ):
-    """Update `state` and `mean`; write `values`, `skipped` and `found_inf`."""
+    """Update `state`, `mean` and `mixture`; write `values`, `skipped` and `found_inf`."""
     coefficients = values + R * R
     norms = coefficients + 2 * R
     gains = norms + R
@@ -414,9 +441,11 @@ def align_once(
     trained_K = (is_domain & (next_K > 0)).to(tl.float64)
     share = (1 - FOLLOWED) / tl.sum(trained_K, axis=0)
     followed_K = tl.where(is_domain, FOLLOWED * next_K + share * trained_K, 0.0)
-    coefficient_R = tl.where(is_taken, followed_K, float("nan"))
+    mixture_R = tl.load(mixture + r, mask=is_row, other=0.0)
+    coefficient_R = tl.where(is_taken, mixture_R, float("nan"))
     tl.store(coefficients + 2 * row_R, coefficient_R, mask=is_row)
     tl.store(coefficients + 2 * row_R + 1, coefficient_R, mask=is_row)
+    tl.store(mixture + r, tl.where(is_taken, followed_K, mixture_R), mask=is_row)
 
     last_slope_K = tl.load(state + 2 * K + r, mask=is_domain, other=0.0)
     last_mean_K = tl.load(state + K + r, mask=is_domain, other=0.0)

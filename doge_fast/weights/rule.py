@@ -167,9 +167,16 @@ class UpdateRule(ABC):
     def name(self) -> str:
         """In weights.json."""
 
-    def memory(self, num_names: int) -> int:
-        """Numbers that the rule keeps from step to step, beside `WeightsState`."""
-        return 0
+    def new_memory(self, alpha_K: Tensor, num_names: int) -> Tensor:
+        """What the rule keeps from step to step beside `WeightsState`, before the first step."""
+        return alpha_K.new_empty(0)
+
+    def mixture(self, memory_S: Tensor, num_names: int) -> Tensor | None:
+        """[R] the coefficients of this step's gradients, a view; None: `step` has yet to find them.
+
+        Where they are known before, rows are read once for the Gram matrix and the weighted sum.
+        """
+        return None
 
     @abstractmethod
     def settings(self, lr: float | Tensor, grad_scale: float | Tensor) -> Sequence[float | Tensor]:
@@ -182,5 +189,5 @@ class UpdateRule(ABC):
         """Move the weights in `state_S`, of `WeightsState`, and the rule's own memory, in place.
 
         Nothing is read on the host. A step whose gradients are not finite is skipped: it counts as
-        such, moves nothing else, and its coefficients are NaN.
+        such, moves nothing else, and the coefficients in its record are NaN.
         """

@@ -63,7 +63,9 @@ class DomainWeights:
         self._initial_K = _initial_weights(objective.domains, initial)
         self._warned: set[str] = set()
         num_names = len(objective.names)
-        memory = self._initial_K.new_zeros(rule.memory(num_names))
+        memory = rule.new_memory(self._initial_K, num_names)
+        self.num_memory = len(memory)
+        """Numbers that the rule keeps beside `WeightsState`."""
         self.state_S: Tensor = torch.cat([new_state(self._initial_K), memory]).to(device)
         """`WeightsState`, then the rule's memory; not a copy: the exchange writes rank 0's."""
         self._tau_R = torch.tensor(objective.tau, dtype=torch.float64, device=device)
@@ -72,9 +74,9 @@ class DomainWeights:
         self._settings_F = DeviceVector(len(rule.settings(0.0, 1.0)), torch.float64)
 
     @property
-    def num_memory(self) -> int:
-        """Numbers that the rule keeps beside `WeightsState`."""
-        return self.rule.memory(len(self.objective.names))
+    def mixture_R(self) -> Tensor | None:
+        """As `UpdateRule.mixture`; not a copy. Every name has a row then, in this order."""
+        return self.rule.mixture(self._common_and_memory()[1], len(self.objective.names))
 
     def read(self, name: str) -> Tensor:
         """A copy of a part of the state: "alpha", "alpha_mean", "gain" or a count."""

@@ -245,9 +245,9 @@ def test_on_the_same_matrix_it_goes_to_the_exact_maximum(seed):
         tau_R, torch.arange(num_domains + 1, dtype=torch.int32), torch.full_like(tau_R, 0.5)
     )
     settings_F = torch.tensor(AlignedSettings(1.0, 0.0), dtype=torch.float64)
-    mean_RR = torch.zeros_like(gram_RR)
+    mean_RR, mixture_R = torch.zeros_like(gram_RR), torch.zeros_like(tau_R)
     for _ in range(2000):
-        align(Matrices(gram, gram), state_S, mean_RR, names, settings_F)
+        align(Matrices(gram, gram), state_S, mean_RR, mixture_R, names, settings_F)
     best_K = exact_mixture(gram_RR[:-1, :-1], gram_RR[:-1, -1])
     found_K = state_views(state_S).alpha
     # No weight is below a hundredth of uniform ones.
@@ -296,7 +296,7 @@ def test_a_checkpoint_of_another_rule_is_refused(keep):
     saved = {k: v for k, v in saved.items() if k in (*keep, "state", "param_groups")}
     model, _ = model_and_optimizer({"far": 1.0})
     paper = DoGEOptimizer(torch.optim.AdamW(model.parameters()), domains=DOMAINS, target="far")
-    with pytest.raises(ValueError, match="moved by another rule, which keeps 16 numbers"):
+    with pytest.raises(ValueError, match="moved by another rule, which keeps 20 numbers"):
         paper.load_state_dict(saved)
 
 

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from doge_fast import flat_buffer
-from doge_fast.flat_buffer import FlatBuffer, weighted_gradients
+from doge_fast.flat_buffer import FlatBuffer, combined_gradients
+from doge_fast.kernels import weighted_sum
 
 
 def param(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -181,15 +182,20 @@ def test_a_parameter_that_was_cast_between_steps_gets_new_rows(use):
     assert torch.equal(block.rows_BN, grad_N[None])
 
 
+def combine(blocks, weights_R):
+    with combined_gradients(blocks) as outs:
+        weighted_sum([block.rows_BN for block in blocks], weights_R, out=outs)
+
+
 def test_gradients_in_the_memory_order_of_their_parameters():
     p = torch.zeros(4, 3).t().requires_grad_()
     buffer = FlatBuffer(2)
     for row in range(2):
         buffer.receive(row, p, grad(p, row))
     weights_R = torch.tensor([0.5, 0.25], dtype=torch.float64)
-    (combined,) = weighted_gradients(buffer.touched([p]), weights_R)
-    assert combined.stride() == p.stride() == (1, 3)
-    torch.testing.assert_close(combined, 0.5 * grad(p, 0) + 0.25 * grad(p, 1))
+    combine(buffer.touched([p]), weights_R)
+    assert p.grad.stride() == p.stride() == (1, 3)
+    torch.testing.assert_close(p.grad, 0.5 * grad(p, 0) + 0.25 * grad(p, 1))
     (block,) = buffer.blocks
     values_N = torch.arange(12.0)
     assert torch.equal(block.combined_as(values_N), values_N.view(3, 4))
@@ -197,7 +203,8 @@ def test_gradients_in_the_memory_order_of_their_parameters():
     # The model may be laid out anew.
     with torch.no_grad():
         p.set_(p.contiguous())
-    assert weighted_gradients(buffer.touched([p]), weights_R)[0].stride() == (4, 1)
+    combine(buffer.touched([p]), weights_R)
+    assert p.grad.stride() == (4, 1)
     plain = param(2, 3)
     buffer.receive(0, plain, grad(plain, 0))
     six_N = torch.arange(6.0)

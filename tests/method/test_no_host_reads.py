@@ -163,11 +163,11 @@ def test_the_flag_is_not_copied_for_fused_optimizers_or_in_a_capture(gpu, monkey
 def test_the_flag_is_copied_before_the_weighted_sum(monkeypatch, selection):
     """Right after the K x K step, before the weighted sum."""
     spied = mock.Mock()
-    for place, name in ((step, "skip_reader"), (exchange, "weighted_gradients")):
+    for place, name in ((step, "skip_reader"), (exchange, "weighted_sum")):
         spied.attach_mock(mock.Mock(wraps=getattr(place, name)), name)
         monkeypatch.setattr(place, name, getattr(spied, name))
     optimizer = run(FusedSGD, max_grad_norm=1.0, selection=selection)
-    assert [name for name, *_ in spied.mock_calls] == 2 * ["skip_reader", "weighted_gradients"]
+    assert [name for name, *_ in spied.mock_calls] == 2 * ["skip_reader", "weighted_sum"]
     flags = [call.args[0] for call in spied.skip_reader.call_args_list]
     assert any(flag is optimizer.last.skipped for flag in flags)
 

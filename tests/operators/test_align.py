@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from doge_fast import reference
-from doge_fast.weights.aligned import WAITING_STEPS, AlignedSettings, align
+from doge_fast.weights.aligned import WAITING_STEPS, Aligned, AlignedSettings, align
 from doge_fast.weights.reweight import new_state, state_views
 from doge_fast.weights.rule import LastStep, Matrices, Names
 from tests.laws import assert_simplex
@@ -46,7 +46,9 @@ class Problem:
         self.metric_N = draw(COLUMNS).abs()
         self.alpha_K = draw(num_domains).softmax(0)
         self.state_S = new_state(self.alpha_K)
-        self.mean_RR = draw(num_names, num_names) * 0
+        memory_S = Aligned().new_memory(self.alpha_K, num_names)
+        self.mean_RR = memory_S[:-num_names].view(num_names, num_names)
+        self.mixture_R = memory_S[-num_names:]
         self.halves_2RN = self.turn()
 
     def turn(self) -> Tensor:
@@ -80,6 +82,7 @@ class Problem:
             Matrices(gram, full),
             self.state_S,
             self.mean_RR,
+            self.mixture_R,
             Names(self.tau_R, self.row_R, self.first_R),
             torch.tensor(settings, dtype=torch.float64, device=self.device),
             implementation=implementation,
@@ -150,6 +153,7 @@ def test_implementations_agree(options, implementation, device):
     mine, other = problems
     torch.testing.assert_close(mine.state_S, other.state_S, **TOLERANCE)
     torch.testing.assert_close(mine.mean_RR, other.mean_RR, **TOLERANCE)
+    torch.testing.assert_close(mine.mixture_R, other.mixture_R, **TOLERANCE)
     assert (steps[0].alpha[3] == 0) == ("smoothing" not in options)
 
 
@@ -159,6 +163,7 @@ def test_what_is_not_finite_moves_nothing(fault, implementation, device):
     options: dict[str, Any] = {}
     problem.step(implementation)
     before_S, before_RR = problem.state_S.clone(), problem.mean_RR.clone()
+    before_R = problem.mixture_R.clone()
     if fault == "a half":
         problem.halves_2RN[1, 6, 0] = torch.inf
     elif fault == "a product":
@@ -176,6 +181,7 @@ def test_what_is_not_finite_moves_nothing(fault, implementation, device):
     before_S[-1] += 1
     assert torch.equal(problem.state_S, before_S)
     assert torch.equal(problem.mean_RR, before_RR)
+    assert torch.equal(problem.mixture_R, before_R)
     assert torch.equal(step.alpha, before_S[:5])
 
 
