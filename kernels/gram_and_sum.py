@@ -180,7 +180,7 @@ def _run(
 ) -> Tensor:
     # Faster than .device, which makes an object for each tensor.
     if len(set(map(Tensor.get_device, blocks))) > 1:
-        gram_RR = gram(
+        gram_RR: Tensor = gram(
             *(blocks,),
             second_moments=moments,
             eps=eps,

@@ -679,7 +679,12 @@ class Gram {
       Scaled* totals = roots + stride;
       add_all_halves<true>(roots, at, tile, stride, totals, columns);
       with_type(weighted_.dtype, [&](auto zero) {
-        narrow(totals, static_cast<decltype(zero)*>(weighted_.out) + (at - rows_RN_), columns, weighted_.past_cache);
+        auto* out = static_cast<decltype(zero)*>(weighted_.out) + (at - rows_RN_);
+        narrow(totals, out, columns, weighted_.past_cache);
+        // The next run, to be written: stores to memory that is in no cache would wait.
+        if (!weighted_.past_cache)
+          for (int64_t i = 0; i < least(columns, left); i += 64 / static_cast<int64_t>(sizeof(zero)))
+            __builtin_prefetch(out + columns + i, 1, 2);
       });
     } else if (has_halves_) {
       add_all_halves<false>(roots, at, tile, stride, nullptr, columns);

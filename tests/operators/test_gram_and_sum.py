@@ -91,9 +91,7 @@ def test_compiled_over_several_tiles_and_a_rest(num_sums, dtype, out_dtype, comp
     out_N = results[3:5554]
     run = functools.partial(gram_and_sum, eps=1e-8, halves=True, implementation=compiled)
     found = run(rows_CN, c_K, out=out_N, second_moments=moments_N)
-    alone = gram(
-        rows_CN, second_moments=moments_N, eps=1e-8, halves=True, implementation=compiled
-    )
+    alone = gram(rows_CN, second_moments=moments_N, eps=1e-8, halves=True, implementation=compiled)
     assert torch.equal(found, alone)
     assert_close(out_N, rows_CN, c_K)
     assert (results[:3] == 7).all()
