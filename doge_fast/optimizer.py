@@ -93,8 +93,8 @@ class DoGEOptimizer(OptimizerWrapper):
             [0, 5]) or a `Score` of yours. "aligned": another rule, which moves the weights to the
             mixture whose gradient has the smallest angle with the targets'
             (`doge_fast.weights.aligned`); the model moves by the mixture half-way between uniform
-            weights and those of the step before. It needs two halves of each domain in a step: an even number
-            of `micro_batches` is best, or `stacked`, or ranks. Rows are 2 R N elements.
+            weights and those of the step before. It needs two halves of each domain in a step: an
+            even number of `micro_batches` is best, or `stacked`, or ranks. Rows are 2 R N elements.
         max_grad_norm: norm to which the combined gradient is clipped; None: the loop clips.
         domain_max_grad_norm: norm to which each domain's gradient is clipped before it is scored
             and combined, as the published code does (it has 5.0 for universal targets). None: no

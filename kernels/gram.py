@@ -692,7 +692,12 @@ def load_chunk(table, chunk, WIDTH: tl.constexpr, STORAGE: tl.constexpr, ALIGNED
 
 @kernel
 def load_vector(
-    table, chunk, WIDTH: tl.constexpr, PLACE: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.constexpr
+    table,
+    chunk,
+    WIDTH: tl.constexpr,
+    PLACE: tl.constexpr,
+    TYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """The address of a chunk's second moments, in place 3, or of its output, in place 4."""
     pointer = tl.load(table + chunk * WIDTH + PLACE).to(tl.pointer_type(TYPE))
@@ -911,7 +916,7 @@ def gram_tiles(
     Matrix units truncate sums, so they add BLOCK columns only (`Tiles`). The sums of a chunk are
     float32, rounded to nearest, and those across chunks float64. With a metric, rows are multiplied
     by its root. With HALVES a row is the sum of two, whose products are a last row of the square.
-    With IS_WHOLE and a dtype OUT the weighted sum of these rows is written, by the coefficients [R].
+    With IS_WHOLE and a dtype OUT their weighted sum is written, by the coefficients [R].
     """
     program = tl.program_id(0)
     tiles = ()

@@ -102,8 +102,7 @@ class Aligned(UpdateRule):
     ) -> LastStep:
         """As `align`."""
         num_names = len(names.tau_R)
-        mean_RR, mixture_R = memory_S.split([num_names * num_names, num_names])
-        mean_RR = mean_RR.view(num_names, num_names)
+        mean_RR, mixture_R = memory_S[:-num_names].view(-1, num_names), memory_S[-num_names:]
         return align(matrices, state_S, mean_RR, mixture_R, names, settings)
 
 
