@@ -7,8 +7,9 @@
 A proxy for each variant and seed; base models with the seeds of `benchmarks.temperature` judge the
 weights. The rule is computed on the host, so that its parts can be changed: exactly, and slowly. It
 is not `doge-fast proxy --score aligned` to the bit. Half of a domain's blocks are drawn under a
-second name; v has its bias correction; the scale of a step is that of the halves; and the bounds of
-the slope are simpler. The same command resumes, and adds to the record.
+second name; v has its bias correction; the scale of a step is that of the halves; the model moves
+by the weights after the step, not before it; and the bounds of the slope are simpler. The same
+command resumes, and adds to the record.
 """
 
 import argparse
