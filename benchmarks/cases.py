@@ -260,7 +260,7 @@ def gram_and_sum_case(arena: Arena, problem: OperatorProblem, names: Sequence[st
         return products()
 
     case.operator, case.label, case.error = "gram_and_sum", "halves", error
-    case.plain = {"(x + y) * d, mm, a @ x": plain}
+    case.plain = {"(x + y) * d, mm, mv": plain}
     case.num_bytes += problem.num_columns * problem.dtype.itemsize
     case.flops += 3 * num_sums * problem.num_columns
     case.ours = {

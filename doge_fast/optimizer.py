@@ -324,7 +324,7 @@ class DoGEOptimizer(OptimizerWrapper):
         return self._step.stacked(model, sizes)
 
     def combine(self, *, grad_scale: float | Tensor | None = None) -> None:
-        """Weigh the domains and write sum_j alpha'_j g_j into `p.grad`.
+        """Weigh the domains and write their weighted gradient, sum_j alpha'_j g_j, into `p.grad`.
 
         Runs by itself when the last domain of a step is left; a second call does nothing. With
         `micro_batches=None`, or if domains are missing, `step()` calls it; call it yourself if

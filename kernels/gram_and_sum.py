@@ -181,7 +181,7 @@ def _run(
     # Faster than .device, which makes an object for each tensor.
     if len(set(map(Tensor.get_device, blocks))) > 1:
         gram_RR: Tensor = gram(
-            *(blocks,),
+            blocks,
             second_moments=moments,
             eps=eps,
             halves=halves,

@@ -378,7 +378,7 @@ class Step:
 
         Reads the rows twice, or once with a rule that knows its mixture before, and writes N
         elements, all on the device; nothing waits for it. A gradient that is not finite moves
-        nothing, and `p.grad` is not finite either.
+        nothing and makes `p.grad` NaN, of one parameter at least.
 
         Source: DoGE (Fan, Pagliardini, Jaggi; ICML 2024), Algorithms 1 and 2, eq. (update_dw).
         """
@@ -423,8 +423,15 @@ class Step:
             exchange.share(self._weights.state_S)
             if self._weights.rule.is_preconditioned:
                 norm = exchange.norm(blocks).to(last.combined_norm.device) / scale
+                # What was summed before may be finite, as that of an infinite target is.
+                norm = torch.where(last.skipped, torch.nan, norm)
                 if (max_grad_norm := self._weights.rule.max_grad_norm) is not None:
                     scale_combined(blocks, clip_factors(norm, max_grad_norm))
+                else:
+                    # A scaler looks for what is not finite: the smallest gradient is enough.
+                    some = sorted((b.num_columns, i) for i, b in enumerate(blocks) if b.num_columns)
+                    unit = torch.where(last.skipped, torch.nan, torch.ones_like(norm))
+                    scale_combined([blocks[i] for _, i in some[:1]], unit)
                 last = last._replace(combined_norm=norm)
 
         self._weights.last = last

@@ -145,8 +145,8 @@ def align(
     alpha'_j ∝  max(alpha_j exp(RATE slope_j) / sum_i alpha_i exp(RATE slope_i), 0.01 / K)
     c'_j     =  FOLLOWED alpha'_j + (1 - FOLLOWED) / K,    of the next step
 
-    w_j is the share of the first half. A weight of zero stays zero, and then K counts the others
-    in c'. Arithmetic is float64, and nothing is read on the host.
+    w_j is the share of the first half. A weight of zero stays zero unless it is smoothed, and then
+    K counts the others in c'. Arithmetic is float64, and nothing is read on the host.
 
     Args:
         matrices: [B + 1, B] each: <g_i, g_j>, symmetric to the bit, and then <a_j, b_j>.

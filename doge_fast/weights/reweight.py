@@ -88,7 +88,10 @@ class MirrorStep(UpdateRule):
         return self.score.name
 
     def settings(self, lr: float | Tensor, grad_scale: float | Tensor) -> StepSettings:
-        """Those of `reweight`."""
+        """Those of `reweight`; ValueError if `lr` < 0 or NaN."""
+        # A tensor is not checked: that would wait for its device.
+        if not isinstance(lr, Tensor) and not lr >= 0:
+            raise ValueError(f"the learning rate must be >= 0 to move the weights; got {lr}.")
         return StepSettings(
             lr=lr,
             mu=self.mu,

@@ -142,12 +142,9 @@ class DomainWeights:
         the share of the first half in each.
 
         Raises:
-            ValueError: `lr` < 0 or NaN.
+            ValueError: as `UpdateRule.settings`.
         """
         rule, device = self.rule, matrices.gram.device
-        # A tensor is not checked: that would wait for its device.
-        if not isinstance(lr, Tensor) and not lr >= 0:
-            raise ValueError(f"the learning rate must be >= 0 to move the weights; got {lr}.")
         # The model may have moved to another device since they were made.
         self.state_S, self._tau_R = self.state_S.to(device), self._tau_R.to(device)
         row_of = {name: row for row, name in enumerate(names_B) if name in first_shares}

@@ -371,6 +371,29 @@ def test_an_infinite_gradient_outside_the_selection_skips_the_step():
     assert all(param.isfinite().all() for param in model.parameters())
 
 
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+@pytest.mark.parametrize("fault", ["an infinite target", "an overflow of the products"])
+def test_a_scaler_backs_off_where_the_sum_is_finite(fault, max_grad_norm, monkeypatch):
+    """Its target's coefficient is zero, and products overflow before gradients do."""
+    monkeypatch.setenv("DOGE_FAST_BACKEND", "torch")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**70)
+    options = {"max_grad_norm": max_grad_norm, "params_dtype": torch.float32}
+    model, optimizer = model_and_optimizer({"far": 1.0}, scaler=scaler, **options)
+    (batch,) = batches(1, optimizer.names)
+    scale = 2.0**70 if fault.endswith("products") else 1.0
+    for name, (x, y) in batch.items():
+        for half in (slice(0, SIZE // 2), slice(SIZE // 2, SIZE)):
+            with optimizer.domain(name):
+                error = error_of(model, x[half].float(), y[half].float()).sum() / SIZE
+                is_infinite = name == "far" and scale == 1.0
+                (scaler.scale(error) * (torch.inf if is_infinite else scale / 2.0**70)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert optimizer.num_skipped == 1
+    assert optimizer.last.combined_norm.isnan()
+    assert scaler.get_scale() == 2.0**69
+
+
 @pytest.mark.parametrize("has_selection", [False, True])
 def test_norms_of_domains_are_in_the_metric_and_of_all_columns(has_selection):
     model, optimizer = model_and_optimizer({"far": 1.0})
