@@ -82,8 +82,7 @@ def rows_traffic(
     # Second moments for `gram`; the combined gradient, read again for its norm, for `weighted_sum`.
     more = gradient_bytes if rule.is_preconditioned else 0
     phases = {"accumulate": Traffic(0, rows)}
-    if rule.mixture is not UpdateRule.mixture:
-        # Both in one pass.
+    if rule.has_mixture:
         return phases | {
             "gram": Traffic(rows + more, gradient_bytes),
             "weighted_sum": Traffic(more, 0),

@@ -82,6 +82,7 @@ class Aligned(UpdateRule):
 
     has_halves: ClassVar[bool] = True
     is_preconditioned: ClassVar[bool] = True
+    has_mixture: ClassVar[bool] = True
     name: ClassVar[str] = "aligned"
 
     def new_memory(self, alpha_K: Tensor, num_names: int) -> Tensor:

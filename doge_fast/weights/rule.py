@@ -144,6 +144,9 @@ class UpdateRule(ABC):
     is_preconditioned: ClassVar[bool] = False
     """Whether the Gram matrices are in AdamW's metric. They do not know the norm of the combined
     gradient then, which is read once more."""
+    has_mixture: ClassVar[bool] = False
+    """Whether the coefficients of a step are known before its gradients (`mixture`): then rows are
+    read once, for the Gram matrix and the weighted sum."""
     mu: float | None = None
     """Bregman coefficient, of the rule that has one."""
     max_grad_norm: float | None = None
@@ -171,12 +174,9 @@ class UpdateRule(ABC):
         """What the rule keeps from step to step beside `WeightsState`, before the first step."""
         return alpha_K.new_empty(0)
 
-    def mixture(self, memory_S: Tensor, num_names: int) -> Tensor | None:
-        """[R] the coefficients of this step's gradients, a view; None: `step` has yet to find them.
-
-        Where they are known before, rows are read once for the Gram matrix and the weighted sum.
-        """
-        return None
+    def mixture(self, memory_S: Tensor, num_names: int) -> Tensor:
+        """[R] the coefficients of this step's gradients, a view; of a rule that has a mixture."""
+        raise NotImplementedError(f"{type(self).__name__} has no mixture().")
 
     @abstractmethod
     def settings(self, lr: float | Tensor, grad_scale: float | Tensor) -> Sequence[float | Tensor]:

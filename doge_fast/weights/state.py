@@ -75,7 +75,9 @@ class DomainWeights:
 
     @property
     def mixture_R(self) -> Tensor | None:
-        """As `UpdateRule.mixture`; not a copy. Every name has a row then, in this order."""
+        """As `UpdateRule.mixture`; None for a rule without. Every name has a row, in this order."""
+        if not self.rule.has_mixture:
+            return None
         return self.rule.mixture(self._common_and_memory()[1], len(self.objective.names))
 
     def read(self, name: str) -> Tensor:
