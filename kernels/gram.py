@@ -276,7 +276,8 @@ def _has_cuda_kernel(dtypes: tuple[torch.dtype, ...]) -> bool:
 #
 # Rows come through a chunk table, [num_chunks, 3] int64: address of the chunk's first element in
 # row 0, row stride in elements, number of columns; with a metric, [num_chunks, 4], the address of
-# the chunk's first second moment. A program takes consecutive chunks, and later
+# the chunk's first second moment; with a weighted sum, [num_chunks, 5], that of its first element
+# of the output. A program takes consecutive chunks, and later
 # programs take fewer. Sums are float32 within a chunk and float64 across chunks; a second kernel
 # adds the programs' partial results in a fixed order. The chunks of a program depend on the table's
 # length and the tuning, not on the device, so results are bitwise reproducible.

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from itertools import count
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -429,9 +430,9 @@ class Step:
                     scale_combined(blocks, clip_factors(norm, max_grad_norm))
                 else:
                     # A scaler looks for what is not finite: the smallest gradient is enough.
-                    some = sorted((b.num_columns, i) for i, b in enumerate(blocks) if b.num_columns)
+                    some = [block for block in blocks if block.num_columns]
                     unit = torch.where(last.skipped, torch.nan, torch.ones_like(norm))
-                    scale_combined([blocks[i] for _, i in some[:1]], unit)
+                    scale_combined(some and [min(some, key=attrgetter("num_columns"))], unit)
                 last = last._replace(combined_norm=norm)
 
         self._weights.last = last

@@ -180,7 +180,7 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def settings(self, lr: float | Tensor, grad_scale: float | Tensor) -> Sequence[float | Tensor]:
-        """The numbers of a step, as `step` takes them on the device."""
+        """The numbers of a step, as `step` takes them on the device; ValueError out of range."""
 
     @abstractmethod
     def step(

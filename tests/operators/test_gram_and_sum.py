@@ -1,6 +1,8 @@
 """The Gram matrix and the weighted sum at once, in every implementation, against both alone."""
 
+import dataclasses
 import functools
+import importlib
 import math
 
 import pytest
@@ -10,6 +12,7 @@ from torch import Tensor
 from doge_fast.kernels import gram, gram_and_sum, implementations, weighted_sum
 from doge_fast.kernels.triton_support import is_interpreted
 from tests.laws import assert_torch_knows
+from tests.operators.test_gram import error_of_halves, rounding_of_metric
 from tests.problems import STORAGE_DTYPES
 
 OPERATOR = "gram_and_sum"
@@ -62,10 +65,32 @@ def test_many_sums(num_sums, implementation, device):
     c_K, out_N = coefficients_for(rows_CN), torch.full((70,), math.nan, device=device)
     options = {"second_moments": moments_N, "halves": True, "implementation": implementation}
     found = gram_and_sum(rows_CN, c_K, out=out_N, **options)
-    # Triton may take other steps of columns for both than for one.
-    expected = gram(rows_CN, **options)
-    assert (found - expected).abs().max() <= 1e-6 * expected.abs().max()
+    assert error_of_halves(found, rows_CN, moments_N, 0.0) <= rounding_of_metric(rows_CN)
     assert_close(out_N, rows_CN, c_K)
+
+
+@pytest.mark.parametrize("is_aligned", [False, True])
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_sums", [3, 20, 50])
+def test_sums_in_programs_of_several_chunks(
+    num_sums, out_dtype, is_aligned, implementation, device, monkeypatch
+):
+    file = importlib.import_module("doge_fast.kernels.gram")
+    pick = file.pick
+    few = functools.partial(dataclasses.replace, program_doublings=1, chunk_columns=64)
+    monkeypatch.setattr(file, "pick", lambda *args, **options: few(pick(*args, **options)))
+    size = 320 if is_aligned else 301
+    memory, moments = torch.randn(2 * num_sums, 640, device=device), torch.rand(640, device=device)
+    blocks, vectors = [memory[:, :size], memory[:, 320 : 320 + size]], [moments[:size]] * 2
+    outs = [torch.full((size,), math.nan, dtype=out_dtype, device=device) for _ in blocks]
+    c_K = coefficients_for(memory)
+    options = {"second_moments": vectors, "halves": True, "implementation": implementation}
+    found = gram_and_sum(blocks, c_K, out=outs, **options)
+    whole_CN, moments_N = torch.cat(blocks, dim=1), torch.cat(vectors)
+    assert error_of_halves(found, whole_CN, moments_N, 0.0) <= rounding_of_metric(whole_CN)
+    cuts = implementation == "triton" and is_interpreted()
+    for block, out in zip(blocks, outs, strict=True):
+        assert_close(out, block, c_K, cuts=cuts)
 
 
 @pytest.fixture
