@@ -10,7 +10,8 @@ combined gradient is checked against autograd's. With `--score aligned` a DoGE s
 which takes two halves of each domain in one stacked pass, stands over one with the paper's score,
 and beside its memory stands that of the paper's. Memory is measured in a process of its own per
 side: the peak during a step of the DoGE side, less that of the plain side, over the size of the
-buffer, which has 2 K rows with the aligned rule.
+buffer, which has 2 K rows with the aligned rule. With `--drop-rows` a stacked step with it does not
+keep them.
 
 Neither side is compiled. What a step costs over the fastest plain one, `benchmarks.anchor` says.
 """
@@ -54,11 +55,15 @@ GPU_BARS = {
 }
 
 
+def bar_of(mode: str, num_domains: int, score: str) -> float | None:
+    """The ratio that a step on a GPU must not pass."""
+    return ALIGNED_BAR if score == "aligned" else GPU_BARS.get((mode, num_domains))
+
+
 def paper_problem(model: str, num_domains: int, **options: Any) -> Problem:
     """One of the paper's sizes at the paper's tokens per step, with the bar for so many domains."""
-    mode = options.get("mode", steps.SEQUENTIAL)
-    is_aligned = options.get("score") == "aligned"
-    bar = options.pop("bar", ALIGNED_BAR if is_aligned else GPU_BARS.get((mode, num_domains)))
+    mode, score = options.get("mode", steps.SEQUENTIAL), options.get("score", "paper")
+    bar = options.pop("bar", bar_of(mode, num_domains, score))
     sequences = options.pop("num_sequences", GPU_SEQUENCES)
     return Problem(PAPER[model], num_domains, sequences, bar=bar, **options)
 
@@ -180,12 +185,16 @@ def problems_of(args: argparse.Namespace) -> Sequence[Problem]:
     """The standing rows on a CPU; the paper's sizes on a GPU, or where they are named."""
     on_gpu = torch.device(args.device).type == "cuda"
     if not args.model and not on_gpu:
-        return CPU_PROBLEMS if args.score == "paper" else ALIGNED_CPU_PROBLEMS
+        standing = CPU_PROBLEMS if args.score == "paper" else ALIGNED_CPU_PROBLEMS
+        if not args.drop_rows:
+            return standing
+        return [replace(each, keep_rows=False) for each in standing if each.mode == steps.STACKED]
     options = {
         "autocast": args.autocast or ("bfloat16" if on_gpu else None),
         "buffer_dtype": args.buffer_dtype,
         "mode": args.mode,
         "score": args.score,
+        "keep_rows": not args.drop_rows,
     }
     if options["autocast"] == "float32":
         options["autocast"] = None
@@ -210,6 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--buffer-dtype", help="of the stored domain gradients")
     parser.add_argument("--mode", choices=steps.MODES, default=steps.SEQUENTIAL)
     parser.add_argument("--score", choices=SIDES, default="paper")
+    parser.add_argument("--drop-rows", action="store_true", help="of stacked steps (keep_rows)")
     parser.add_argument("--no-memory", action="store_true", help="leave the peaks out")
     parser.add_argument(
         "--cpu-time", action="store_true", help="without what other processes of a machine take"

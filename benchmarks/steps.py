@@ -42,6 +42,8 @@ class Problem:
     """The ratio to a plain step that must not be passed; of the aligned rule, to the paper's."""
     score: Literal["paper", "aligned"] = "paper"
     """That of the DoGE side."""
+    keep_rows: bool = True
+    """Of a stacked pass, as for `DoGEOptimizer.stacked`."""
 
     @property
     def num_tokens(self) -> int:
@@ -69,6 +71,7 @@ class Problem:
         tokens = f"{self.num_sequences} x {self.shape.sequence} tokens"
         tokens += f", {STACKED}" if self.mode == STACKED else ""
         tokens += f", {self.score}" if self.score != "paper" else ""
+        tokens += "" if self.keep_rows else ", rows not kept"
         return f"K={self.num_domains}, {tokens}, {self.shape}{precision}{buffer}"
 
 
@@ -130,7 +133,8 @@ class DogeStep(PlainStep):
     def backward(self) -> None:
         """All domains."""
         if self.problem.mode == STACKED:
-            with self.optimizer.stacked(self.model, self.sizes):
+            keep_rows = self.problem.keep_rows
+            with self.optimizer.stacked(self.model, self.sizes, keep_rows=keep_rows):
                 self.sum_of_losses().backward()
             return
         for name, tokens in self.data.items():

@@ -4,6 +4,7 @@ The buffer is parameter-major: for each parameter one contiguous block of B rows
 as the parameter, padded with zeros to a multiple of 64 elements. A block is allocated when the
 first gradient of its parameter appears. Beside its block a parameter has the combined gradient that
 becomes `p.grad`. Its memory is kept from step to step: fresh pages cost more than the arithmetic.
+If rows need not stay until the end of a step (`FlatBuffer.lend`), many blocks share a memory.
 
 Gradients that arrive one at a time, as on a CPU (`step.parameters`), are pending until there are
 `PENDING_BYTES` of them. Then one call writes all of them into their rows. So there are few calls,
@@ -11,9 +12,11 @@ and the gradients of a whole domain never exist twice.
 """
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import compress
+from math import prod
 from operator import attrgetter
 from typing import Any
 
@@ -33,6 +36,10 @@ PAGE_BYTES = 4096
 # On a CPU pending gradients should still be in the cache; on a GPU fewer launches matter more.
 PENDING_BYTES = {"cpu": 1 << 20}
 PENDING_BYTES_ELSEWHERE = 1 << 26
+# Of rows that share a memory, before they are read; a layer that needs more has more. Less would be
+# more calls and, on a GPU, launches.
+SHARED_BYTES = {"cpu": 1 << 26}
+SHARED_BYTES_ELSEWHERE = 1 << 30
 
 # Subclasses of Tensor may have no memory of their own.
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
@@ -43,13 +50,17 @@ _dtype_of, _kind_of = attrgetter("dtype"), attrgetter("device", "dtype", "shape"
 class Block:
     """One parameter's rows: `rows_BN` is a [B, numel] view, `rows[r]` the r-th, in its shape."""
 
-    def __init__(self, param: Tensor, num_rows: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, param: Tensor, num_rows: int, dtype: torch.dtype, shared_N: Tensor | None = None
+    ) -> None:
         self.param = param
         # Device, dtype and shape of the parameter that the rows were allocated for.
         self.kind = _kind_of(param)
         # The dtype of the last gradient. The rows have this dtype or a wider one.
         self.grad_dtype = dtype
-        self._allocate(num_rows, dtype)
+        self.allocate(num_rows, dtype, shared_N)
+        # Whether the rows of this step have been read, and their memory been taken back.
+        self.is_read = False
         # Bit r: row r holds a gradient of this step.
         self.written = 0
         # {row: the view of its memory that `reserve` returned last}, until `claim` takes the row.
@@ -58,21 +69,28 @@ class Block:
         # Those of the parameter when `combined` was allocated.
         self.strides: tuple[int, ...] = ()
 
-    def _allocate(self, num_rows: int, dtype: torch.dtype) -> None:
-        stride = -(-self.num_columns // ALIGNMENT) * ALIGNMENT
-        if stride * dtype.itemsize % PAGE_BYTES == 0:
-            stride += ALIGNMENT
-        memory = torch.empty(num_rows, stride, dtype=dtype, device=self.param.device)
-        memory[:, self.num_columns :] = 0
+    def allocate(self, num_rows: int, dtype: torch.dtype, shared_N: Tensor | None = None) -> None:
+        """Give the rows memory of their own, or the beginning of a shared one of uint8."""
+        shape = num_rows, _stride_of(self.num_columns, dtype)
+        if shared_N is None:
+            memory = torch.empty(shape, dtype=dtype, device=self.param.device)
+            memory[:, self.num_columns :] = 0
+        else:
+            memory = shared_N[: prod(shape) * dtype.itemsize].view(dtype).view(shape)
         self.rows_BN = memory[:, : self.num_columns]
         # In the shape of the parameter, so that no gradient is reshaped when it is received.
         self.rows = self.rows_BN.view(num_rows, *local_of(self.param).shape).unbind(0)
+
+    def take_back(self) -> None:
+        """Leave the shared memory; the next gradient needs other rows."""
+        # Not a view, which would keep a memory that has become too small.
+        self.rows_BN, self.rows = self.rows_BN.new_empty(0, self.num_columns), ()
 
     def remake(self, num_rows: int, dtype: torch.dtype) -> None:
         """Replace the rows by more, or wider, ones with the same values."""
         before = self.rows
         self.reserved.clear()
-        self._allocate(num_rows, dtype)
+        self.allocate(num_rows, dtype)
         for r, row in enumerate(before):
             if self.written >> r & 1:
                 self.rows[r].copy_(row)
@@ -92,9 +110,10 @@ class Block:
             self.strides = param.stride()
         return combined
 
-    def give(self, gradient: Tensor) -> None:
-        """Set `param.grad`; for a sharded parameter `gradient` is this rank's part."""
+    def give(self) -> None:
+        """Set `param.grad` to the combined gradient, of which a shard has this rank's part."""
         param: Any = self.param
+        gradient: Any = self.gradient()
         if local_of(param) is not param:
             gradient = type(param.data).from_local(
                 gradient,
@@ -112,6 +131,12 @@ class Block:
             self.combined, self.strides = values_N.view(self.param.shape), self.param.stride()
             return self.combined
         return self.gradient().copy_(values_N.view(self.param.shape))
+
+
+def _stride_of(num_columns: int, dtype: torch.dtype) -> int:
+    """Elements from row to row."""
+    stride = -(-num_columns // ALIGNMENT) * ALIGNMENT
+    return stride + ALIGNMENT * (stride * dtype.itemsize % PAGE_BYTES == 0)
 
 
 def grad_dtype_of(param: Tensor) -> torch.dtype:
@@ -168,6 +193,7 @@ class FlatBuffer:
         self._last_blocks: tuple[Sequence[Tensor], object, list[Block]] = [], None, []
         # Whether the wrapped optimizer's state holds a `p.grad`; None: not known before its step.
         self._state_holds_grad: bool | None = None
+        self._shared: dict[torch.device, _SharedMemory] = {}
         # autograd has a thread for each device.
         self._lock = threading.RLock()
 
@@ -179,7 +205,10 @@ class FlatBuffer:
     @property
     def num_bytes(self) -> int:
         """Bytes of all blocks, padding included; the combined gradients are not counted."""
-        return sum(block.rows_BN.untyped_storage().nbytes() for block in self._blocks.values())
+        memories = [block.rows_BN for block in self._blocks.values()]
+        memories += [shared.memory_N for shared in self._shared.values()]
+        storages = (memory.untyped_storage() for memory in memories)
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def receive_all(self, row: int, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         """`receive` all parameters and their gradients in one call."""
@@ -215,6 +244,7 @@ class FlatBuffer:
                 block is None
                 or not block.written
                 or block.grad_dtype != grad.dtype
+                or block.is_read
                 or row >= len(block.rows)
             ):
                 block = self._block(param, grad.dtype)
@@ -278,6 +308,60 @@ class FlatBuffer:
             block is not None and block.reserved.get(row) is memory and not block.written >> row & 1
         )
 
+    def lend(
+        self,
+        kinds: Sequence[tuple[Tensor, torch.dtype]],
+        most_bytes: int,
+        read: Callable[[list[Block]], None],
+    ) -> None:
+        """Have the rows of parameters, each with its dtype, in memory that others use after them.
+
+        Where the memory is full, `read` is called with the blocks that have it, all of which are
+        complete; then their rows are lost, and a further gradient of one in this step is refused. A
+        parameter that has a gradient in this step, or whose row is reserved, keeps its memory.
+        `most_bytes`: of the rows of all parameters that may ever be lent.
+        """
+        with self._lock:
+            wanted: dict[torch.device, dict[int, tuple[Tensor, torch.dtype]]] = defaultdict(dict)
+            for param, dtype in kinds:
+                block = self._blocks.get(id(param))
+                if block is None or not (block.written or block.reserved):
+                    wanted[param.device][id(param)] = param, dtype
+            for device, of_device in wanted.items():
+                if device not in self._shared:
+                    most = SHARED_BYTES.get(device.type, SHARED_BYTES_ELSEWHERE)
+                    self._shared[device] = _SharedMemory(min(most, most_bytes), device)
+                self._lend([*of_device.values()], self._shared[device], read)
+
+    def _lend(
+        self,
+        kinds: Sequence[tuple[Tensor, torch.dtype]],
+        shared: "_SharedMemory",
+        read: Callable[[list[Block]], None],
+    ) -> None:
+        sizes = [self._bytes_of(param, self.dtype or dtype) for param, dtype in kinds]
+        # Not the size of the memory, which has grown since the first step: sums must be the same to
+        # the bit in a process that goes on from a checkpoint.
+        if shared.blocks and shared.num_used + sum(sizes) > shared.num_bytes:
+            self._clear_absent(shared.blocks)
+            read(shared.blocks)
+            for block in shared.blocks:
+                block.is_read = True
+            shared.take_back()
+        if sum(sizes) > len(shared.memory_N):
+            # The old one first, which nothing uses: there may be no room for both.
+            shared.memory_N = shared.memory_N.new_empty(0)
+            shared.memory_N = shared.memory_N.new_empty(sum(sizes))
+        for (param, dtype), size in zip(kinds, sizes, strict=True):
+            shared_N = shared.memory_N[shared.num_used : shared.num_used + size]
+            shared.blocks.append(self._block(param, dtype, shared_N))
+            shared.num_used += size
+
+    def _bytes_of(self, param: Tensor, dtype: torch.dtype) -> int:
+        """Of its rows, up to where those of another parameter may begin."""
+        size = self.num_rows * _stride_of(param.numel(), dtype) * dtype.itemsize
+        return -(-size // ALIGNMENT) * ALIGNMENT
+
     def flush(self) -> None:
         """Write the pending gradients into their rows."""
         if self._pending:
@@ -295,8 +379,10 @@ class FlatBuffer:
         """Forget this step's rows; the memory stays."""
         self._forget_pending()
         for block in self._blocks.values():
-            block.written = 0
+            block.written, block.is_read = 0, False
             block.reserved.clear()
+        for shared in self._shared.values():
+            shared.take_back()
         # The model may be moved or cast before the next step.
         self._last_blocks = [], None, []
 
@@ -304,6 +390,7 @@ class FlatBuffer:
         """Free the memory."""
         self.clear()
         self._blocks.clear()
+        self._shared.clear()
 
     def is_combined(self, param: Tensor) -> bool:
         """Whether `param.grad` is the combined gradient that this buffer holds."""
@@ -344,17 +431,28 @@ class FlatBuffer:
     ) -> list[Block]:
         """Blocks of the `params` with a gradient in this step; rows without one hold zeros.
 
+        Those whose rows have been read are left out.
+
         `dtypes` are those of the rows over all ranks, None without a gradient on any rank; by
         default `dtypes_of(params)`.
         """
         self.flush()
         if dtypes is None:
             dtypes = self.dtypes_of(params)
+        read = {id(block.param) for block in self.read_blocks()}
         blocks = [
             self._block(param, dtype)
             for param, dtype in zip(params, dtypes, strict=True)
-            if dtype is not None
+            if dtype is not None and id(param) not in read
         ]
+        self._clear_absent(blocks)
+        return blocks
+
+    def read_blocks(self) -> list[Block]:
+        """Those whose rows have been read in this step, in the order of their first gradient."""
+        return [block for block in self._blocks.values() if block.is_read]
+
+    def _clear_absent(self, blocks: Sequence[Block]) -> None:
         every = (1 << self.num_rows) - 1
         absent = [
             row
@@ -365,14 +463,22 @@ class FlatBuffer:
         ]
         if absent:
             torch._foreach_zero_(absent)
-        return blocks
 
-    def _block(self, param: Tensor, dtype: torch.dtype) -> Block:
+    def _block(self, param: Tensor, dtype: torch.dtype, shared_N: Tensor | None = None) -> Block:
         block = self._blocks.get(id(param))
         has_moved = block is not None and not block.written and _kind_of(param) != block.kind
         if block is None or has_moved:
             # The parameter may have been cast or moved since the last step.
-            block = self._blocks[id(param)] = Block(param, self.num_rows, self.dtype or dtype)
+            block = Block(param, self.num_rows, self.dtype or dtype, shared_N)
+            self._blocks[id(param)] = block
+        elif block.is_read:
+            raise RuntimeError(
+                f"a parameter of shape {list(param.shape)} has a second gradient in a step whose "
+                "rows are not kept, after its first one was read. Pass keep_rows=True, or run one "
+                "domain after another, with optimizer.domain(name)."
+            )
+        elif shared_N is not None:
+            block.allocate(self.num_rows, self.dtype or dtype, shared_N)
         else:
             both = self.dtype or torch.promote_types(block.rows_BN.dtype, dtype)
             if both != block.rows_BN.dtype or len(block.rows) < self.num_rows:
@@ -382,17 +488,33 @@ class FlatBuffer:
         return block
 
 
+class _SharedMemory:
+    """Memory of one device, and the blocks that have a part of it."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.num_bytes = num_bytes
+        # Longer if one layer needs it.
+        self.memory_N = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self.blocks: list[Block] = []
+        self.num_used = 0
+
+    def take_back(self) -> None:
+        """All parts."""
+        for block in self.blocks:
+            block.take_back()
+        self.blocks, self.num_used = [], 0
+
+
 @contextmanager
 def combined_gradients(blocks: Sequence[Block]) -> Iterator[list[Tensor]]:
-    """Memory for the weighted sum of every block, which is in `p.grad` afterwards."""
+    """Memory for the weighted sum of every block, which is its `combined` afterwards."""
     gradients = [block.gradient() for block in blocks]
     # Rows have logical order: a gradient with other strides is copied from a contiguous sum.
     outs = [g if g.is_contiguous() else g.new_empty(g.shape) for g in gradients]
     yield outs
-    for block, gradient, values in zip(blocks, gradients, outs, strict=True):
+    for gradient, values in zip(gradients, outs, strict=True):
         if values is not gradient:
             gradient.copy_(values)
-        block.give(gradient)
 
 
 def combined_norm(blocks: Sequence[Block]) -> Tensor:

@@ -7,6 +7,7 @@ collection, which for a large model is half of a GPU.
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -26,13 +27,23 @@ ROWS_SHARE = 0.5
 # more than leaves room for the float64 truth.
 OPERATOR_BYTES, OPERATOR_SHARE = 4 << 30, 1 / 6
 
+# What is timed of a step, by its name in the record: over plain steps, and over the paper's.
+KINDS: dict[str, dict[str, Any]] = {mode: {"mode": mode} for mode in steps.MODES}
+ALIGNED: dict[str, Any] = {"mode": steps.STACKED, "score": "aligned"}
+ALIGNED_KINDS = {
+    "aligned / paper's": ALIGNED,
+    "aligned, rows not kept / paper's": {**ALIGNED, "keep_rows": False},
+}
+
 
 def first_steps(session: Session) -> Iterator[Row]:
     """The sizes that are asked first: one after another and stacked, side by side."""
     sizes = {name: PAPER[name] for name in FIRST_SIZES}
     if session.quick:
         sizes = {"tiny": Shape(1, 2, 64, 256, 32)}
-    return _steps(session, sizes)
+    yield from _steps(session, sizes, KINDS)
+    # Last: what is asked of a step comes before it if the section is cut.
+    yield from _steps(session, sizes, ALIGNED_KINDS)
 
 
 def further_steps(session: Session) -> Iterator[Row]:
@@ -40,15 +51,17 @@ def further_steps(session: Session) -> Iterator[Row]:
     sizes = {name: shape for name, shape in PAPER.items() if name not in FIRST_SIZES}
     if session.quick:
         sizes = {"tiny, 2 layers": Shape(2, 2, 64, 256, 32)}
-    return _steps(session, sizes)
+    return _steps(session, sizes, KINDS)
 
 
-def _steps(session: Session, sizes: Mapping[str, Shape]) -> Iterator[Row]:
+def _steps(
+    session: Session, sizes: Mapping[str, Shape], kinds: Mapping[str, dict[str, Any]]
+) -> Iterator[Row]:
     """128 x 512 tokens, bfloat16 autocast, over plain training with the same batches."""
     num_rows = STEP_ROWS[: 1 if session.quick else None]
-    for num_domains, model, mode in itertools.product(num_rows, sizes, steps.MODES):
-        problem = step_problem(session, sizes[model], num_domains, mode)
-        row: Row = {"model": model, "domains": num_domains, "mode": mode, "problem": str(problem)}
+    for num_domains, model, (kind, options) in itertools.product(num_rows, sizes, kinds.items()):
+        problem = step_problem(session, sizes[model], num_domains, **options)
+        row: Row = {"model": model, "domains": num_domains, "mode": kind, "problem": str(problem)}
         try:
             row |= optimizer_step.measure(
                 problem,
@@ -56,27 +69,31 @@ def _steps(session: Session, sizes: Mapping[str, Shape]) -> Iterator[Row]:
                 pairs=3 if session.quick else 15,
                 seconds=1.0 if session.quick else 8.0,
                 with_memory=False,
-            )
+            ) | {"mode": kind}
         except torch.cuda.OutOfMemoryError as failure:
             row["skipped"] = f"out of memory: {str(failure).splitlines()[0]}"
         yield row
         protocol.release(session.device)
 
 
-def step_problem(session: Session, shape: Shape, num_domains: int, mode: str) -> Problem:
+def step_problem(
+    session: Session, shape: Shape, num_domains: int, mode: str, **options: Any
+) -> Problem:
     """Rows in their gradients' types, if the memory has room for float32; else in bfloat16."""
-    rows_bytes = 4 * num_domains * models.num_parameters(shape)
-    is_large = session.on_gpu and rows_bytes > ROWS_SHARE * session.free_bytes()
-    return Problem(
+    bar = optimizer_step.bar_of(mode, num_domains, options.get("score", "paper"))
+    problem = Problem(
         shape,
         num_domains,
-        max(8, num_domains) if session.quick else optimizer_step.GPU_SEQUENCES,
+        max(8, 2 * num_domains) if session.quick else optimizer_step.GPU_SEQUENCES,
         mode=mode,
         # A CPU may take a hundred times as long for it.
         autocast="bfloat16" if session.on_gpu else None,
-        buffer_dtype="bfloat16" if is_large else None,
-        bar=None if session.quick else optimizer_step.GPU_BARS.get((mode, num_domains)),
+        bar=None if session.quick else bar,
+        **options,
     )
+    rows_bytes = 4 * problem.num_rows * models.num_parameters(shape)
+    is_large = session.on_gpu and rows_bytes > ROWS_SHARE * session.free_bytes()
+    return replace(problem, buffer_dtype="bfloat16" if is_large and problem.keep_rows else None)
 
 
 def anchors(session: Session) -> Iterator[Row]:

@@ -186,7 +186,7 @@ class ColumnExchange(Exchange):
 
     @contextmanager
     def _sections(self, columns: Columns) -> Iterator[list[Tensor]]:
-        """Memory for this rank's sections of the sums; all sections are in `p.grad` afterwards."""
+        """Memory for this rank's sections of the sums; blocks have all sections afterwards."""
         sums = [
             self._memory(blocks[0].param, rows_PC.shape[1])
             for blocks, rows_PC in zip(columns.blocks, columns.rows, strict=True)
@@ -200,7 +200,7 @@ class ColumnExchange(Exchange):
             sizes = [block.num_columns for block in blocks]
             parts = torch.split(whole_nC.view(-1)[: sum(sizes)], sizes)
             for block, values_N in zip(blocks, parts, strict=True):
-                block.give(block.combined_as(values_N))
+                block.combined_as(values_N)
 
     def _memory(self, param: Tensor, num_columns: int) -> Tensor:
         """For the sums of a bucket; the same as in the step before, unless its kind has changed."""

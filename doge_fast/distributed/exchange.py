@@ -74,8 +74,8 @@ class Exchange:
     ) -> Tensor:
         """One of `Matrices`, over the columns of all ranks, in a metric or Euclidean.
 
-        `columns` are some of those that `complete` returned, at least one. With a mixture it writes
-        sum_b x_b g_b into their `p.grad` on all ranks, too.
+        `columns` are some of those that `complete` returned, at least one. With a mixture it makes
+        their combined gradient, sum_b x_b g_b, on all ranks, too.
         """
         options = self._second_moments(columns, metric) | {"halves": self._num_halves == 2}
         if mixture_B is None:
@@ -91,7 +91,7 @@ class Exchange:
         return {"second_moments": moments, "eps": metric.eps}
 
     def deliver(self, columns: Columns, coefficients_C: Tensor) -> None:
-        """Write sum_c x_c g_c into `p.grad` on all ranks."""
+        """Make the combined gradient, sum_c x_c g_c, on all ranks."""
         with combined_gradients([block for (block,) in columns.blocks]) as outs:
             weighted_sum(columns.rows, coefficients_C, out=outs)
 

@@ -462,8 +462,9 @@ class DoGETrainer(Trainer):
         inputs = cast("dict[str, Batch]", self._prepare_inputs(dict(part)))
         losses: dict[str, Tensor] = {}
         if batches := self._batches_to_stack(inputs):
-            for batch in batches:
-                losses |= self._backward_stacked(model, part, batch, num_targets)
+            for number, batch in enumerate(batches, 1):
+                is_last = number == len(batches) and self.accelerator.sync_gradients
+                losses |= self._backward_stacked(model, part, batch, num_targets, is_last)
             return losses
         passes = [
             (name, *each)
@@ -553,9 +554,11 @@ class DoGETrainer(Trainer):
         part: RankBatch,
         inputs: Mapping[str, Batch],
         num_targets: Mapping[str, Any],
+        is_last: bool,
     ) -> dict[str, Tensor]:
         unwrapped, body = self._without_wrappers(model), self._body_of(model)
-        with self.doge.stacked(unwrapped, {name: part.counts[name] for name in inputs}):
+        sizes = {name: part.counts[name] for name in inputs}
+        with self.doge.stacked(unwrapped, sizes, keep_rows=not is_last):
             with self.compute_loss_context_manager(), self.accelerator.autocast():
                 losses_D = causal_lm.stacked_losses(
                     model, unwrapped, body, inputs, num_targets or None

@@ -13,10 +13,11 @@ parameters:
 Modules that mix examples (batch statistics) are refused: no domain has a gradient of its own there.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate, count
+from itertools import accumulate, chain, count
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -26,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 from torch.nn.utils import parametrize
 
-from doge_fast.flat_buffer import FlatBuffer
+from doge_fast.flat_buffer import Block, FlatBuffer
 from doge_fast.kernels.schema import sum_dtype
 from doge_fast.stacked.layers.batch import Segment, SortedBatch, refuse_coupled_examples
 from doge_fast.stacked.layers.by_slices import outputs_by_slices
@@ -34,6 +35,9 @@ from doge_fast.stacked.layers.registry import rule_of
 from doge_fast.stacked.layers.rule import LayerRule
 from doge_fast.stacked.layers.token_sums import Sum
 from doge_fast.tracing import outside_graphs
+
+ReadRows = Callable[[list[Block]], None]
+"""`read(blocks)` makes the Gram matrix and the combined gradients of rows that are lost then."""
 
 
 def sizes_of(sizes: Mapping[str, int]) -> dict[str, int]:
@@ -71,17 +75,21 @@ class _Replaced(NamedTuple):
 class StackedModel:
     """Replaces the forwards of a model's modules, so that one backward fills all rows of `buffer`.
 
-    `tracked` are the ids of the parameters that are trained. ValueError if a module mixes the
-    examples of a batch.
+    `tracked` are the parameters that are trained, by id. ValueError if a module mixes the examples
+    of a batch.
     """
 
-    def __init__(self, model: nn.Module, buffer: FlatBuffer, tracked: Collection[int]) -> None:
+    def __init__(self, model: nn.Module, buffer: FlatBuffer, tracked: Mapping[int, Tensor]) -> None:
         self.buffer = buffer
         self._tracked = frozenset(tracked)
+        self._num_bytes = sum(param.nbytes for param in tracked.values())
+        self._read: ReadRows | None = None
         self._number = next(_numbers)
         self.has_written = False
         """Whether any row was written since `recording` was entered."""
         self._replaced = self._find_replaced(model)
+        owned = (replaced.param_ids for replaced in self._replaced.values())
+        self._num_owners = Counter(chain.from_iterable(owned))
         self._forwards = {
             module: self._forward_of(module, replaced.rule)
             for module, replaced in self._replaced.items()
@@ -97,10 +105,15 @@ class StackedModel:
         return self._tracked == frozenset(tracked) and self._replaced == self._find_replaced(model)
 
     @contextmanager
-    def recording(self, segments: Sequence[Segment]) -> Iterator[None]:
-        """Have forward and backward passes fill the rows of `segments`."""
+    def recording(
+        self, segments: Sequence[Segment], read: ReadRows | None = None
+    ) -> Iterator[None]:
+        """Have forward and backward passes fill the rows of `segments`.
+
+        With `read`, rows that are complete need not stay until the end of the pass (`lend`).
+        """
         batch = _batches[self._number] = SortedBatch(segments)
-        self.has_written = False
+        self.has_written, self._read = False, read
         # A forward that someone has set on the module itself comes back afterwards.
         before = {module: module.__dict__.get("forward") for module in self._forwards}
         _recording.append(self)
@@ -110,6 +123,7 @@ class StackedModel:
             yield
             batch.check()
         finally:
+            self._read = None
             _recording.remove(self)
             del _batches[self._number]
             for module, original in before.items():
@@ -130,6 +144,21 @@ class StackedModel:
     def is_tracked(self, param: Tensor) -> bool:
         """Whether `param` is trained, and has rows."""
         return id(param) in self._tracked
+
+    def lend(self, batch: SortedBatch, kinds: Sequence[tuple[Tensor, torch.dtype]]) -> None:
+        """Have a layer's rows in memory that others use after them, where the pass allows it.
+
+        Not those of a parameter that has a second gradient in this pass: of two modules, or of two
+        calls of one. A compiled graph does not tell its calls; there the second one is refused.
+        """
+        if self._read is None:
+            return
+        once = [
+            (param, dtype)
+            for param, dtype in kinds
+            if self._num_owners[id(param)] == 1 and batch.num_calls[id(param)] <= 1
+        ]
+        self.buffer.lend(once, self._num_bytes * self.buffer.num_rows, self._read)
 
     def claim(self, param: Tensor, row_range: range, dtype: torch.dtype) -> tuple[Tensor, bool]:
         """Mark rows of a parameter as written, for the caller to write or add to.
@@ -257,6 +286,8 @@ class _StackedLayer:
         if not (torch.is_grad_enabled() and is_unchanged):
             return self._original(*args, **kwargs)
         batch = self.stacked.require_open(self.stacked.batch)
+        if not is_compiling() and not is_in_backward():
+            batch.num_calls.update(map(id, self._params))
         (x,) = (*args, *kwargs.values())
         prepared = self.rule.prepare(self.module, batch.expand(x, self.module))
         output = _Layer.apply(self, batch.num_examples, prepared, self._token, *self._params)  # type: ignore[no-untyped-call]
@@ -288,6 +319,7 @@ class _StackedLayer:
         # Rows of a parameter without elements count as written. There is nothing to write.
         empty = [(param, gradient) for param, gradient in gradients if not param.numel()]
         filled = [(param, gradient) for param, gradient in gradients if param.numel()]
+        stacked.lend(batch, [(param, each.dtype) for param, each in (*filled, *summed)])
         for run in batch.runs:
             for param, gradient in empty:
                 stacked.claim(param, run.row_range, gradient.dtype)
@@ -366,6 +398,11 @@ class _Layer(torch.autograd.Function):
             if ctx.needs_input_grad[2]:
                 grad_x = layer.rule.input_gradient(layer.module, *tensors)
         return None, None, grad_x, None, *[None] * ctx.num_params
+
+
+def is_in_backward() -> bool:
+    """Whether a backward pass runs, which computes what was checkpointed once more."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def will_receive_grad(ctx: Any, index: int) -> bool:

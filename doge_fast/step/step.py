@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import partial
+from functools import partial, reduce
 from itertools import count
 from operator import attrgetter
 from typing import Any, Literal
@@ -19,7 +19,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.optim import Optimizer
 
 from doge_fast import tracing
 from doge_fast.distributed import exchange_of
@@ -32,14 +31,14 @@ from doge_fast.distributed.process_group import (
     default_group,
 )
 from doge_fast.distributed.wrappers import bare, without_reduction
-from doge_fast.flat_buffer import FlatBuffer, local_gradient, scale_combined
+from doge_fast.flat_buffer import Block, FlatBuffer, local_gradient, scale_combined
 from doge_fast.metric import Metric
 from doge_fast.stacked.stacked import StackedModel, segments_of, sizes_of
 from doge_fast.step import ownership
 from doge_fast.step.parameters import TrackedParameters, have_other_hooks, on_host, weak_hook
 from doge_fast.tracing import between_graphs, outside_graphs
 from doge_fast.weights import checkpoint
-from doge_fast.weights.rule import LastStep, Matrices, UpdateRule
+from doge_fast.weights.rule import LastStep, Matrices
 from doge_fast.weights.scores import clip_factors
 from doge_fast.weights.state import DomainWeights
 from doge_fast.weights.subset import Subset
@@ -114,6 +113,8 @@ class Step:
         self._entries: dict[str, Entry] = {}
         # The next place in the sequence of the step's domains.
         self._places = count()
+        # Gram matrices of this step's columns, each with whether these enter W.
+        self._grams: list[tuple[bool, Tensor]] = []
         # `num_rows` is C, the halves of B domains; 0 on a data-parallel rank until it enters one.
         self.buffer = FlatBuffer(self._num_halves * len(self.subset.names), self._buffer_dtype)
         self._exchange: Exchange | None = None
@@ -158,7 +159,9 @@ class Step:
             yield
 
     @contextmanager
-    def stacked(self, model: nn.Module, sizes: Mapping[str, int]) -> Iterator[None]:
+    def stacked(
+        self, model: nn.Module, sizes: Mapping[str, int], keep_rows: bool
+    ) -> Iterator[None]:
         """One backward pass inside, on a batch sorted by domain, gives each domain its gradient."""
         sizes_here = sizes_of(sizes)
         self._enter(tuple(sizes_here))
@@ -180,8 +183,10 @@ class Step:
             for half, size in sizes_of_halves.items()
         ]
         stacked_model = self._stacked_model_of(bare(model))
+        may_read = self._weights.rule.has_mixture and self.exchange.num_ranks == 1
+        read = self._read if may_read and not keep_rows else None
         with self._open(sizes_here, halves, None) as domain:
-            with stacked_model.recording(segments_of(parts)):
+            with stacked_model.recording(segments_of(parts), read):
                 yield
             domain.has_received = stacked_model.has_written
 
@@ -349,6 +354,27 @@ class Step:
             )
         return domain.row
 
+    @torch.no_grad()
+    def _read(self, blocks: list[Block]) -> None:
+        """Make Gram matrices and weighted sums of rows that are lost afterwards."""
+        selected = self.parameters.selected_ids
+        columns = self.exchange.complete(blocks, selected or ())
+        with tracing.phase("doge_fast.gram"):
+            self._grams += self._grams_of(columns, selected, self._weights.mixture_R)
+
+    def _grams_of(
+        self, columns: Columns, selected: Collection[int] | None, mixture_R: Tensor | None
+    ) -> list[tuple[bool, Tensor]]:
+        """Gram matrices, each with whether its columns enter W; with a mixture the sums, too."""
+        rule, optimizer = self._weights.rule, self.parameters.optimizer
+        metric = Metric(optimizer) if rule.is_preconditioned else None
+        parts = [columns] if selected is None else columns.split(selected)
+        return [
+            (is_inside, self.exchange.gram(part, metric, mixture_R))
+            for is_inside, part in zip((True, False), parts, strict=False)
+            if part.rows
+        ]
+
     # The end of a step.
 
     @property
@@ -392,15 +418,14 @@ class Step:
         blocks = self.buffer.touched(params, agreement.dtypes)
         # [B, columns] tensors: all rows of this rank's columns.
         columns = exchange.complete(blocks, selected or ())
+        blocks += self.buffer.read_blocks()
 
         # A rule that knows it before has `p.grad` written on the way of the Gram matrices.
         mixture_R = self._weights.mixture_R
         with tracing.phase("doge_fast.gram"):
-            # The same on all ranks, to the bit. They are two matrices only if there is a selection.
-            matrices = _matrices(
-                *(columns, exchange, selected, self._weights.rule),
-                *(self.parameters.optimizer, mixture_R),
-            )
+            # The same on all ranks, to the bit.
+            grams = self._grams_of(columns, selected, mixture_R)
+            matrices = _matrices(self._grams + grams)
 
         with tracing.phase("doge_fast.reweight"):
             # From here on numbers of domains; else the rows are read once more, for their sum.
@@ -421,6 +446,8 @@ class Step:
         with tracing.phase("doge_fast.weighted_sum"):
             if mixture_R is None:
                 exchange.deliver(columns, last.coefficients)
+            for block in blocks:
+                block.give()
             exchange.share(self._weights.state_S)
             if self._weights.rule.is_preconditioned:
                 norm = exchange.norm(blocks).to(last.combined_norm.device) / scale
@@ -568,7 +595,7 @@ class Step:
         """Start an empty step."""
         self.buffer.clear()
         self.parameters.forget()
-        self._entries, self._places = {}, count()
+        self._entries, self._places, self._grams = {}, count(), []
         self.state = StepState.EMPTY
 
     def begin_loaded(self) -> None:
@@ -638,32 +665,19 @@ class Step:
             )
 
 
-def _matrices(
-    columns: Columns,
-    exchange: Exchange,
-    selected: Collection[int] | None,
-    rule: UpdateRule,
-    optimizer: Optimizer,
-    mixture_R: Tensor | None = None,
-) -> Matrices:
-    """Gram matrices over the columns that enter W, and over all for clipping.
-
-    With a mixture the weighted sums are in `p.grad` afterwards.
-    """
-    inside, outside = columns, Columns([], [])
-    if selected is not None:
-        inside, outside = columns.split(selected)
-        if not inside.rows:
-            raise RuntimeError(
-                "no selected parameter received a gradient in this step; `selection` must name "
-                "parameters that the domains touch."
-            )
-    metric = Metric(optimizer) if rule.is_preconditioned else None
-    gram = exchange.gram(inside, metric, mixture_R)
-    if not outside.rows:
-        return Matrices(gram, gram)
-    # The other parameters may be on another device.
-    return Matrices(gram, gram + exchange.gram(outside, metric, mixture_R).to(gram.device))
+def _matrices(grams: Sequence[tuple[bool, Tensor]]) -> Matrices:
+    """The sums over the columns that enter W, and over all for clipping."""
+    inside = [gram for is_inside, gram in grams if is_inside]
+    if not inside:
+        raise RuntimeError(
+            "no selected parameter received a gradient in this step; `selection` must name "
+            "parameters that the domains touch."
+        )
+    # Parameters may be on several devices.
+    device = inside[0].device
+    outside = [gram.to(device) for is_inside, gram in grams if not is_inside]
+    gram = reduce(torch.add, (each.to(device) for each in inside))
+    return Matrices(gram, reduce(torch.add, outside, gram))
 
 
 def loss_scale(

@@ -32,6 +32,7 @@ from transformers import (
     get_scheduler,
 )
 
+from doge_fast import flat_buffer
 from doge_fast.integrations import causal_lm, domain_data
 from doge_fast.integrations import transformers as host
 from doge_fast.integrations.domain_data import DomainStream, DomainZip, split_by_domain
@@ -139,6 +140,7 @@ def by_hand(model: GPT2LMHeadModel, args: TrainingArguments, **doge: Any) -> DoG
 def test_the_aligned_rule_has_its_halves_in_every_mode(tmp_path, monkeypatch):
     """From the batch of two passes or one, from a stacked pass, and from two micro-batches."""
     monkeypatch.setattr(causal_lm, "MOST_TOKENS", {"cpu": 0})
+    monkeypatch.setattr(flat_buffer, "SHARED_BYTES", {"cpu": 1})
     ways = (
         {"mode": "sequential"},
         {"mode": "auto"},
@@ -160,6 +162,9 @@ def test_the_aligned_rule_has_its_halves_in_every_mode(tmp_path, monkeypatch):
     batch = batch_of(0, [*DOMAINS, "far"])
     passes = [trainer._batches_to_stack(batch) for trainer in trainers]
     assert [list(map(len, each)) for each in passes] == [[], [1, 1, 1, 1], [4], []]
+    # A stacked pass that is a whole step keeps the rows of the tied head and of one layer.
+    kept, _, dropped, _ = (trainer.doge.buffer.num_bytes for trainer in trainers)
+    assert dropped < kept / 2
     first, *others = [trainer.doge.alpha for trainer in trainers]
     assert (first - 1 / len(DOMAINS)).abs().max() > 0.01
     for other in others:

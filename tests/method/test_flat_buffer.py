@@ -185,6 +185,8 @@ def test_a_parameter_that_was_cast_between_steps_gets_new_rows(use):
 def combine(blocks, weights_R):
     with combined_gradients(blocks) as outs:
         weighted_sum([block.rows_BN for block in blocks], weights_R, out=outs)
+    for block in blocks:
+        block.give()
 
 
 def test_gradients_in_the_memory_order_of_their_parameters():
@@ -212,3 +214,30 @@ def test_gradients_in_the_memory_order_of_their_parameters():
     assert given.shape == (2, 3)
     assert given.data_ptr() == six_N.data_ptr()
     assert buffer.blocks[1].combined is given
+
+
+def test_lent_rows_are_read_whole_before_others_take_their_memory(monkeypatch):
+    monkeypatch.setattr(flat_buffer, "SHARED_BYTES", {"cpu": 2 * 64 * 4})
+    buffer, first, second, seen = FlatBuffer(2), param(3), param(64), []
+
+    def read(blocks: list[flat_buffer.Block]) -> None:
+        seen.extend((block.param, block.rows_BN.clone()) for block in blocks)
+
+    for each in (first, second):
+        buffer.lend([(each, torch.float32)], 1 << 20, read)
+        rows_GN, adds = buffer.claim(1, 1, each, torch.float32)
+        assert not adds
+        rows_GN.fill_(each.numel())
+    ((found, rows_BN),) = seen
+    assert found is first
+    # A domain without a gradient has zeros, whatever was there before.
+    assert torch.equal(rows_BN, torch.tensor([[0.0] * 3, [3.0] * 3]))
+    assert [block.param for block in buffer.read_blocks()] == [first]
+    assert [block.param for block in buffer.touched([first, second])] == [second]
+    with pytest.raises(RuntimeError, match="second gradient"):
+        buffer.receive(0, first, torch.zeros(3))
+    buffer.clear()
+    buffer.receive(0, first, torch.ones(3))
+    (block,) = buffer.touched([first])
+    assert torch.equal(block.rows_BN, torch.tensor([[1.0] * 3, [0.0] * 3]))
+    assert buffer.num_bytes == 2 * 64 * 4 + 2 * 64 * 4

@@ -1,6 +1,5 @@
 """A step asks the host for nothing: it runs on tensors that have no values to ask for."""
 
-import itertools
 from typing import Any
 from unittest import mock
 
@@ -11,11 +10,9 @@ from torch.utils._pytree import tree_leaves
 
 from doge_fast import DoGEOptimizer
 from doge_fast.distributed import exchange
-from doge_fast.flat_buffer import FlatBuffer
 from doge_fast.joined import JoinedOptimizer
 from doge_fast.step import step
 from doge_fast.step.step import _matrices
-from doge_fast.weights.reweight import MirrorStep
 from doge_fast.wrapper import _needing_the_host, skip_reader, step_unless
 from tests.dispatched import Dispatched
 from tests.models import Bounded, enter
@@ -87,13 +84,8 @@ def test_a_step_needs_no_value(options):
 @pytest.mark.parametrize("other", ["cpu", "meta"])
 def test_parameters_of_a_selection_may_be_on_another_device(other):
     """The Gram matrix of the others is brought to theirs."""
-    buffer = FlatBuffer(2, None)
-    params = [torch.zeros(3, device=device) for device in (other, "meta")]
-    for row, param in itertools.product(range(2), params):
-        buffer.receive_all(row, [param], [torch.ones_like(param)])
-    alone = exchange.Exchange(1)
-    columns = alone.complete(buffer.touched(params), ())
-    grams = _matrices(columns, alone, {id(params[1])}, MirrorStep(mu=1.0), torch.optim.SGD(params))
+    others, selected = (torch.zeros(2, 2, device=device) for device in (other, "meta"))
+    grams = _matrices([(True, selected), (False, others)])
     assert [gram_CC.device.type for gram_CC in grams] == ["meta", "meta"]
 
 
