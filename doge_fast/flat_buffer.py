@@ -1,7 +1,7 @@
 """Parameters <-> columns, domains <-> rows: the memory behind `grads_BN`.
 
 The buffer is parameter-major: for each parameter one contiguous block of B rows, each as long
-as the parameter, padded with zeros to a multiple of 64 elements. A block is allocated when the
+as the parameter, padded to a multiple of 64 elements. A block is allocated when the
 first gradient of its parameter appears. Beside its block a parameter has the combined gradient that
 becomes `p.grad`. Its memory is kept from step to step: fresh pages cost more than the arithmetic.
 If rows need not stay until the end of a step (`FlatBuffer.lend`), many blocks share a memory.
@@ -59,8 +59,6 @@ class Block:
         # The dtype of the last gradient. The rows have this dtype or a wider one.
         self.grad_dtype = dtype
         self.allocate(num_rows, dtype, shared_N)
-        # Whether the rows of this step have been read, and their memory been taken back.
-        self.is_read = False
         # Bit r: row r holds a gradient of this step.
         self.written = 0
         # {row: the view of its memory that `reserve` returned last}, until `claim` takes the row.
@@ -80,6 +78,11 @@ class Block:
         self.rows_BN = memory[:, : self.num_columns]
         # In the shape of the parameter, so that no gradient is reshaped when it is received.
         self.rows = self.rows_BN.view(num_rows, *local_of(self.param).shape).unbind(0)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the rows of this step have been read, and their memory been taken back."""
+        return bool(self.written) and not self.rows
 
     def take_back(self) -> None:
         """Leave the shared memory; the next gradient needs other rows."""
@@ -193,7 +196,8 @@ class FlatBuffer:
         self._last_blocks: tuple[Sequence[Tensor], object, list[Block]] = [], None, []
         # Whether the wrapped optimizer's state holds a `p.grad`; None: not known before its step.
         self._state_holds_grad: bool | None = None
-        self._shared: dict[torch.device, _SharedMemory] = {}
+        # By device and stream: what reads rows must not wait for another stream.
+        self._shared: dict[object, _SharedMemory] = {}
         # autograd has a thread for each device.
         self._lock = threading.RLock()
 
@@ -244,7 +248,6 @@ class FlatBuffer:
                 block is None
                 or not block.written
                 or block.grad_dtype != grad.dtype
-                or block.is_read
                 or row >= len(block.rows)
             ):
                 block = self._block(param, grad.dtype)
@@ -316,10 +319,11 @@ class FlatBuffer:
     ) -> None:
         """Have the rows of parameters, each with its dtype, in memory that others use after them.
 
-        Where the memory is full, `read` is called with the blocks that have it, all of which are
-        complete; then their rows are lost, and a further gradient of one in this step is refused. A
-        parameter that has a gradient in this step, or whose row is reserved, keeps its memory.
-        `most_bytes`: of the rows of all parameters that may ever be lent.
+        Call it before the first of them is written, and after all that were lent it before have got
+        their gradients. Where the memory is full, `read` is called with the blocks that have it;
+        then their rows are lost, and a further gradient of one in this step is refused. A parameter
+        that has a gradient in this step, or whose row is reserved, keeps its memory. `most_bytes`:
+        of all rows that may be lent.
         """
         with self._lock:
             wanted: dict[torch.device, dict[int, tuple[Tensor, torch.dtype]]] = defaultdict(dict)
@@ -328,37 +332,40 @@ class FlatBuffer:
                 if block is None or not (block.written or block.reserved):
                     wanted[param.device][id(param)] = param, dtype
             for device, of_device in wanted.items():
-                if device not in self._shared:
-                    most = SHARED_BYTES.get(device.type, SHARED_BYTES_ELSEWHERE)
-                    self._shared[device] = _SharedMemory(min(most, most_bytes), device)
-                self._lend([*of_device.values()], self._shared[device], read)
+                most = SHARED_BYTES.get(device.type, SHARED_BYTES_ELSEWHERE)
+                stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+                if (device, stream) not in self._shared:
+                    self._shared[device, stream] = _SharedMemory(device)
+                shared = self._shared[device, stream]
+                self._lend([*of_device.values()], shared, min(most, most_bytes), read)
 
     def _lend(
         self,
         kinds: Sequence[tuple[Tensor, torch.dtype]],
         shared: "_SharedMemory",
+        num_bytes: int,
         read: Callable[[list[Block]], None],
     ) -> None:
-        sizes = [self._bytes_of(param, self.dtype or dtype) for param, dtype in kinds]
+        sizes = [self.bytes_of(param, dtype) for param, dtype in kinds]
         # Not the size of the memory, which has grown since the first step: sums must be the same to
         # the bit in a process that goes on from a checkpoint.
-        if shared.blocks and shared.num_used + sum(sizes) > shared.num_bytes:
+        if shared.blocks and shared.num_used + sum(sizes) > num_bytes:
+            self.flush()
             self._clear_absent(shared.blocks)
             read(shared.blocks)
-            for block in shared.blocks:
-                block.is_read = True
             shared.take_back()
-        if sum(sizes) > len(shared.memory_N):
+        if len(shared.memory_N) < (needed := max(num_bytes, sum(sizes))):
             # The old one first, which nothing uses: there may be no room for both.
             shared.memory_N = shared.memory_N.new_empty(0)
-            shared.memory_N = shared.memory_N.new_empty(sum(sizes))
+            shared.memory_N = shared.memory_N.new_empty(needed)
         for (param, dtype), size in zip(kinds, sizes, strict=True):
             shared_N = shared.memory_N[shared.num_used : shared.num_used + size]
             shared.blocks.append(self._block(param, dtype, shared_N))
             shared.num_used += size
 
-    def _bytes_of(self, param: Tensor, dtype: torch.dtype) -> int:
-        """Of its rows, up to where those of another parameter may begin."""
+    def bytes_of(self, param: Tensor, dtype: torch.dtype) -> int:
+        """Of the rows of a parameter with gradients of this dtype, padding included."""
+        dtype = self.dtype or dtype
         size = self.num_rows * _stride_of(param.numel(), dtype) * dtype.itemsize
         return -(-size // ALIGNMENT) * ALIGNMENT
 
@@ -379,7 +386,7 @@ class FlatBuffer:
         """Forget this step's rows; the memory stays."""
         self._forget_pending()
         for block in self._blocks.values():
-            block.written, block.is_read = 0, False
+            block.written = 0
             block.reserved.clear()
         for shared in self._shared.values():
             shared.take_back()
@@ -491,10 +498,8 @@ class FlatBuffer:
 class _SharedMemory:
     """Memory of one device, and the blocks that have a part of it."""
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self.num_bytes = num_bytes
-        # Longer if one layer needs it.
-        self.memory_N = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    def __init__(self, device: torch.device) -> None:
+        self.memory_N = torch.empty(0, dtype=torch.uint8, device=device)
         self.blocks: list[Block] = []
         self.num_used = 0
 

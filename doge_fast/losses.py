@@ -164,6 +164,7 @@ class _HeadRows(NamedTuple):
         stacked = recording_model(weight)
         if stacked is None or stacked.batch is None:
             return None
+        stacked.batch.num_uses[id(weight)] += 1
         return _HeadRows(stacked, stacked.batch, weight)
 
     def parts_of(self, sizes: Mapping[str, int]) -> list[list[int]]:

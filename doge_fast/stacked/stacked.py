@@ -82,14 +82,16 @@ class StackedModel:
     def __init__(self, model: nn.Module, buffer: FlatBuffer, tracked: Mapping[int, Tensor]) -> None:
         self.buffer = buffer
         self._tracked = frozenset(tracked)
-        self._num_bytes = sum(param.nbytes for param in tracked.values())
+        self._num_bytes = sum(buffer.bytes_of(p, p.dtype) for p in tracked.values())
         self._read: ReadRows | None = None
         self._number = next(_numbers)
         self.has_written = False
         """Whether any row was written since `recording` was entered."""
         self._replaced = self._find_replaced(model)
-        owned = (replaced.param_ids for replaced in self._replaced.values())
-        self._num_owners = Counter(chain.from_iterable(owned))
+        # A module that is there twice counts twice.
+        owners = (module for _, module in model.named_modules(remove_duplicate=False))
+        params = chain.from_iterable(owner._parameters.values() for owner in owners)
+        self._num_owners = Counter(map(id, params))
         self._forwards = {
             module: self._forward_of(module, replaced.rule)
             for module, replaced in self._replaced.items()
@@ -148,17 +150,17 @@ class StackedModel:
     def lend(self, batch: SortedBatch, kinds: Sequence[tuple[Tensor, torch.dtype]]) -> None:
         """Have a layer's rows in memory that others use after them, where the pass allows it.
 
-        Not those of a parameter that has a second gradient in this pass: of two modules, or of two
-        calls of one. A compiled graph does not tell its calls; there the second one is refused.
+        Not those of a parameter that is used again in this pass, as far as it is known: a compiled
+        graph does not tell its calls. There a gradient that comes too late is refused.
         """
         if self._read is None:
             return
         once = [
             (param, dtype)
             for param, dtype in kinds
-            if self._num_owners[id(param)] == 1 and batch.num_calls[id(param)] <= 1
+            if max(self._num_owners[id(param)], batch.num_uses[id(param)]) <= 1
         ]
-        self.buffer.lend(once, self._num_bytes * self.buffer.num_rows, self._read)
+        self.buffer.lend(once, self._num_bytes, self._read)
 
     def claim(self, param: Tensor, row_range: range, dtype: torch.dtype) -> tuple[Tensor, bool]:
         """Mark rows of a parameter as written, for the caller to write or add to.
@@ -280,14 +282,16 @@ class _StackedLayer:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output, by its rule."""
+        batch = self.stacked.batch
+        # Of a reentrant checkpoint this is the forward pass, though autograd does not see it.
+        if batch is not None and not is_compiling() and not is_in_backward():
+            batch.num_uses.update(map(id, self._params))
         params = self.module.parameters(recurse=False)
         # functional_call has put other tensors there: those are autograd's.
         is_unchanged = all(new is old for new, old in zip(params, self._params, strict=True))
         if not (torch.is_grad_enabled() and is_unchanged):
             return self._original(*args, **kwargs)
-        batch = self.stacked.require_open(self.stacked.batch)
-        if not is_compiling() and not is_in_backward():
-            batch.num_calls.update(map(id, self._params))
+        batch = self.stacked.require_open(batch)
         (x,) = (*args, *kwargs.values())
         prepared = self.rule.prepare(self.module, batch.expand(x, self.module))
         output = _Layer.apply(self, batch.num_examples, prepared, self._token, *self._params)  # type: ignore[no-untyped-call]

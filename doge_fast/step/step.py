@@ -425,7 +425,7 @@ class Step:
         with tracing.phase("doge_fast.gram"):
             # The same on all ranks, to the bit.
             grams = self._grams_of(columns, selected, mixture_R)
-            matrices = _matrices(self._grams + grams)
+            matrices = _matrices(self._grams + grams, self.parameters.params[0].device)
 
         with tracing.phase("doge_fast.reweight"):
             # From here on numbers of domains; else the rows are read once more, for their sum.
@@ -665,18 +665,18 @@ class Step:
             )
 
 
-def _matrices(grams: Sequence[tuple[bool, Tensor]]) -> Matrices:
-    """The sums over the columns that enter W, and over all for clipping."""
-    inside = [gram for is_inside, gram in grams if is_inside]
+def _matrices(grams: Sequence[tuple[bool, Tensor]], device: torch.device) -> Matrices:
+    """The sums over the columns that enter W, and over all for clipping, on `device`."""
+    # Threads of several devices read rows in any order.
+    ordered = sorted(grams, key=lambda each: str(each[1].device))
+    inside = [gram.to(device) for is_inside, gram in ordered if is_inside]
     if not inside:
         raise RuntimeError(
             "no selected parameter received a gradient in this step; `selection` must name "
             "parameters that the domains touch."
         )
-    # Parameters may be on several devices.
-    device = inside[0].device
-    outside = [gram.to(device) for is_inside, gram in grams if not is_inside]
-    gram = reduce(torch.add, (each.to(device) for each in inside))
+    outside = [gram.to(device) for is_inside, gram in ordered if not is_inside]
+    gram = reduce(torch.add, inside)
     return Matrices(gram, reduce(torch.add, outside, gram))
 
 

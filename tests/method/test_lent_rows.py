@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from doge_fast import DoGEOptimizer, flat_buffer
 from doge_fast.losses import domain_losses, linear_domain_losses
 from doge_fast.weights.aligned import WAITING_STEPS
-from tests.method.architectures import LENGTH, PADDING, VOCABULARY, Composite, Tiny, Twice
+from tests.method.architectures import ARCHITECTURES, LENGTH, PADDING, VOCABULARY, Odd, Tiny, Twice
 
 DOMAINS, TARGET = ("a", "b"), {"a": 1.0, "far": 2.0}
 SIZES = {"a": 2, "b": 3, "far": 5}
@@ -56,6 +56,24 @@ class Checkpointed(Tiny):
         return x + checkpoint(self.middle, x, use_reentrant=self.is_reentrant)
 
 
+class Twisted(Tiny):
+    """A layer whose calls are all checkpoints, and whose weight a module without a rule uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd, self.square = Odd(), nn.Linear(16, 16)
+        self.odd.twin.weight = self.square.weight
+
+    def hidden(self, ids_BL: Tensor) -> Tensor:
+        x, _ = self.odd(self.words(ids_BL))
+        for _ in range(2):
+            x = checkpoint(self.middle, x, use_reentrant=True)
+        return torch.tanh(self.square(x))
+
+    def middle(self, x: Tensor) -> Tensor:
+        return x + self.down(self.root(F.gelu(self.up(self.norm(x)))))
+
+
 def ids_of(seed: int) -> Tensor:
     ids_BL = torch.randint(0, VOCABULARY, (sum(SIZES.values()), LENGTH), generator=seeded(seed))
     return ids_BL.masked_fill(ids_BL == PADDING, 0)
@@ -71,10 +89,9 @@ def made(
     torch.manual_seed(0)
     model = build().to(dtype)
     inner = arguments.pop("inner", torch.optim.AdamW)
+    trained = [each for each in model.named_parameters() if each[1].requires_grad]
     arguments = {"target": TARGET, "score": "aligned", **arguments}
-    optimizer = DoGEOptimizer(
-        inner(model.named_parameters(), lr=1e-2), domains=DOMAINS, **arguments
-    )
+    optimizer = DoGEOptimizer(inner(trained, lr=1e-2), domains=DOMAINS, **arguments)
     return model, optimizer
 
 
@@ -128,6 +145,24 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Losses, dict[str, Any], set[str]
         {},
         {"words.weight", "head.weight"},
     ),
+    "both losses in 16 bits": (
+        Tiny,
+        both_losses_of,
+        {"buffer_dtype": torch.bfloat16},
+        {"words.weight", "head.weight"},
+    ),
+    "not to be told": (
+        Twisted,
+        losses_of,
+        {},
+        {
+            "words.weight",
+            "odd.twin.weight",
+            *(f"{m}.{p}" for m in ("up", "down", "norm") for p in ("weight", "bias")),
+        }
+        | {"root.weight", "odd.scale", "odd.inner.weight", "odd.inner.bias", "odd.filter.weight"}
+        | {"odd.filter.bias", "odd.twin.bias"},
+    ),
     "selection": (Tiny, losses_of, {"selection": ["up.weight", "words.weight"]}, {"words.weight"}),
     "clipped": (Tiny, losses_of, {"max_grad_norm": 0.1}, {"words.weight"}),
     "no second moments": (Tiny, losses_of, {"inner": torch.optim.SGD}, {"words.weight"}),
@@ -137,6 +172,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Losses, dict[str, Any], set[str]
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_is_the_one_with_rows(kind, one_layer):
     build, losses, arguments, kept = KINDS[kind]
+    rtol = 1e-6 if "buffer_dtype" in arguments else 1e-9
     model, optimizer = made(build, **arguments)
     twin, other = made(build, **arguments)
     for seed in range(STEPS):
@@ -154,13 +190,13 @@ def test_a_step_is_the_one_with_rows(kind, one_layer):
         assert other.last is not None
         for field in ("gram", "coefficients", "grad_norms", "gain", "alpha", "combined_norm"):
             ours, theirs = (getattr(each.last, field) for each in (optimizer, other))
-            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(ours, theirs, rtol=rtol, atol=1e-3 * rtol)
         for each in (optimizer, other):
             each.step()
             each.zero_grad()
     assert (optimizer.alpha - 1 / len(DOMAINS)).abs().max() > 1e-3
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(ours, theirs, rtol=rtol, atol=1e-3 * rtol)
 
 
 def test_memory_is_that_of_the_largest_layer(one_layer):
@@ -216,13 +252,27 @@ def test_what_is_read_together_is_the_same_in_every_step(monkeypatch):
         read(blocks)
 
     monkeypatch.setattr(optimizer._step, "_read", noted)
-    for seed in range(3):
+    for seed in range(4):
         steps.append([])
+        model.get_parameter("up.weight").requires_grad_(seed > 0)
         fill(model, optimizer, seed, losses_of, keep_rows=False)
         optimizer.step()
         optimizer.zero_grad()
-    assert len(steps[0][0]) > 2
-    assert steps[0] == steps[1] == steps[2]
+    _, first, *others = steps
+    assert len(first) > 3
+    assert others == [first, first]
+
+
+def test_memory_that_could_not_grow_is_asked_for_again(monkeypatch):
+    monkeypatch.setattr(flat_buffer, "SHARED_BYTES", {"cpu": 50_000})
+    model, optimizer = made()
+    fill(model, optimizer, 0, losses_of, keep_rows=False)
+    optimizer.zero_grad()
+    for shared in optimizer.buffer._shared.values():
+        shared.memory_N = shared.memory_N.new_empty(0)
+    fill(model, optimizer, 0, losses_of, keep_rows=False)
+    assert names_read(model, optimizer)
+    optimizer.step()
 
 
 def test_a_second_backward_pass_is_refused(one_layer):
@@ -266,13 +316,15 @@ def test_rows_that_are_needed_are_kept(arguments, one_layer):
     assert all(param.grad is not None for param in model.parameters())
 
 
-def test_modules_without_a_rule_keep_their_rows(one_layer):
-    torch.manual_seed(0)
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_every_architecture_has_the_gradients_of_kept_rows(kind, one_layer):
+    """Modules without a rule among them, whose rows stay."""
     found = []
     for keep_rows in (False, True):
-        model, optimizer = made(Composite)
+        model, optimizer = made(ARCHITECTURES[kind])
         fill(model, optimizer, 0, losses_of, keep_rows=keep_rows)
-        found.append([param.grad for param in model.parameters() if param.grad is not None])
+        assert optimizer.last is not None
+        found.append([optimizer.last.gram, *(param.grad for param in model.parameters())])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
 

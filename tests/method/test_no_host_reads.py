@@ -85,7 +85,7 @@ def test_a_step_needs_no_value(options):
 def test_parameters_of_a_selection_may_be_on_another_device(other):
     """The Gram matrix of the others is brought to theirs."""
     others, selected = (torch.zeros(2, 2, device=device) for device in (other, "meta"))
-    grams = _matrices([(True, selected), (False, others)])
+    grams = _matrices([(True, selected), (False, others)], torch.device("meta"))
     assert [gram_CC.device.type for gram_CC in grams] == ["meta", "meta"]
 
 

@@ -99,8 +99,8 @@ class SortedBatch:
     def __init__(self, segments: Sequence[Segment]) -> None:
         self.segments = segments
         self.runs = runs_of(segments)
-        # {id of a parameter: calls of its module in the forward pass}, outside compiled graphs.
-        self.num_calls: Counter[int] = Counter()
+        # {id of a parameter: calls in the forward pass that use it}, outside compiled graphs.
+        self.num_uses: Counter[int] = Counter()
         # `torch.compile` takes the sizes of a tensor for variables, and an int that it reaches
         # through a module or a global for a constant.
         self._examples = torch.empty(segments[-1].last, 0, device="cpu")
