@@ -74,6 +74,8 @@ VARIANTS = {
     "rule": RULE,
     "exact maximum": replace(RULE, is_exact=True),
     "exact, 50 steps": replace(RULE, is_exact=True, decay=0.98, is_averaged=True),
+    "last 50 steps": replace(RULE, decay=0.98),
+    "mean of the second half": replace(RULE, is_averaged=True),
     "all the way": replace(RULE, followed=1.0),
     "uniform trajectory": replace(RULE, followed=0.0),
     "Euclidean metric": replace(RULE, metric="euclid"),
