@@ -292,6 +292,7 @@ def titan_weights(
     return trainer.doge.weights, trainer.logged, trainer.gradient_accumulation_steps
 
 
+@pytest.mark.exhaustive
 def test_torchtitan_page_learns_what_a_plain_loop_learns(ranks, tmp_path):
     expected = weights_by_hand(DOMAINS, [0.1, 0.1], lambda name: (tokens_of(name),) * 2)
     write_corpus(tmp_path, rows=2)

@@ -149,6 +149,7 @@ def record_scores(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, float
     return seen
 
 
+@pytest.mark.exhaustive
 def test_asking_again_gives_the_same_and_the_batch_does_not_matter(ask, result):
     assert few_shot(replace(ask(), batch_size=3)) == result
     alone = few_shot(ask(tasks=("wic",)))
@@ -156,6 +157,7 @@ def test_asking_again_gives_the_same_and_the_batch_does_not_matter(ask, result):
     assert alone["tasks"]["wic"] == result["tasks"]["wic"]
 
 
+@pytest.mark.exhaustive
 def test_prompts_have_no_token_that_packed_text_lacks(ask, run, result, tmp_path):
     """A tokenizer may add a first and a last token to what it is given."""
     tokenizer = AutoTokenizer.from_pretrained(run / "model")
@@ -181,6 +183,7 @@ def test_the_first_documents_only(ask):
     assert "+/-" not in accuracy_table(result)
 
 
+@pytest.mark.exhaustive
 def test_cut_prompts_are_counted_and_said(ask, make_run, caplog):
     asked = ask(tasks=("copa",), shots=5)
     whole, cut = few_shot(asked), few_shot(replace(asked, run=make_run(64)))
