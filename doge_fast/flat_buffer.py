@@ -1,9 +1,9 @@
 """Parameters <-> columns, domains <-> rows: the memory behind `grads_BN`.
 
 The buffer is parameter-major: for each parameter one contiguous block of B rows, each as long
-as the parameter, padded to a multiple of 64 elements. A block is allocated when the
-first gradient of its parameter appears. Beside its block a parameter has the combined gradient that
-becomes `p.grad`. Its memory is kept from step to step: fresh pages cost more than the arithmetic.
+as the parameter, padded to a multiple of 64 elements. A block is allocated when the first gradient
+of its parameter appears. Beside its block a parameter has the combined gradient that becomes
+`p.grad`. Its memory is kept from step to step: fresh pages cost more than the arithmetic.
 If rows need not stay until the end of a step (`FlatBuffer.lend`), many blocks share a memory.
 
 Gradients that arrive one at a time, as on a CPU (`step.parameters`), are pending until there are
@@ -196,7 +196,7 @@ class FlatBuffer:
         self._last_blocks: tuple[Sequence[Tensor], object, list[Block]] = [], None, []
         # Whether the wrapped optimizer's state holds a `p.grad`; None: not known before its step.
         self._state_holds_grad: bool | None = None
-        # By device and stream: what reads rows must not wait for another stream.
+        # By device and stream: rows are read on the stream that has written them.
         self._shared: dict[object, _SharedMemory] = {}
         # autograd has a thread for each device.
         self._lock = threading.RLock()

@@ -420,7 +420,7 @@ class Step:
         columns = exchange.complete(blocks, selected or ())
         blocks += self.buffer.read_blocks()
 
-        # A rule that knows it before has `p.grad` written on the way of the Gram matrices.
+        # A rule that knows it before has the sums made on the way of the Gram matrices.
         mixture_R = self._weights.mixture_R
         with tracing.phase("doge_fast.gram"):
             # The same on all ranks, to the bit.
