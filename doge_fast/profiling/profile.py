@@ -13,7 +13,7 @@ import textwrap
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
@@ -54,8 +54,9 @@ class ProfiledStep:
         self.config = config
         self.device = torch.device(config.device)
         self.is_stacked = config.mode == "stacked"
-        # R rows: training domains and targets.
-        self.num_rows = config.domains + config.targets
+        self.is_aligned = config.score == "aligned"
+        # Training domains and targets.
+        self.num_names = config.domains + config.targets
         torch.manual_seed(0)
         model: Any = build_model(
             ModelConfig(model=config.model),
@@ -68,8 +69,8 @@ class ProfiledStep:
         parameters: Any = self.model.named_parameters()
         fused = self.device.type == "cuda" or None
         self.inner = torch.optim.AdamW(parameters, lr=1e-5, fused=fused)
-        # [R, sequences of a row, L], the same for both steps.
-        shape = (self.num_rows, config.sequences, config.sequence_length)
+        # [names, sequences of one, L], the same for both steps.
+        shape = (self.num_names, config.sequences, config.sequence_length)
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(self.model.config.vocab_size, shape, generator=generator)
         self.tokens = tokens.to(self.device)
@@ -83,8 +84,9 @@ class ProfiledStep:
             self.inner,
             domains=[f"domain {i}" for i in range(config.domains)],
             target={f"target {i}": 1.0 for i in range(config.targets)} or "universal",
+            score=config.score,
             # A large mu keeps the weights near uniform; it does not change the cost.
-            mu=1e6,
+            mu=None if self.is_aligned else 1e6,
             buffer_dtype=None if dtype == "auto" else getattr(torch, dtype),
         )
 
@@ -93,22 +95,28 @@ class ProfiledStep:
         optimizer = self.optimizer
         if optimizer is None:
             for batch in self.batches:
-                # Divide by R: the step trains on the mean over all rows.
-                self.learn(batch, self.num_rows)
+                # The step trains on the mean over all names.
+                self.learn(batch, self.num_names)
             with tracing.phase("doge_fast.inner_step"):
                 self.inner.step()
             self.inner.zero_grad()
             return
         if self.is_stacked:
             sizes = dict.fromkeys(optimizer.names, self.config.sequences)
-            with optimizer.stacked(self.model, sizes):
+            with optimizer.stacked(self.model, sizes, keep_rows=False):
                 self.learn(self.batches[0])
         else:
             for name, batch in zip(optimizer.names, self.batches, strict=True):
-                with optimizer.domain(name):
+                with self._domain(optimizer, name):
                     self.learn(batch)
         optimizer.step()
         optimizer.zero_grad()
+
+    def _domain(self, optimizer: DoGEOptimizer, name: str) -> AbstractContextManager[None]:
+        if self.is_aligned:
+            # Both halves in one pass, which a stacked batch of one domain is.
+            return optimizer.stacked(self.model, {name: self.config.sequences})
+        return optimizer.domain(name)
 
     def learn(self, tokens: Tensor, num_losses: int = 1) -> None:
         """Forward and backward of the mean token loss, summed over a stacked batch's domains."""
@@ -118,8 +126,8 @@ class ProfiledStep:
             torch.autocast(self.device.type, torch.bfloat16, is_mixed),
         ):
             logits = self.model(input_ids=tokens, use_cache=False).logits[:, :-1]
-            # One mean per row; all rows have equally many sequences.
-            num_parts = self.num_rows if self.is_stacked else 1
+            # A mean for each name; all have equally many sequences.
+            num_parts = self.num_names if self.is_stacked else 1
             losses = torch.nn.functional.cross_entropy(
                 logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none"
             )
@@ -149,28 +157,36 @@ class ProfiledStep:
 
         Forward reads the parameters once per pass; backward reads them and writes a gradient.
         Accumulation reads a gradient and writes a row; if stacked, the backward pass writes the
-        rows. The Gram matrix reads all rows once, the weighted sum those of the training domains.
-        The wrapped optimizer reads gradient, parameter and state and writes the latter two.
+        rows, as it does with the aligned rule. The Gram matrix reads all rows once, the weighted
+        sum those of the training domains. The aligned rule's Gram matrix reads the second moments
+        too, and its pass writes the combined gradient, of which the norm is read. The wrapped
+        optimizer reads gradient, parameter and state and writes the latter two.
         """
-        R = self.num_rows
+        R = self.buffer.num_rows
         once = sum(each.nbytes for each in self.parameters)
-        rows = sum(block.rows_BN.nbytes for block in self.buffer.blocks)
+        # Rows that are not kept have given their memory back.
+        rows = R * sum(b.num_columns * b.rows_BN.dtype.itemsize for b in self.buffer.blocks)
         states = (value for of_param in self.inner.state.values() for value in of_param.values())
         state = sum(v.nbytes for v in states if isinstance(v, Tensor) and v.dim() > 0)
-        if self.is_stacked:
-            forward = once
+        forward = once if self.is_stacked else once * self.num_names
+        if self.is_stacked or self.is_aligned:
             backward, accumulate = Traffic(forward, rows), Traffic(0, 0)
         else:
-            forward = once * R
             backward, accumulate = Traffic(forward, forward), Traffic(forward, rows)
         square = 8 * R**2
+        if self.is_aligned:
+            moments = sum(of_param["exp_avg_sq"].nbytes for of_param in self.inner.state.values())
+            gram, weighted_sum = Traffic(rows + moments, square + once), Traffic(once, 0)
+        else:
+            gram = Traffic(rows, square)
+            weighted_sum = Traffic(rows * self.config.domains // R, once)
         return {
             "forward": Traffic(forward, 0),
             "backward": backward,
             "accumulate": accumulate,
-            "gram": Traffic(rows, square),
+            "gram": gram,
             "reweight": Traffic(2 * square, square),
-            "weighted_sum": Traffic(rows * (R - self.config.targets) // R, once),
+            "weighted_sum": weighted_sum,
             "inner_step": Traffic(2 * once + state, once + state),
         }
 
@@ -222,9 +238,9 @@ class Profile:
     num_parameters: int
     """Number of trainable parameters."""
     num_rows: int
-    """R, the number of training domains and targets."""
+    """R, the number of training domains and targets; with the aligned rule twice that."""
     row_bytes: int
-    """Bytes of all R rows together, padding included."""
+    """Bytes of the memory that rows are in, padding included."""
     tokens: int
     """Tokens of a step, over all rows."""
     plain_ms: float
@@ -243,8 +259,8 @@ class Profile:
     bandwidth_spread: float
     """Interquartile range over median, the larger of read and copy."""
     extra_bytes: int
-    """Bytes that a DoGE step keeps in addition to a plain one: R x N x itemsize with padding, and a
-    combined gradient if one backward pass fills all rows."""
+    """Bytes that a DoGE step keeps in addition to a plain one: the memory of rows, and a combined
+    gradient if one backward pass fills all rows."""
 
 
 def profile(config: ProfileConfig) -> Profile:
@@ -391,7 +407,7 @@ def profile_table(measured: Profile) -> str:
     lines = [
         f"{settings['model']}: {measured.num_parameters / 1e6:.2f}M parameters, "
         f"{measured.num_rows} rows, {measured.tokens} tokens a step, {settings['mode']}, "
-        f"{settings['dtype']}",
+        f"score {settings['score']}, {settings['dtype']}",
         f"{measured.device}, {threads}torch {measured.versions['torch']}",
         f"reads {measured.read_bandwidth / 1e9:.1f} GB/s, copies "
         f"{measured.copy_bandwidth / 1e9:.1f} GB/s (quartiles within "

@@ -49,6 +49,27 @@ def test_bytes_are_those_of_the_definition():
     assert least["inner_step"] == 7 * parameters
 
 
+@pytest.mark.parametrize("mode", ["sequential", "stacked"])
+def test_the_aligned_rule_is_profiled(mode):
+    measured = profile(replace(QUICK, mode=mode, targets=1, score="aligned"))
+    parameters = 4 * measured.num_parameters
+    phases = {phase.name: phase for phase in measured.phases}
+    assert measured.num_rows == 6
+    # Two halves of three names, which the backward passes write.
+    assert phases["accumulate"].num_bytes == 0
+    num_passes = {"sequential": 3, "stacked": 1}[mode]
+    assert phases["backward"].num_bytes == (num_passes + 6) * parameters
+    # Rows and second moments in, the combined gradient out; its norm is read.
+    assert phases["gram"].num_bytes == 8 * parameters + 8 * 36
+    assert phases["weighted_sum"].num_bytes == parameters
+    assert all(phases[name].milliseconds > 0 for name in ("backward", "gram", "reweight"))
+    # A sequential step keeps all rows. A stacked one keeps a combined gradient and fewer.
+    if mode == "sequential":
+        assert measured.extra_bytes == measured.row_bytes >= 6 * parameters
+    else:
+        assert measured.extra_bytes == measured.row_bytes + parameters
+
+
 def test_other_precisions_and_models(tmp_path):
     measured = profile(replace(QUICK, dtype="bfloat16", buffer_dtype="bfloat16"))
     gram = next(phase for phase in measured.phases if phase.name == "gram")

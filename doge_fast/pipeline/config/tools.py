@@ -234,6 +234,9 @@ class ProfileConfig:
     """Tokens of a sequence."""
     mode: Literal["sequential", "stacked"] = "sequential"
     """sequential: a forward and backward pass per domain. stacked: one for all domains."""
+    score: Literal["paper", "aligned"] = "paper"
+    """aligned: the rule of proxy --target, which keeps the gradients of two halves of each domain's
+    batch apart."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """bfloat16: autocast."""
     buffer_dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
@@ -247,3 +250,5 @@ class ProfileConfig:
 
     def _check(self) -> None:
         check_place("model", self.model, SIZES)
+        if self.score == "aligned" and self.sequences < 2:
+            raise UserError("score aligned halves each domain's batch: pass --sequences 2 or more.")
