@@ -82,7 +82,6 @@ class StackedModel:
     def __init__(self, model: nn.Module, buffer: FlatBuffer, tracked: Mapping[int, Tensor]) -> None:
         self.buffer = buffer
         self._tracked = frozenset(tracked)
-        self._num_bytes = sum(buffer.bytes_of(p, p.dtype) for p in tracked.values())
         self._read: ReadRows | None = None
         self._number = next(_numbers)
         self.has_written = False
@@ -92,6 +91,8 @@ class StackedModel:
         owners = (module for _, module in model.named_modules(remove_duplicate=False))
         params = chain.from_iterable(owner._parameters.values() for owner in owners)
         self._num_owners = Counter(map(id, params))
+        lent = (each for each in tracked.values() if self._num_owners[id(each)] <= 1)
+        self._num_bytes = sum(buffer.bytes_of(each, each.dtype) for each in lent)
         self._forwards = {
             module: self._forward_of(module, replaced.rule)
             for module, replaced in self._replaced.items()
