@@ -8,6 +8,7 @@ prompts from the left, so the first shots are lost first.
 import logging
 import math
 from collections.abc import Mapping
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -59,9 +60,9 @@ def few_shot(config: EvaluateConfig) -> dict[str, Any]:
             f"{file} holds {', '.join(sorted(lost))} too. Ask for these as well (--tasks), or move "
             "the file away."
         )
-    manager = TaskManager()
     if not names:
         raise UserError(f"tasks names no task; the paper's are {','.join(PAPER_TASKS)}.")
+    manager = _task_manager()
     if unknown := [name for name in names if name not in manager.all_subtasks]:
         raise UserError(f"lm-eval has no single task {unknown[0]!r}; `lm-eval ls tasks` lists all.")
     model = HFLM(
@@ -99,6 +100,12 @@ def few_shot(config: EvaluateConfig) -> dict[str, Any]:
     )
     records.write_json(file, result)
     return result
+
+
+@cache
+def _task_manager() -> TaskManager:
+    """Reads the 14,000 files of lm-eval's tasks, which takes ten seconds."""
+    return TaskManager()
 
 
 def _task(name: str, folder: Path | None) -> Any:
