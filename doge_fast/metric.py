@@ -27,7 +27,7 @@ class Metric:
         found = (
             group["eps"]
             for group in optimizer.param_groups
-            if isinstance(group.get("eps"), float)
+            if isinstance(group.get("eps"), (int, float))
             and any("exp_avg_sq" in optimizer.state.get(param, ()) for param in group["params"])
         )
         self._eps = next(found, None)

@@ -577,7 +577,9 @@ class Step:
             self.combine(None)
         last = self._weights.last
         assert last is not None
-        self.parameters.refuse_other_lr(last)
+        if self._weights.rule.mu is not None:
+            # Other rules do not move the weights by the rate.
+            self.parameters.refuse_other_lr(last)
         return last
 
     @outside_graphs

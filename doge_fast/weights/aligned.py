@@ -116,7 +116,7 @@ def refuse_settings(
     """ValueError if a setting was passed that has no meaning for this rule."""
     passed = {
         "mu": mu is not None,
-        "domain_max_grad_norm": domain_max_grad_norm != DOMAIN_MAX_GRAD_NORM,
+        "domain_max_grad_norm": domain_max_grad_norm not in (None, DOMAIN_MAX_GRAD_NORM),
         "domains_per_step": domains_per_step is not None,
         "absent": absent == "keep",
     }

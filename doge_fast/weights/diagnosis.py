@@ -37,11 +37,8 @@ def diagnose(
     if isinstance(rule, MirrorStep):
         sentences["unmoved"] = _unmoved(state, initial_K, objective, rule)
         sentences["collapsed"] = _collapsed(state, initial_K, objective, rule)
-    elif 0 < num_steps <= WAITING_STEPS:
-        sentences["unmoved"] = (
-            f"the domain weights are where they began: the rule {rule.name!r} moves them after "
-            f"{WAITING_STEPS} steps, and there were {num_steps}."
-        )
+    elif num_steps and torch.allclose(state.alpha, initial_K, rtol=1e-9, atol=0):
+        sentences["unmoved"] = _unmoved_by_angles(state, objective, rule)
     return {name: sentence for name, sentence in sentences.items() if sentence}
 
 
@@ -86,12 +83,7 @@ def _unmoved(
         return torch.allclose(state.alpha_mean, initial_K, rtol=tolerance)
 
     if num_steps and not state.gain.any() and is_still(1e-5):
-        return (
-            f"the domain weights have learned nothing in {num_steps} steps: every score is zero. A "
-            f"score needs the gradient of the target {list(objective.needed)} in the same step. "
-            "Run the target's backward pass inside optimizer.domain(name), or pass as target= a "
-            "domain that the loop runs."
-        )
+        return _without_scores(num_steps, objective)
     if num_steps < _STEPS_OF_A_STANDSTILL or num_domains == 1:
         return None
     if have_equal_scores(num_domains, norm, is_universal=is_universal) and is_still(1e-3):
@@ -108,6 +100,34 @@ def _unmoved(
             "pass a smaller mu."
         )
     return None
+
+
+def _unmoved_by_angles(state: WeightsState, objective: Objective, rule: UpdateRule) -> str | None:
+    """Why the weights are where they began, of a rule that compares directions."""
+    num_steps, num_domains = int(state.num_steps), len(objective.domains)
+    if num_steps <= WAITING_STEPS:
+        return (
+            f"the domain weights are where they began: the rule {rule.name!r} moves them after "
+            f"{WAITING_STEPS} steps, and there were {num_steps}."
+        )
+    if num_domains == 1:
+        return None
+    if objective.has_equal_targets:
+        return (
+            "the domain weights are where they began: all domains are targets with one weight, and "
+            f"equal weights are the answer of the rule {rule.name!r} to that, whatever the text. "
+            "Pass a target, or score='paper'."
+        )
+    return None if state.gain.any() else _without_scores(num_steps, objective)
+
+
+def _without_scores(num_steps: int, objective: Objective) -> str:
+    return (
+        f"the domain weights have learned nothing in {num_steps} steps: every score is zero. A "
+        f"score needs the gradient of the target {list(objective.needed)} in the same step. "
+        "Run the target's backward pass inside optimizer.domain(name), or pass as target= a "
+        "domain that the loop runs."
+    )
 
 
 def _collapsed(

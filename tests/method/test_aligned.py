@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -310,7 +311,7 @@ def test_a_domain_in_one_piece_is_refused_before_anything_moves():
 
 @pytest.mark.parametrize(
     "setting",
-    [{"mu": 0.1}, {"domain_max_grad_norm": None}, {"domains_per_step": 2}, {"absent": "keep"}],
+    [{"mu": 0.1}, {"domain_max_grad_norm": 2.0}, {"domains_per_step": 2}, {"absent": "keep"}],
     ids=str,
 )
 def test_settings_without_a_meaning_are_refused(setting):
@@ -468,6 +469,41 @@ def test_an_optimizer_without_second_moments_takes_steps(optimizer_of):
     assert optimizer.num_steps == 5
     with pytest.warns(UserWarning, match="moves them after 20 steps, and there were 5"):
         assert optimizer.weights["a"] == pytest.approx(1 / 3)
+
+
+def test_an_eps_that_is_an_int_is_one():
+    _, optimizer = train(30, {"far": 1.0}, inner=partial(torch.optim.AdamW, eps=0))
+    _, expected = train(30, {"far": 1.0}, inner=partial(torch.optim.AdamW, eps=0.0))
+    assert torch.equal(optimizer.alpha, expected.alpha)
+    _, euclidean = train(30, {"far": 1.0}, inner=torch.optim.SGD)
+    assert not torch.allclose(optimizer.alpha, euclidean.alpha, rtol=1e-3)
+
+
+def test_weights_that_never_move_are_explained():
+    _, optimizer = train(WAITING_STEPS + 1, "universal")
+    with pytest.warns(UserWarning, match="equal weights are the answer of the rule 'aligned'"):
+        assert optimizer.weights["a"] == pytest.approx(1 / 3)
+    model, optimizer = model_and_optimizer({"far": 1.0})
+    for batch in batches(WAITING_STEPS + 1, optimizer.names):
+        x = batch["far"][0]
+        # Nothing is predicted: a loss of zero.
+        fill(model, optimizer, batch | {"far": (0 * x, model(0 * x).detach())})
+        optimizer.step()
+        optimizer.zero_grad()
+    with pytest.warns(UserWarning, match=r"every score is zero. .* target \['far'\]"):
+        assert optimizer.weights["a"] == pytest.approx(1 / 3)
+
+
+def test_a_rate_that_moves_no_weights_may_change_before_the_step():
+    model, optimizer = model_and_optimizer({"far": 1.0})
+    (batch,) = batches(1, optimizer.names)
+    fill(model, optimizer, batch)
+    optimizer.param_groups[0]["lr"] = 1e-3
+    before = model[0].weight.detach().clone()
+    optimizer.step()
+    # The first step of AdamW moves an element by the rate, and decays it.
+    moved = (model[0].weight.detach() - before * (1 - 1e-5)).abs()
+    assert float(moved.max()) == pytest.approx(1e-3, rel=1e-3)
 
 
 def test_a_weight_of_zero_stays_zero():
