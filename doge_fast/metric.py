@@ -4,8 +4,9 @@ v is the second moment that Adam, AdamW and their kin keep for every element, `e
 bias correction is left out: it is one factor for all parameters that have taken equally many steps,
 and a rule that asks for a metric does not depend on its scale. A parameter without second moments
 (SGD, Adafactor, Muon's matrices, and every parameter before the first step) has the Euclidean
-metric, D = 1. An element that has never had a gradient, v = 0, is left out: D would be 1 / eps, for
-a step that AdamW never takes, since its v has the new gradient in it already.
+metric, D = 1; beside others it hardly counts, since 1 / sqrt(v) is large. An element that has never
+had a gradient, v = 0, is left out: D would be 1 / eps, for a step that AdamW never takes, since its
+v has the new gradient in it already.
 """
 
 from collections.abc import Sequence

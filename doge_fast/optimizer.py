@@ -230,12 +230,15 @@ class DoGEOptimizer(OptimizerWrapper):
 
     @property
     def alpha_mean(self) -> Tensor:
-        """[K] float64: the mean of `alpha` over the steps taken; stage one's result."""
+        """[K] float64: stage one's result, the mean of `alpha` over the steps taken.
+
+        With the score "aligned", whose weights come from a mean already, `alpha` itself.
+        """
         return self._weights.read("alpha_mean")
 
     @property
     def weights(self) -> dict[str, float]:
-        """The average domain weights by name. Waits for the device.
+        """The average domain weights (`alpha_mean`) by name. Waits for the device.
 
         Warns:
             UserWarning: once each, if the weights mean little: more than a tenth of the steps
