@@ -533,7 +533,7 @@ class DoGETrainer(Trainer):
         if num_items is not None and self.args.average_tokens_across_devices:
             # Trainer multiplies the loss by world_size, as DistributedDataParallel takes means.
             num_items = num_items * self.args.world_size
-        is_scaled = self._is_scaled_by_targets(model, batch, num_items)
+        is_scaled = self._is_scaled_by_targets(model, batch, num_items, share_of_batch)
         if not is_scaled:
             num_items = None
         # FSDP2 averages over ranks itself.
@@ -620,7 +620,7 @@ class DoGETrainer(Trainer):
         return causal_lm.unstackable_reason(inputs)
 
     def _is_scaled_by_targets(
-        self, model: nn.Module, batch: Batch, num_items: Tensor | None
+        self, model: nn.Module, batch: Batch, num_items: Tensor | None, share_of_batch: float
     ) -> bool:
         """Whether `compute_loss` divides by the number of targets of the step."""
         # A subclass with its own compute_loss may set the attribute.
@@ -629,7 +629,7 @@ class DoGETrainer(Trainer):
             return bool(answer)
         if num_items is None:
             return False
-        if self.current_gradient_accumulation_steps == self.args.world_size == 1:
+        if self.current_gradient_accumulation_steps == self.args.world_size == share_of_batch == 1:
             # A mean over the batch is a mean over the step.
             return True
         if self._divides_by_targets is None:

@@ -172,6 +172,20 @@ def test_the_aligned_rule_has_its_halves_in_every_mode(tmp_path, monkeypatch):
         torch.testing.assert_close(other, first, rtol=0, atol=26 * 2**-23)
 
 
+def mean_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    return F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def test_a_loss_that_is_a_mean_has_that_of_both_halves(tmp_path):
+    losses = []
+    for score in ("paper", "aligned"):
+        doge = {"score": score}
+        trainer = trainer_for(tmp_path, doge=doge, compute_loss_func=mean_loss, max_steps=1)
+        trainer.train()
+        losses.append(torch.stack([*trainer.domain_losses.values()]))
+    torch.testing.assert_close(*losses)
+
+
 def test_halves_of_the_last_step_of_an_epoch_are_those_of_its_batch(tmp_path):
     """Five micro-batches: the third step has one, where the others have two."""
     trainer = trainer_for(
