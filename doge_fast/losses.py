@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from doge_fast.stacked.layers.linear import autocast_dtype, multiply, without_au
 from doge_fast.stacked.layers.token_sums import exact
 from doge_fast.stacked.stacked import (
     StackedModel,
+    batches_with_halves,
     recording_model,
     sizes_of,
     will_receive_grad,
@@ -64,7 +64,10 @@ def domain_losses(
     """
     sizes = _checked_sizes(logits_BLV, labels_BL, sizes)
     sums_D = _sums(token_losses(logits_BLV, labels_BL), sizes)
-    return sums_D / _counts(labels_BL[:, 1:], sizes, num_targets)
+    counts_D = _counts(labels_BL[:, 1:], sizes, num_targets)
+    if sums_D.requires_grad:
+        _weigh_halves(labels_BL[:, 1:], sizes, counts_D)
+    return sums_D / counts_D
 
 
 def token_losses(logits_BLV: Tensor, labels_BL: Tensor) -> Tensor:
@@ -129,16 +132,17 @@ def linear_domain_losses(
     sizes = _checked_sizes(hidden_BLH, labels_BL, sizes)
     targets_BL = labels_BL[:, 1:]
     rows = _HeadRows.of(weight_VH)
-    parts = [[size] for size in sizes.values()] if rows is None else rows.parts_of(sizes)
+    if rows is not None:
+        rows.check(sizes)
+    parts = [[size] for size in sizes.values()] if rows is None else rows.batch.parts
     ends = [end * targets_BL.shape[1] for end in itertools.accumulate(itertools.chain(*parts))]
     spans = tuple(itertools.starmap(slice, itertools.pairwise([0, *ends])))
-    counts_S = _counts(targets_BL, sizes, num_targets)
+    counts_S = counts_D = _counts(targets_BL, sizes, num_targets)
     numbers = [len(part) for part in parts]
     is_split = len(spans) > len(sizes)
     if is_split:
         # The mean of a domain's loss is over the targets of all its segments.
-        pairs = zip(torch.split(counts_S, 1), numbers, strict=True)
-        counts_S = torch.cat([count.expand(number) for count, number in pairs])
+        counts_S = _repeated(counts_D, numbers)
     losses_S: Tensor = _LinearLosses.apply(  # type: ignore[no-untyped-call]
         rearrange(hidden_BLH[:, :-1], "b l h -> (b l) h"),
         weight_VH,
@@ -146,6 +150,8 @@ def linear_domain_losses(
         counts_S,
         _Head(spans, rows, torch.is_grad_enabled()),
     )
+    if losses_S.requires_grad:
+        _weigh_halves(targets_BL, sizes, counts_D)
     if not is_split:
         return losses_S
     return torch.stack([part_S.sum() for part_S in torch.split(losses_S, numbers)])
@@ -167,16 +173,13 @@ class _HeadRows(NamedTuple):
         stacked.batch.num_uses[id(weight)] += 1
         return _HeadRows(stacked, stacked.batch, weight)
 
-    def parts_of(self, sizes: Mapping[str, int]) -> list[list[int]]:
-        """Examples of each domain's segments: one, or halves; ValueError for other sizes."""
-        by_domain = itertools.groupby(self.batch.segments, attrgetter("domain"))
-        parts = [[segment.last - segment.first for segment in group] for _, group in by_domain]
-        if (expected := [*map(sum, parts)]) != [*sizes.values()]:
+    def check(self, sizes: Mapping[str, int]) -> None:
+        """ValueError if the sizes are not those of the batch."""
+        if (expected := [*map(sum, self.batch.parts)]) != [*sizes.values()]:
             raise ValueError(
                 f"inside stacked() the sizes must be those of its batch, {expected}; got "
                 f"{[*sizes.values()]}."
             )
-        return parts
 
     def reserve(self, dtype: torch.dtype) -> list[Tensor] | None:
         """The rows' memory, D views [V, H]; None if a row holds a gradient or is too narrow."""
@@ -392,10 +395,29 @@ def _logits(hidden_SH: Tensor, weight_VH: Tensor) -> Tensor:
 
 def _per_token(values_D: Tensor, spans: Sequence[slice]) -> Tensor:
     """[T] each domain's value for all of its tokens."""
-    sizes = _sizes(spans)
-    if len(set(sizes)) == 1:
-        return values_D.repeat_interleave(sizes[0])
-    return torch.cat([value.expand(size) for value, size in zip(values_D, sizes, strict=True)])
+    return _repeated(values_D, _sizes(spans))
+
+
+def _repeated(values_D: Tensor, numbers: Sequence[int]) -> Tensor:
+    """Each value so many times."""
+    if len(set(numbers)) == 1:
+        return values_D.repeat_interleave(numbers[0])
+    return torch.cat([value.expand(size) for value, size in zip(values_D, numbers, strict=True)])
+
+
+def _weigh_halves(targets_BL: Tensor, sizes: Mapping[str, int], counts_D: Tensor) -> None:
+    """Give stacked passes the weight of each half in its domain's loss: its targets / n_i."""
+    for batch in batches_with_halves():
+        parts = batch.parts
+        if [*map(sum, parts)] != [*sizes.values()]:
+            # The loss of something else than the batch.
+            continue
+        # Not `_sums`, which copies from the host where sizes differ: a captured CUDA graph has no
+        # such copy.
+        until_B = (targets_BL != IGNORED).sum(1).cumsum(0)
+        until_S = torch.stack([until_B[segment.last - 1] for segment in batch.segments])
+        targets_S = torch.diff(until_S, prepend=until_S.new_zeros(1))
+        batch.add_weights(targets_S.double() / _repeated(counts_D, [*map(len, parts)]))
 
 
 def _counts(

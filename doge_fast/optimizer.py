@@ -285,7 +285,8 @@ class DoGEOptimizer(OptimizerWrapper):
             name: of a training domain or a target.
             count: > 0, for example a number of examples or tokens. Over ranks, a domain's gradient
                 is the mean over the ranks that entered it, weighted by their counts. The counts of
-                micro-batches add up.
+                micro-batches add up. With score="aligned" they are also the weights of these in the
+                domain's gradient, as your loss has them: leave 1 with loss / micro_batches.
 
         Raises:
             ValueError: `name` is none of this step's, or `count` is not positive and

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from doge_fast import DoGEOptimizer
+from doge_fast.losses import domain_losses
 
 DOMAINS = ["a", "b", "c"]
 
@@ -134,11 +135,42 @@ def step_that_the_host_skips_cannot_be_captured(device: str) -> None:
         train(model, optimizer, data)
 
 
+def captured_halves_weigh_as_the_loss_does(device: str) -> None:
+    """As in tests/method/test_aligned.py; other tokens are targets in the replay."""
+    model = nn.Linear(8, 8, device=device)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    optimizer = DoGEOptimizer(inner, domains=["a", "b"], score="aligned")
+    sizes = {"a": 2, "b": 2}
+    labels = torch.tensor([[0], [1]], device=device).repeat_interleave(2, 0).repeat(1, 11)
+    inputs = nn.functional.one_hot(labels, 8).float()
+
+    def step() -> None:
+        with optimizer.stacked(model, sizes):
+            domain_losses(model(inputs), labels, sizes).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    with torch.cuda.graph(graph, stream=stream):
+        step()
+    labels[0, 3:] = -100
+    graph.replay()
+    assert optimizer.last is not None
+    products, squares = optimizer.last.gram.diagonal(), optimizer.last.grad_norms**2
+    # Rows are sums of ten tokens in float32.
+    torch.testing.assert_close(products, squares, rtol=10 * 2**-23, atol=0)
+
+
 CHECKS = (
     step_waits_for_nothing,
     captured_step_is_the_step,
     # Its weights move after twenty steps.
     partial(captured_step_is_the_step, score="aligned", steps=24),
+    captured_halves_weigh_as_the_loss_does,
     skipped_first_step_leaves_no_momentum,
     partial(skipped_first_step_leaves_no_momentum, dampening=0.5),
     new_learning_rate_cannot_be_captured,

@@ -56,10 +56,7 @@ class Exchange:
         Raises:
             RuntimeError: ranks differ in a setting. Raised on all ranks, with the same message.
         """
-        first_shares = {
-            name: entry.counts[0] / sum(entry.counts) for name, entry in report.entries.items()
-        }
-        return Agreement(first_shares, report.dtypes)
+        return Agreement(report.first_shares, report.dtypes)
 
     def complete(self, blocks: Sequence[Block], apart: Collection[int]) -> Columns:
         """All rows of this rank's columns.

@@ -39,6 +39,9 @@ class Entry:
     counts: list[float] = field(default_factory=[0.0, 0.0].copy)
     """Weight of each half of this rank's gradient in the mean over ranks; without halves the second
     is 0."""
+    half_weights: list[float] = field(default_factory=[0.0, 0.0].copy)
+    """Weight of each half in this rank's gradient, up to a common factor; without those that losses
+    have measured (`Step`)."""
 
 
 class Report(NamedTuple):
@@ -46,6 +49,9 @@ class Report(NamedTuple):
 
     entries: Mapping[str, Entry]
     """{domain: what was collected of it}, in the order in which they were first left."""
+    first_shares: Mapping[str, float | Tensor]
+    """{domain: the share of the first half in this rank's gradient}; 0 or 1 in one piece. Numbers
+    if there are several ranks."""
     params: Sequence[Tensor]
     """The parameters that are trained."""
     dtypes: Sequence[torch.dtype | None]
@@ -55,12 +61,19 @@ class Report(NamedTuple):
     is_first: bool
     """Whether this is the ranks' first agreement."""
 
+    def counts_of(self, name: str) -> list[float]:
+        """A domain's count, divided between the halves by their shares in the gradient."""
+        if name not in self.entries:
+            return [0.0, 0.0]
+        count, first = sum(self.entries[name].counts), float(self.first_shares[name])
+        return [count * first, count * (1 - first)]
+
 
 class Agreement(NamedTuple):
     """What all ranks together have received in a step."""
 
-    first_shares: Mapping[str, float]
-    """{domain with a gradient on some rank: the share of its first half}."""
+    first_shares: Mapping[str, float | Tensor]
+    """{domain with a gradient on some rank: the share of its first half}; 0 or 1 in one piece."""
     dtypes: Sequence[torch.dtype | None]
     """The dtype of each parameter's rows; None without a gradient on any rank."""
 
@@ -78,7 +91,7 @@ class Communicator:
         """As `Exchange.agree`; and [n, B, 2] float64 on the CPU, every rank's counts of halves."""
         lengths = [2 * len(names), len(report.dtypes)]
         self._compare({"the number of domains or of parameters": lengths, **report.settings})
-        counts_B2 = [report.entries.get(name, Entry()).counts for name in names]
+        counts_B2 = [report.counts_of(name) for name in names]
         codes = [0 if dtype is None else 1 + STORAGE_DTYPES.index(dtype) for dtype in report.dtypes]
         words = [*chain(*counts_B2), *codes]
         counts_nC, codes_nU = torch.split(self._gather(words), lengths, dim=1)

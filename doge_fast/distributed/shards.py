@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from doge_fast.distributed.exchange import Columns, Exchange
-from doge_fast.distributed.process_group import Agreement, Report, refuse_difference
+from doge_fast.distributed.process_group import Agreement, Entry, Report
 from doge_fast.flat_buffer import Block, local_of
 from doge_fast.metric import Metric
 
@@ -23,10 +23,15 @@ class ShardExchange(Exchange):
     def agree(self, names: Sequence[str], report: Report) -> Agreement:
         """As `Exchange.agree`; also refuse ranks that differ in domains, order or counts."""
         order = {name: entry.places for name, entry in report.entries.items()}
-        settings = {**report.settings, "the order of their domains": order}
-        counts_nB2, agreement = self._communicator.agree(names, report._replace(settings=settings))
-        for row, counts in enumerate(counts_nB2.sum(2).T.tolist()):
-            refuse_difference(counts, f"how often or with which count they entered {names[row]!r}")
+        # Not of halves: ranks have different shares of these.
+        counts = {
+            f"how often or with which count they entered {name!r}": sum(
+                report.entries.get(name, Entry()).counts
+            )
+            for name in names
+        }
+        settings = {**report.settings, "the order of their domains": order, **counts}
+        _, agreement = self._communicator.agree(names, report._replace(settings=settings))
         return agreement
 
     def complete(self, blocks: Sequence[Block], apart: Collection[int]) -> Columns:

@@ -534,11 +534,17 @@ class DoGETrainer(Trainer):
             # Trainer multiplies the loss by world_size, as DistributedDataParallel takes means.
             num_items = num_items * self.args.world_size
         is_scaled = self._is_scaled_by_targets(model, batch, num_items, share_of_batch)
+        # Of this pass in the domain's gradient.
+        weight: float | Tensor | None = None
         if not is_scaled:
-            num_items = None
+            num_items, weight = None, share_of_batch / self._divisor_of_mean(part, name)
+        elif num_targets is not None and self.doge.rule.has_halves:
+            is_shifted, device = self._loss_shifts_labels, num_targets.device
+            here = causal_lm.num_targets([{name: batch}], [name], device, is_shifted=is_shifted)
+            weight = here[0].double() / num_targets
         # FSDP2 averages over ranks itself.
         count = (1 if self.is_fsdp_enabled else part.counts[name]) * share_of_batch
-        with self.doge.domain(name, count=count):
+        with self.doge._step.domain(name, count, weight):
             with self.compute_loss_context_manager():
                 loss = cast(Tensor, self.compute_loss(model, batch, num_items_in_batch=num_items))
             if not is_scaled:

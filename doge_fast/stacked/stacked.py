@@ -109,13 +109,18 @@ class StackedModel:
 
     @contextmanager
     def recording(
-        self, segments: Sequence[Segment], read: ReadRows | None = None
-    ) -> Iterator[None]:
+        self,
+        segments: Sequence[Segment],
+        read: ReadRows | None = None,
+        *,
+        has_halves: bool = False,
+    ) -> Iterator[SortedBatch]:
         """Have forward and backward passes fill the rows of `segments`.
 
-        With `read`, rows that are complete need not stay until the end of the pass (`lend`).
+        With `read`, rows that are complete need not stay until the end of the pass (`lend`). With
+        `has_halves`, losses measure how much each segment weighs (`SortedBatch.weights_S`).
         """
-        batch = _batches[self._number] = SortedBatch(segments)
+        batch = _batches[self._number] = SortedBatch(segments, has_halves=has_halves)
         self.has_written, self._read = False, read
         # A forward that someone has set on the module itself comes back afterwards.
         before = {module: module.__dict__.get("forward") for module in self._forwards}
@@ -123,7 +128,7 @@ class StackedModel:
         try:
             for module, forward in self._forwards.items():
                 module.forward = forward
-            yield
+            yield batch
             batch.check()
         finally:
             self._read = None
@@ -262,6 +267,14 @@ def recording_model(param: Tensor) -> StackedModel | None:
     if param._backward_hooks:
         return None
     return next((model for model in reversed(_recording) if model.is_tracked(param)), None)
+
+
+def batches_with_halves() -> list[SortedBatch]:
+    """Those of the passes under way; none in a compiled graph, which cannot change them."""
+    if is_compiling():
+        return []
+    batches = (model.batch for model in _recording)
+    return [batch for batch in batches if batch is not None and batch.has_halves]
 
 
 class _StackedLayer:

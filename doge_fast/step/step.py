@@ -31,7 +31,13 @@ from doge_fast.distributed.process_group import (
     default_group,
 )
 from doge_fast.distributed.wrappers import bare, without_reduction
-from doge_fast.flat_buffer import Block, FlatBuffer, local_gradient, scale_combined
+from doge_fast.flat_buffer import (
+    Block,
+    FlatBuffer,
+    local_gradient,
+    on_device,
+    scale_combined,
+)
 from doge_fast.metric import Metric
 from doge_fast.stacked.stacked import StackedModel, segments_of, sizes_of
 from doge_fast.step import ownership
@@ -43,6 +49,9 @@ from doge_fast.weights.scores import clip_factors
 from doge_fast.weights.state import DomainWeights
 from doge_fast.weights.subset import Subset
 from doge_fast.wrapper import optimizers_of, skip_reader, step_unless
+
+LEAST_SHARE = 1e-3
+"""Of a half whose examples have no targets: its product with the other is divided by its share."""
 
 
 class StepState(Enum):
@@ -74,6 +83,11 @@ class OpenDomain:
     """{domain: weight of this rank's gradient in the mean over ranks}."""
     row: int | None
     """Row of the buffer; None in a stacked pass, whose modules write the rows themselves."""
+    weight: float
+    """Of this pass in the gradient of each of its domains, up to a common factor."""
+    half_weights_S: Tensor | None = None
+    """The same of each half, if it was measured; of the rows in `ranges`."""
+    ranges: Sequence[range] = ()
     has_received: bool = False
 
 
@@ -111,6 +125,8 @@ class Step:
         # Domains that have been left in this step, in the order of the first time. On a
         # data-parallel rank this is also the order of the buffer's rows.
         self._entries: dict[str, Entry] = {}
+        # [C] float64: what losses have measured, on their device, beside `Entry.half_weights`.
+        self._half_weights_C: Tensor | None = None
         # The next place in the sequence of the step's domains.
         self._places = count()
         # Gram matrices of this step's columns, each with whether these enter W.
@@ -148,14 +164,24 @@ class Step:
     # A domain.
 
     @contextmanager
-    def domain(self, name: str, count: float = 1.0) -> Iterator[None]:
-        """Gradients of backward passes inside belong to domain `name`."""
+    def domain(
+        self, name: str, count: float = 1.0, weight: float | Tensor | None = None
+    ) -> Iterator[None]:
+        """Gradients of backward passes inside belong to domain `name`.
+
+        `weight` is that of this pass in the domain's gradient on this rank; None: `count`.
+        """
         if not 0 < count < float("inf"):
             raise ValueError(f"count must be positive and finite; domain {name!r} has {count!r}.")
         self._enter((name,))
         self._assign_rows((name,))
         half = self._next_half(name)
-        with self._open({name: count}, {name: {half: 1}}, self._row_of(name, half)):
+        row = self._row_of(name, half)
+        number = count if weight is None or isinstance(weight, Tensor) else weight
+        with self._open({name: count}, {name: {half: 1}}, row, number) as domain:
+            if isinstance(weight, Tensor):
+                domain.half_weights_S = weight.double().view(1)
+                domain.ranges = [range(row, row + 1)]
             yield
 
     @contextmanager
@@ -185,10 +211,14 @@ class Step:
         stacked_model = self._stacked_model_of(bare(model))
         may_read = self._weights.rule.has_mixture and self.exchange.num_ranks == 1
         read = self._read if may_read and not keep_rows else None
-        with self._open(sizes_here, halves, None) as domain:
-            with stacked_model.recording(segments_of(parts), read):
+        has_halves = self._num_halves == 2
+        # The loss of a pass is a mean, unless it measures the weights itself.
+        with self._open(sizes_here, halves, None, 1.0) as domain:
+            with stacked_model.recording(segments_of(parts), read, has_halves=has_halves) as batch:
                 yield
             domain.has_received = stacked_model.has_written
+            domain.half_weights_S = batch.weights_S
+            domain.ranges = [run.row_range for run in batch.runs]
 
     def _stacked_model_of(self, model: nn.Module) -> StackedModel:
         tracked = {id(param): param for param in self.parameters.params}
@@ -277,10 +307,11 @@ class Step:
         counts: Mapping[str, float],
         halves: Mapping[str, Mapping[int, int]],
         row: int | None,
+        weight: float,
     ) -> Iterator[OpenDomain]:
         """Collect the gradients of a domain, or of a stacked pass; combine after the last one."""
         has_dropped = self.state is StepState.DROPPED
-        domain = self._open_domain = OpenDomain(counts, row)
+        domain = self._open_domain = OpenDomain(counts, row, weight)
         self.state, ownership.this_thread.owner = StepState.OPEN, self
         try:
             with without_reduction():
@@ -299,7 +330,12 @@ class Step:
                 entry = self._entries.setdefault(name, Entry())
                 entry.places.append(next(self._places))
                 for half, size in halves[name].items():
-                    entry.counts[half] += count * (size / sum(halves[name].values()))
+                    share = size / sum(halves[name].values())
+                    entry.counts[half] += count * share
+                    if domain.half_weights_S is None:
+                        entry.half_weights[half] += domain.weight * share
+            if domain.half_weights_S is not None:
+                self._add_half_weights(domain.half_weights_S, domain.ranges)
             self.state = StepState.DROPPED if has_dropped else StepState.COLLECTED
             if self._is_complete:
                 self._combine(None)
@@ -308,6 +344,41 @@ class Step:
             raise
         finally:
             self._open_domain = ownership.this_thread.owner = None
+
+    def _add_half_weights(self, weights_S: Tensor, ranges: Sequence[range]) -> None:
+        if self._half_weights_C is None:
+            # A rank may get a row for each domain.
+            num_rows = self._num_halves * len(self.subset.names)
+            self._half_weights_C = weights_S.new_zeros(num_rows)
+        parts = torch.split(weights_S, [*map(len, ranges)])
+        for rows, part_S in zip(ranges, parts, strict=True):
+            self._half_weights_C[rows.start : rows.stop] += part_S
+
+    def _first_shares(self) -> dict[str, float | Tensor]:
+        """As `Report.first_shares`; nothing waits for weights that lie on a device."""
+        entries, measured_C = self._entries, self._half_weights_C
+        by_count = {name: entry.counts[0] / sum(entry.counts) for name, entry in entries.items()}
+        # Ranks exchange numbers of the host: there the shares of examples stand for the weights.
+        is_measured = measured_C is None or measured_C.is_cpu or self.exchange.num_ranks == 1
+        if self._num_halves == 1 or not entries or not is_measured:
+            return {**by_count}
+        names = list(self._order)
+        halves = [entries[name].half_weights if name in entries else [0.0, 0.0] for name in names]
+        weights_B2 = torch.tensor(halves, dtype=torch.float64, device="cpu")
+        if measured_C is not None:
+            # That of the Gram matrix.
+            device = measured_C.device if measured_C.is_cpu else self.parameters.params[0].device
+            measured_B2 = measured_C[: 2 * len(names)].view(-1, 2).to(device)
+            # Not zeros: a captured CUDA graph has no copy from the host.
+            if weights_B2.any():
+                measured_B2 = measured_B2 + on_device(weights_B2, device, torch.float64)
+            weights_B2 = measured_B2
+        # Of a domain without any target a half.
+        tiny = torch.finfo(torch.float64).tiny
+        first_B = (weights_B2[:, 0] + tiny) / (weights_B2.sum(1) + 2 * tiny)
+        first_B = first_B.clamp(LEAST_SHARE, 1 - LEAST_SHARE)
+        shares = dict(zip(names, first_B.tolist() if first_B.is_cpu else first_B, strict=True))
+        return {name: at if at in (0, 1) else shares[name] for name, at in by_count.items()}
 
     def _drop(self) -> None:
         """Lose the gradients of this step, after an exception."""
@@ -491,6 +562,7 @@ class Step:
         """What all ranks together have; refuses a step without some domain."""
         report = Report(
             entries=self._entries,
+            first_shares=self._first_shares(),
             params=params,
             dtypes=self.buffer.dtypes_of(params),
             settings=self._settings(params, scale) if self.exchange.num_ranks > 1 else {},
@@ -505,7 +577,11 @@ class Step:
                 f"step() needs a gradient of {needed}; missing {missing}. Run their backward "
                 "passes inside optimizer.domain(name)."
             )
-        whole = [name for name, first in agreement.first_shares.items() if first in (0, 1)]
+        whole = [
+            name
+            for name, first in agreement.first_shares.items()
+            if not isinstance(first, Tensor) and first in (0, 1)
+        ]
         if self._num_halves == 2 and whole:
             raise RuntimeError(
                 f"the rule {self._weights.rule.name!r} compares two halves of each domain's batch, "
@@ -598,6 +674,7 @@ class Step:
         self.buffer.clear()
         self.parameters.forget()
         self._entries, self._places, self._grams = {}, count(), []
+        self._half_weights_C = None
         self.state = StepState.EMPTY
 
     def begin_loaded(self) -> None:

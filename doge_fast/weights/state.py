@@ -134,7 +134,7 @@ class DomainWeights:
         matrices: Matrices,
         *,
         names_B: Sequence[str],
-        first_shares: Mapping[str, float],
+        first_shares: Mapping[str, float | Tensor],
         lr: float | Tensor,
         grad_scale: float | Tensor,
     ) -> LastStep:
@@ -166,8 +166,8 @@ class DomainWeights:
 class DeviceVector:
     """A vector at a fixed address on its device; `write` changes only the elements that differ.
 
-    One kernel writes each of them: a copy from the host would wait for the device. New memory would
-    not be seen by a captured CUDA graph.
+    One kernel writes each of them, or all if these are tensors on the device: a copy from the host
+    would wait for it. New memory would not be seen by a captured CUDA graph.
     """
 
     def __init__(self, length: int, dtype: torch.dtype) -> None:
@@ -180,6 +180,11 @@ class DeviceVector:
         if self._vector.device != device:
             self._vector = torch.empty_like(self._vector, device=device)
             self._written = [None] * len(values)
+        tensors = [value for value in values if isinstance(value, Tensor) and not value.is_cpu]
+        if tensors and len(tensors) == len(values):
+            torch.stack(tensors, out=self._vector)
+            self._written = [None] * len(values)
+            return self._vector
         is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         for index, value in enumerate(values):
             if isinstance(value, Tensor) and value.device.type != "cpu":

@@ -32,18 +32,22 @@ def gpt2() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("make", "mode", "micro_batches", "waits"),
+    ("make", "mode", "micro_batches", "waits", "score"),
     [
-        (Model, "sequential", 1, 0),
-        (Model, "sequential", 2, 0),
+        (Model, "sequential", 1, 0, "paper"),
+        (Model, "sequential", 2, 0, "paper"),
+        (Model, "sequential", 1, 0, "aligned"),
         # In each forward transformers looks whether positions are those of packed sequences.
-        (gpt2, "sequential", 1, 2),
-        (gpt2, "sequential", 2, 4),
-        (gpt2, "stacked", 1, 1),
+        (gpt2, "sequential", 1, 2, "paper"),
+        (gpt2, "sequential", 2, 4, "paper"),
+        # Two halves of each domain.
+        (gpt2, "sequential", 1, 4, "aligned"),
+        (gpt2, "stacked", 1, 1, "paper"),
+        (gpt2, "stacked", 1, 1, "aligned"),
     ],
 )
 def test_a_step_of_trainer_waits_for_nothing_of_ours(
-    make, mode, micro_batches, waits, tmp_path, monkeypatch
+    make, mode, micro_batches, waits, score, tmp_path, monkeypatch
 ):
     tokens = torch.randint(40, (16, 8), generator=torch.Generator().manual_seed(0))
     changes = {"use_cpu": False, "optim": "adamw_torch_fused", "logging_nan_inf_filter": False}
@@ -57,6 +61,7 @@ def test_a_step_of_trainer_waits_for_nothing_of_ours(
         train_dataset=dict.fromkeys(DOMAINS, rows),
         domains=DOMAINS,
         mode=mode,
+        score=score,
     )
     found: list[list[str]] = []
     zero_grad = trainer.create_optimizer().zero_grad
@@ -72,4 +77,4 @@ def test_a_step_of_trainer_waits_for_nothing_of_ours(
     # From the loader to the end of the step; in the first ones tables are uploaded, and whether
     # the loss divides by the number of targets is measured.
     assert [len(each) for each in found[-2:]] == [waits, waits], found
-    assert sum(trainer.weights.values()) == pytest.approx(1)
+    assert float(trainer.doge.alpha.sum()) == pytest.approx(1)

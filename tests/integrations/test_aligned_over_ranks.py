@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from doge_fast import DoGEOptimizer
+from doge_fast.losses import domain_losses
 from tests.integrations.over_ranks import (
     Wrap,
     adamw,
@@ -92,3 +93,28 @@ def test_ranks_align_by_the_gradients_of_a_selection(ranks, wrap, halves):
     assert_ranks_are(one, ranks.run(len(halves), trained, wrap, "adamw", halves, selection))
     # The rule without a selection goes another way.
     assert (one[1] - trained(bare, "adamw", ((0, 1),))[1]).abs().max() > 1e-5
+
+
+def products_and_squares() -> tuple[Tensor, Tensor]:
+    """Of examples that differ in their number of targets alone."""
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8)).double()
+    optimizer = DoGEOptimizer(
+        torch.optim.SGD(model.parameters()), domains=["a", "b"], score="aligned"
+    )
+    # The second rank has one example of b, in one piece.
+    sizes = {"a": 2, "b": 2 - rank}
+    ids = torch.repeat_interleave(torch.tensor([*sizes.values()]))[:, None].expand(-1, 11)
+    labels = ids.clone()
+    labels[0, 3 + 4 * rank :] = -100
+    with optimizer.stacked(model, sizes):
+        domain_losses(model(ids), labels, sizes).sum().backward()
+    optimizer.step()
+    assert optimizer.last is not None
+    return optimizer.last.gram.diagonal(), optimizer.last.grad_norms**2
+
+
+def test_halves_of_ranks_weigh_as_their_losses_do(ranks):
+    for products, squares in ranks.run(2, products_and_squares):
+        torch.testing.assert_close(products, squares, rtol=1e-13, atol=0)

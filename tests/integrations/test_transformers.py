@@ -172,8 +172,72 @@ def test_the_aligned_rule_has_its_halves_in_every_mode(tmp_path, monkeypatch):
         torch.testing.assert_close(other, first, rtol=0, atol=26 * 2**-23)
 
 
+class Alike(IterableDataset[Any]):
+    """Examples of a domain repeat one token, and differ in their number of targets alone.
+
+    `lengths` are those numbers, for each micro-batch.
+    """
+
+    def __init__(self, lengths: list[list[int]]) -> None:
+        self.lengths = lengths
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            for lengths in self.lengths:
+                ids = torch.ones(len(lengths), LENGTH, dtype=torch.int64)
+                is_target = torch.arange(LENGTH) <= torch.tensor(lengths)[:, None]
+                batch = {
+                    name: {"input_ids": number * ids, "labels": number * ids}
+                    for number, name in enumerate(DOMAINS, 1)
+                }
+                for name in DOMAINS[:2]:
+                    batch[name]["labels"].masked_fill_(~is_target, -100)
+                yield batch
+
+
 def mean_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
     return F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("lengths", [[[3, 8, 11, 2, 7]], [[3, 8, 11, 2], [5, 1]]], ids=str)
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"mode": "sequential"},
+        {"mode": "auto"},
+        {"mode": "stacked"},
+        {"mode": "sequential", "takes_number": False},
+        {"mode": "stacked", "takes_number": False},
+        {"mode": "sequential", "compute_loss_func": mean_loss},
+    ],
+    ids=str,
+)
+def test_halves_weigh_as_the_loss_does(tmp_path, monkeypatch, way, lengths):
+    """Without noise the product of the halves is the square of their sum."""
+    # "auto" takes a pass of each domain.
+    monkeypatch.setattr(causal_lm, "MOST_TOKENS", {"cpu": 0})
+    torch.manual_seed(0)
+    config = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0}
+    way = dict(way)
+    takes_number = way.pop("takes_number", True)
+    trainer = trainer_for(
+        tmp_path,
+        Alike(lengths),
+        model=LlamaForCausalLM(LlamaConfig(**config, **heads)).double(),
+        doge={"score": "aligned"},
+        max_steps=1,
+        gradient_accumulation_steps=len(lengths),
+        **way,
+    )
+    if not takes_number:
+        trainer.model_accepts_loss_kwargs = False
+    trainer.train()
+    last = trainer.doge.last
+    assert last is not None
+    products, squares = last.gram.diagonal(), last.grad_norms**2
+    # Llama's norms round to float32.
+    torch.testing.assert_close(products, squares, rtol=2**-23, atol=0)
 
 
 def test_a_loss_that_is_a_mean_has_that_of_both_halves(tmp_path):

@@ -210,6 +210,68 @@ def test_halves_of_a_stacked_head_are_those_of_all_logits(passes):
         assert (ours - theirs).abs().max() <= 1e-14 * theirs.abs().max()
 
 
+SHORT, ALL = [[3, 10, 7], [10, 10]], [[10, 10], [10, 10]]
+ALIKE = {
+    "masked": [SHORT],
+    "a pass of four, then one of one": [[[10] * 4, [10] * 2], [[10], [10] * 2]],
+    "masked, in two passes": [SHORT, ALL, SHORT],
+    "a half without targets": [[[0, 10], [10, 10]], ALL],
+}
+
+
+@pytest.mark.parametrize("passes", ALIKE.values(), ids=ALIKE)
+@pytest.mark.parametrize("has_numbers", [False, True])
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_halves_weigh_as_the_loss_does(passes, has_numbers, is_fused):
+    """Examples that are alike but for their targets: the product of halves has no noise."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)).double()
+    optimizer = DoGEOptimizer(
+        torch.optim.SGD(model.parameters()),
+        domains=["a", "b"],
+        score="aligned",
+        micro_batches=len(passes),
+    )
+    in_step = {name: sum(map(sum, both)) for name, *both in zip("ab", *passes, strict=True)}
+    for lengths in passes:
+        sizes = dict(zip("ab", map(len, lengths), strict=True))
+        ids = torch.repeat_interleave(torch.tensor([*sizes.values()]))[:, None].expand(-1, 11)
+        targets = torch.tensor([*itertools.chain(*lengths)])[:, None]
+        labels = ids.where(torch.arange(11) <= targets, -100)
+        number = in_step if has_numbers else None
+        with optimizer.stacked(model, sizes):
+            # A loss without a gradient has no weight.
+            domain_losses(model(ids).detach(), ids, sizes)
+            losses_D = (
+                linear_domain_losses(
+                    model[0](ids), model[1].weight, labels, sizes, num_targets=number
+                )
+                if is_fused
+                else domain_losses(model(ids), labels, sizes, num_targets=number)
+            )
+            losses_D.sum().backward()
+    last = optimizer.last
+    assert last is not None
+    products, squares = last.gram.diagonal(), last.grad_norms**2
+    torch.testing.assert_close(products, squares, rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("lengths", [[0, 10], [0, 0]], ids=str)
+def test_a_half_without_targets_does_not_skip_the_step(lengths):
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8)).double()
+    optimizer = DoGEOptimizer(
+        torch.optim.SGD(model.parameters()), domains=["a", "b"], score="aligned"
+    )
+    ids, sizes = torch.ones(4, 11, dtype=torch.int64), {"a": 2, "b": 2}
+    labels = ids.clone()
+    labels[:2][torch.arange(11) > torch.tensor(lengths)[:, None]] = -100
+    with optimizer.stacked(model, sizes):
+        domain_losses(model(ids), labels, sizes).sum().backward()
+    optimizer.step()
+    assert optimizer.num_skipped == 0
+    assert optimizer.last.gram[0, 0] == 0
+
+
 @pytest.mark.parametrize("target", ["universal", {"a": 2.0, "b": 2.0, "c": 2.0}])
 def test_for_all_domains_alike_it_is_uniform(target):
     _, optimizer = train(WAITING_STEPS + 40, target)

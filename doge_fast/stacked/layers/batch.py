@@ -7,6 +7,7 @@ without a batch, as [L] or [1, L].
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -96,9 +97,13 @@ def runs_of(segments: Sequence[Segment]) -> list[DomainRun]:
 class SortedBatch:
     """The B examples of one stacked pass, sorted by domain."""
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
+    def __init__(self, segments: Sequence[Segment], *, has_halves: bool = False) -> None:
         self.segments = segments
         self.runs = runs_of(segments)
+        self.has_halves = has_halves
+        """Whether a domain with two examples or more has two segments."""
+        self.weights_S: Tensor | None = None
+        """[segments] float64: the weight of each in its domain's loss, if that was measured."""
         # {id of a parameter: calls in the forward pass that use it}, outside compiled graphs.
         self.num_uses: Counter[int] = Counter()
         # `torch.compile` takes the sizes of a tensor for variables, and an int that it reaches
@@ -113,6 +118,16 @@ class SortedBatch:
     def num_examples(self) -> int:
         """B"""
         return self._examples.shape[0]
+
+    @property
+    def parts(self) -> list[list[int]]:
+        """Examples of each domain's segments."""
+        by_domain = itertools.groupby(self.segments, attrgetter("domain"))
+        return [[segment.last - segment.first for segment in group] for _, group in by_domain]
+
+    def add_weights(self, weights_S: Tensor) -> None:
+        """Add weights of the segments in the losses of their domains."""
+        self.weights_S = weights_S if self.weights_S is None else self.weights_S + weights_S
 
     def expand(self, x: Tensor, module: nn.Module) -> Tensor:
         """The input of `module` with the examples in the first dimension, [B, ...].
