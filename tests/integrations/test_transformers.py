@@ -210,7 +210,8 @@ def mean_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torc
         {"mode": "stacked", "takes_number": False},
         {"mode": "sequential", "compute_loss_func": mean_loss},
     ],
-    ids=str,
+    # Not of the function: its address differs from process to process.
+    ids=["sequential", "auto", "stacked", "sequential, a mean", "stacked, a mean", "own mean"],
 )
 def test_halves_weigh_as_the_loss_does(tmp_path, monkeypatch, way, lengths):
     """Without noise the product of the halves is the square of their sum."""
