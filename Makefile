@@ -43,7 +43,7 @@ SHARED = -n $(WORKERS) --dist worksteal
 # Of every package, where all versions are the pinned ones; on another torch of ours alone.
 STRICT = $(if $(filter file default,$(origin TORCH)),-W error)
 
-test: $(call STAMP,all)  ## tests of every part, about four minutes on two cores
+test: $(call STAMP,all)  ## tests of every part, five to nine minutes on two cores
 	$(BIN)/python -m pytest $(STRICT) -m 'not exhaustive and not soak' $(SHARED)
 
 test-all: $(call STAMP,all)  ## every test that takes no minutes by itself

@@ -76,6 +76,7 @@ def test_blocks_of_every_page_run(page, workplace, tmp_path, tmp_path_factory, m
 
 # The compiler's own.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.exhaustive
 def test_page_of_compiling_makes_the_graphs_that_it_names(tmp_path, monkeypatch):
     """To the number, without inductor, which only makes kernels of the graphs."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))

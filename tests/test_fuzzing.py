@@ -114,6 +114,7 @@ def test_known_inputs_end_in_a_value_or_a_sentence(file):
 # What is found is short enough as it is.
 @settings(phases=[Phase.generate])
 @given(st.data())
+@pytest.mark.exhaustive
 def test_changed_inputs_do_so_too(name, data):
     known = [file.read_bytes() for file in INPUTS if file.parent.name == name]
     whole = data.draw(st.sampled_from(known))

@@ -26,6 +26,7 @@ def test_every_part_runs_and_is_right(tmp_path):
     assert "everything checked was right" in printed
 
 
+@pytest.mark.exhaustive
 def test_wrong_operator_is_the_exit_code(tmp_path, monkeypatch):
     correctness = [*QUICK, "--out", str(tmp_path), "correctness"]
     assert gpu.main(correctness) == bars.ALL_WELL

@@ -187,7 +187,8 @@ def sample_moments(num_columns: int, dtype: torch.dtype, device: torch.device) -
 @pytest.mark.parametrize(
     "num_rows",
     [
-        *(1, 2, 3, 5, 8, 9, 12, 13, 17, 33, 65),
+        *(1, 2, 3, 5, 8, 9, 12, 13, 17),
+        *(pytest.param(rows, marks=pytest.mark.exhaustive) for rows in (33, 65)),
         *(pytest.param(rows, marks=pytest.mark.soak) for rows in (10, 11, 22, 49, 129, 137)),
     ],
 )

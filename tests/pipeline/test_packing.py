@@ -291,6 +291,7 @@ def started(config: CorpusConfig, kill_at: int | None = None) -> tuple[Any, Any]
     return process, here
 
 
+@pytest.mark.exhaustive
 def test_two_at_once_agree(tmp_path, config, corpus):
     fresh = replace(config, cache_dir=tmp_path)
     both = [started(fresh) for _ in range(2)]

@@ -233,6 +233,7 @@ def test_all_that_is_measured_is_of_the_text_of_the_proxy(settings, tmp_path, mo
     assert len(temperature(config).record["points"]) == 3
 
 
+@pytest.mark.exhaustive
 def test_a_model_that_diverges_is_no_choice(learned, monkeypatch, capsys):
     train = Job.train
 
